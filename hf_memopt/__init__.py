@@ -1,0 +1,30 @@
+"""Tell whether a Hugging Face training job fits the hardware, and run it so that memory never ends it.
+
+The public names are resolved on first use: importing the package loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "get_preset": "hf_memopt.presets",
+    "list_presets": "hf_memopt.presets",
+    "Preset": "hf_memopt.presets",
+    "detect": "hf_memopt.hardware",
+    "get_hardware": "hf_memopt.hardware",
+    "list_hardware": "hf_memopt.hardware",
+    "InputError": "hf_memopt.errors",
+}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'hf_memopt' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return __all__

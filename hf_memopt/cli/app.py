@@ -1,0 +1,95 @@
+"""The commands: how arguments are read. What they do stands in this folder's other files, imported when asked for."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hf_memopt.errors import InputError, one_line
+
+app = typer.Typer(
+    name="hf-memopt",
+    help="Settings that make a Hugging Face training job fit its hardware.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.")]
+Strategy = Annotated[
+    str | None, typer.Option("--strategy", help="How devices share the work: ddp, fsdp2, zero1, zero2, zero3, …")
+]
+
+
+@app.command(epilog="Example: hf-memopt presets --method qlora")
+def presets(method: Method = "full", json: Json = False) -> None:
+    """List the hardware presets with their batch, length and reference model."""
+    from hf_memopt.cli.presets import list_all
+
+    list_all(method, json)
+
+
+@app.command(epilog="Example: hf-memopt show rtx_4090 --method qlora")
+def show(
+    preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.")],
+    method: Method = "full",
+    strategy: Strategy = None,
+    json: Json = False,
+) -> None:
+    """Show everything that a preset sets, and what its hardware offers, with sources."""
+    from hf_memopt.cli.presets import show_one
+
+    show_one(preset, method, strategy, json)
+
+
+@app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
+def export(
+    preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write to; made if missing.")],
+    method: Method = "full",
+    strategy: Strategy = None,
+    recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain or sft.")] = "sft",
+    nvme_path: Annotated[str | None, typer.Option(help="Folder on the NVMe disk, for zero3_offload_nvme.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
+    from hf_memopt.cli.export import export_preset
+
+    export_preset(preset, directory, method, strategy, recipe, nvme_path, json)
+
+
+@app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")
+def doctor(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="accelerate YAML or DeepSpeed JSON files to check for ignored keys.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what this machine is, what would be used on it and what is missing; or check configuration files."""
+    from hf_memopt.cli.doctor import check_files, examine
+
+    check_files(files, json) if files else examine(json)
+
+
+def main() -> None:
+    """Run the command line; bad input becomes one line on stderr and exit code 2."""
+    try:
+        app(standalone_mode=False)
+    except InputError as error:
+        _fail(one_line(error))
+    except typer.Exit as ending:
+        sys.exit(ending.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        # click's usage errors know their own message; anything else is a fault of ours and keeps its traceback.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(one_line(ValueError(error.format_message())))
+
+
+def _fail(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)

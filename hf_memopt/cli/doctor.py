@@ -1,0 +1,148 @@
+"""`hf-memopt doctor`: this machine, what would be used on it, what is missing; and checks of configuration files."""
+
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from typing import Any
+
+from hf_memopt.cli.output import gib, print_json, print_table
+from hf_memopt.compatibility.config_files import check_config_file
+from hf_memopt.errors import InputError
+
+# Package -> what goes missing without it.
+_PACKAGES = {
+    "torch": "everything",
+    "transformers": "everything",
+    "accelerate": "everything",
+    "datasets": "the recipes",
+    "peft": "methods lora and qlora",
+    "bitsandbytes": "method qlora and 8-bit optimizers",
+    "deepspeed": "the zero strategies",
+    "torchao": "optim adamw_torch_8bit and adamw_torch_4bit (optional)",
+    "flash_attn": "attention flash_attention_2 (optional)",
+    "flash_attn_interface": "attention flash_attention_3 (optional)",
+    "liger_kernel": "use_liger_kernel (optional)",
+    "kernels": "attention kernels from the hub (optional)",
+}
+
+
+def check_files(files: list[str], as_json: bool) -> None:
+    """Check each file; the first that is at fault ends it with exit code 2."""
+    kinds = {file: check_config_file(file) for file in files}
+    if as_json:
+        print_json({"checked": kinds})
+    else:
+        for file, kind in kinds.items():
+            print(f"{file}: a sound {kind} configuration")
+
+
+def examine(as_json: bool) -> None:
+    """Report on this machine."""
+    logging.getLogger("hf_memopt").setLevel(logging.ERROR)  # the table says what the announcements would
+    report = _report()
+    if as_json:
+        print_json(report)
+        return
+    device, used = report["device"], report["would_use"]
+    print_table(
+        "this machine", ("what", "is"),
+        [
+            ("device", f"{device['label']} ({device['name']}) × {report['device_count']}"),
+            ("memory usable", gib(device["memory"]) + ", shared with the system" * device["unified_memory"]),
+            ("memory free", gib(report["free_memory_bytes"])),
+            ("host memory", gib(report["host_memory_bytes"])),
+            ("bfloat16", "native" if device["native_bf16"] else "emulated or none"),
+            ("Python, system", f"{report['python']}, {report['system']}"),
+        ],
+    )  # fmt: skip
+    print_table("what would be used", ("what", "is"), list(used.items()))
+    rows = [(name, found["version"] or "missing", found["needed_for"]) for name, found in report["packages"].items()]
+    print_table("packages", ("package", "version", "needed for"), rows)
+    for problem in report["problems"]:
+        print(f"problem: {problem}")
+
+
+def _report() -> dict[str, Any]:
+    import psutil
+    import torch
+
+    from hf_memopt.compatibility.setup import check
+    from hf_memopt.hardware import configure_allocator, detect, resolve_attention
+    from hf_memopt.presets import METHODS, get_preset
+
+    allocator = configure_allocator()
+    device = detect()
+    problems, methods = [], []
+    preset = get_preset("auto")
+    for method in METHODS:
+        try:
+            check(get_preset("auto", method).setup())
+            methods.append(method)
+        except InputError as error:
+            problems.append(str(error))
+    packages = {name: {"version": _version(name), "needed_for": use} for name, use in _PACKAGES.items()}
+    problems += [f"{name} is not installed: no {found['needed_for']}" for name, found in packages.items()
+                 if not found["version"] and "optional" not in found["needed_for"]]  # fmt: skip
+    problems += _compiler_problems(packages)
+    return {
+        "device": {
+            "name": device.name,
+            "label": device.label,
+            "backend": device.backend,
+            "memory": device.memory,
+            "unified_memory": device.unified_memory,
+            "native_bf16": device.native_bf16,
+            "fp8": device.fp8,
+            "architecture": device.architecture,
+        },
+        "device_count": max(1, torch.accelerator.device_count()) if device.backend != "cpu" else 1,
+        "free_memory_bytes": _free_memory(device.backend),
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "would_use": {
+            "preset": preset.name,
+            "methods": ", ".join(methods),
+            "precision": preset.precision,
+            "attention": resolve_attention(device),
+            "optimizer": preset.training["optim"],
+            "allocator": allocator or "default",
+        },
+        "packages": packages,
+        "problems": problems,
+    }
+
+
+def _free_memory(backend: str) -> int:
+    """Bytes that a job started now could take: another program's share is gone."""
+    import psutil
+    import torch
+
+    if backend in ("cuda", "rocm"):
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
+
+
+def _compiler_problems(packages: dict) -> list[str]:
+    """DeepSpeed compiles its host optimizer and its disk access at first use."""
+    if not packages["deepspeed"]["version"]:
+        return []
+    problems = []
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        problems.append("no C++ compiler: DeepSpeed cannot build its CPU optimizer for the offload strategies")
+    if importlib.util.find_spec("ninja") is None and not shutil.which("ninja"):
+        problems.append("ninja is not installed (pip install ninja): DeepSpeed cannot build its operators")
+    if sys.platform == "linux" and not os.path.exists("/usr/include/libaio.h"):
+        problems.append("libaio.h is missing (package libaio-dev): strategy zero3_offload_nvme cannot be built")
+    return problems
+
+
+def _version(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    names = metadata.packages_distributions().get(package, [package])
+    return metadata.version(names[0])

@@ -1,0 +1,82 @@
+"""`hf-memopt export`: a preset as the files that a person copies, edits and runs."""
+
+import json
+import shlex
+from pathlib import Path
+
+from hf_memopt.cli.output import print_json
+from hf_memopt.compatibility.setup import check
+from hf_memopt.errors import InputError, choose
+from hf_memopt.files import shipped, write_whole
+from hf_memopt.presets import Preset, get_preset
+from hf_memopt.presets.accelerate_config import yaml_text
+
+RECIPES = ("pretrain", "sft")
+
+
+def export_preset(name, directory, method, strategy, recipe, nvme_path, as_json) -> None:
+    """Write the files, all or none; those that are there already are replaced."""
+    preset = get_preset(name, method, strategy)
+    check(preset.setup())
+    if recipe not in RECIPES:
+        raise choose("recipe", recipe, RECIPES)
+    folder = Path(directory).expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, not a folder to write to")
+    files = _contents(preset, folder, recipe, name, nvme_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            write_whole(folder / file, text, executable=file.endswith(".sh"))
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error.strerror}") from error
+    if as_json:
+        print_json({"directory": str(folder), "files": sorted(files)})
+    else:
+        print(f"wrote {', '.join(sorted(files))} to {folder}; start with: sh {shlex.quote(str(folder / 'launch.sh'))}")
+
+
+def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: str | None) -> dict[str, str]:
+    """File name -> text."""
+    files = {"training_arguments.json": _json(preset.settings())}
+    deepspeed = _with_nvme_path(preset, nvme_path)
+    if deepspeed:
+        files["deepspeed.json"] = _json(deepspeed)
+    comment = f"{preset.name}, method {preset.method}, strategy {preset.strategy}; written by hf-memopt export"
+    # accelerate resolves this path against the working directory, so it has to be absolute.
+    files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), comment)
+    files["launch.sh"] = _launch(preset, folder, recipe, name)
+    return files
+
+
+def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
+    config = preset.deepspeed_config()
+    if nvme_path and not preset.strategy.endswith("_nvme"):
+        raise InputError(f"nvme_path={nvme_path} needs strategy=zero3_offload_nvme, not {preset.strategy}")
+    if nvme_path:
+        path = Path(nvme_path).expanduser().resolve()
+        if not path.is_dir():
+            raise InputError(f"nvme_path={nvme_path} is not a folder")
+        for block in ("offload_optimizer", "offload_param"):
+            config["zero_optimization"][block]["nvme_path"] = str(path)
+    return config
+
+
+def _launch(preset: Preset, folder: Path, recipe: str, name: str) -> str:
+    script = shipped("recipes") / f"{recipe}.py"
+    lines = [
+        "#!/bin/sh",
+        f"# {preset.name}, method {preset.method}. More arguments of {recipe}.py may follow this script's name.",
+        *(f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()),
+        f"exec accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))} \\",
+        f"    {shlex.quote(str(script))} --preset {name} --method {preset.method} "
+        f"--effective_batch_size {preset.effective_batch_size} \\",
+        f"    --config {shlex.quote(str(folder / 'training_arguments.json'))} "
+        f"--output_dir {shlex.quote(str(folder / 'out'))} \\",
+        '    "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _json(value: dict) -> str:
+    return json.dumps(value, indent=2) + "\n"

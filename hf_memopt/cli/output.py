@@ -1,0 +1,32 @@
+"""How results are printed: one JSON object, or tables for people."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hf_memopt.hardware.catalog import GIB
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    json.dump(value, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A table on stdout. The first column keeps its width, the others fold; nothing is cut."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console().print(table)
+
+
+def gib(value: int | None) -> str:
+    """Bytes as GiB."""
+    return "unknown" if value is None else f"{value / GIB:.2f} GiB"

@@ -1,0 +1,99 @@
+"""`hf-memopt presets` and `hf-memopt show`."""
+
+from dataclasses import fields
+from typing import Any
+
+from hf_memopt.cli.output import gib, print_json, print_table
+from hf_memopt.hardware.catalog import Hardware
+from hf_memopt.presets import Preset, get_preset, list_presets
+
+
+def list_all(method: str, as_json: bool) -> None:
+    """All presets for a method."""
+    found = [get_preset(name, method) for name in list_presets()]
+    if as_json:
+        print_json({"presets": [_summary(preset) for preset in found]})
+        return
+    rows = [
+        (
+            preset.name,
+            preset.hardware.label,
+            f"{preset.micro_batch_size}×{preset.gradient_accumulation_steps}×{preset.processes}"
+            f" = {preset.effective_batch_size}",
+            preset.seq_len,
+            preset.reference_model,
+        )
+        for preset in found
+    ]
+    columns = ("preset", "hardware", "micro × accumulation × devices", "tokens", "meant for")
+    print_table(f"presets, method {method}", columns, rows)
+    print("hf-memopt show PRESET shows one, hf-memopt export PRESET DIR writes its files.")
+
+
+def show_one(name: str, method: str, strategy: str | None, as_json: bool) -> None:
+    """One preset in full."""
+    preset = get_preset(name, method, strategy)
+    if as_json:
+        print_json(describe(preset))
+        return
+    print(f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}\n")
+    rows = [(key, value) for key, value in preset.settings().items()]
+    rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
+    rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
+    rows += [(f"${key}", value) for key, value in preset.environment.items()]
+    rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
+    rows += [
+        (f"quantization.{key}", value) for key, value in (preset.quantization() if method == "qlora" else {}).items()
+    ]
+    print_table("settings", ("setting", "value"), rows)
+    print_table("hardware", ("figure", "value", "source"), _figures(preset.hardware))
+
+
+def describe(preset: Preset) -> dict[str, Any]:
+    """A preset as one JSON object."""
+    return {
+        **_summary(preset),
+        "meant_for": preset.meant_for,
+        "training_arguments": preset.settings(),
+        "model_kwargs": {"dtype": preset.dtype},
+        "quantization": preset.quantization() if preset.method == "qlora" else None,
+        "lora": preset.lora() if preset.method != "full" else None,
+        "accelerate_config": preset.accelerate_config(),
+        "deepspeed_config": preset.deepspeed_config(),
+        "environment": dict(preset.environment),
+        "hardware": {item.name: getattr(preset.hardware, item.name) for item in fields(Hardware)}
+        | {"sources": dict(preset.hardware.sources)},
+    }
+
+
+def _summary(preset: Preset) -> dict[str, Any]:
+    return {
+        "name": preset.name,
+        "hardware_name": preset.hardware.name,
+        "method": preset.method,
+        "strategy": preset.strategy,
+        "devices": preset.processes,
+        "per_device_train_batch_size": preset.micro_batch_size,
+        "gradient_accumulation_steps": preset.gradient_accumulation_steps,
+        "effective_batch_size": preset.effective_batch_size,
+        "seq_len": preset.seq_len,
+        "reference_model": preset.reference_model,
+    }
+
+
+def _figures(hardware: Hardware) -> list[tuple[str, str, str]]:
+    """Every figure that has a source, with it."""
+    return [
+        (name.replace("_", " "), _figure(name, getattr(hardware, name)), source)
+        for name, source in hardware.sources.items()
+    ]
+
+
+def _figure(name: str, value) -> str:
+    if value is None:
+        return "not published" if name.endswith("flops") else "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("memory"):
+        return gib(value)
+    return f"{value / 1e12:.1f} TFLOP/s" if name.endswith("flops") else f"{value / 1e9:.4g} GB/s"

@@ -1,0 +1,68 @@
+"""How this process was launched, by what `accelerate launch` leaves in the environment."""
+
+import json
+import os
+from pathlib import Path
+
+from hf_memopt.errors import InputError, one_line
+
+
+def launched_strategy() -> str | None:
+    """The strategy that this process was started with.
+
+    Returns:
+        `ddp`, `fsdp2`, or a name as in accelerate_configs/deepspeed (zero2, zero3_offload_cpu, …); None where the
+        process is alone and without an engine.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        return "fsdp2"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        return _launched_zero()
+    return "ddp" if world_size() > 1 else None
+
+
+def world_size() -> int:
+    """The number of processes that train together; 1 where no launcher set WORLD_SIZE."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def deepspeed_strategy(config: dict) -> str:
+    """The strategy's name for a DeepSpeed configuration: zero2, zero3_offload_nvme, zero3_plus_plus, …"""
+    zero = config.get("zero_optimization", {})
+    name = f"zero{zero.get('stage', 0)}"
+    if zero.get("zero_quantized_weights"):
+        return f"{name}_plus_plus"
+    device = zero.get("offload_optimizer", {}).get("device", "none")
+    return name if device in ("none", None) else f"{name}_offload_{device}"
+
+
+def split_strategy(strategy: str) -> tuple[str, str]:
+    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu)."""
+    engine, _, offload = strategy.partition("_offload_")
+    return engine.removesuffix("_plus_plus"), offload or "none"
+
+
+def read_json(path: str | Path) -> dict:
+    """A JSON object from a file.
+
+    Raises:
+        InputError: there is no such file, or it does not hold a JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file (paths are relative to {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds a {type(content).__name__}, not an object of settings")
+    return content
+
+
+def _launched_zero() -> str:
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file not in ("none", "None", ""):
+        return deepspeed_strategy(read_json(file))
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    return f"zero{stage}" + (f"_offload_{device}" if device in ("cpu", "nvme") else "")

@@ -1,0 +1,129 @@
+"""The table of combinations that do not work, each with its reason, the fix and where the fact was found.
+
+A row matches when every field it names has one of the values it lists. "Run" means that the combination was run on a
+CPU with transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8, bitsandbytes 0.50.2 and torch 2.13; "source" that it was
+read in the installed source of those versions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BNB_8BIT = frozenset({
+    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "rmsprop_bnb_8bit",
+})  # fmt: skip
+BNB_LION = frozenset({"lion_8bit", "paged_lion_8bit"})
+BNB_32BIT = frozenset({
+    "paged_adamw_32bit", "paged_ademamix_32bit", "ademamix", "lion_32bit", "paged_lion_32bit", "rmsprop_bnb",
+    "rmsprop_bnb_32bit",
+})  # fmt: skip
+BITSANDBYTES = BNB_8BIT | BNB_LION | BNB_32BIT
+PAGED = frozenset(name for name in BITSANDBYTES if name.startswith("paged_"))
+LAYERWISE = frozenset({
+    "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise",
+})  # fmt: skip
+# What map_pytorch_optim_to_deepspeed turns into the same algorithm on the host.
+KEPT_UNDER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
+
+ZERO = frozenset({"zero1", "zero2", "zero3"})
+SHARDED = ZERO | {"fsdp2"}
+DISTRIBUTED = SHARDED | {"ddp"}
+OFFLOADED = frozenset({"cpu", "nvme"})
+GPU = frozenset({"cuda", "rocm", "mps", "xpu"})
+
+# optim -> the package that provides it, where it is not torch's or transformers' own.
+PACKAGES = {
+    **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
+    **dict.fromkeys((name for name in LAYERWISE if name.startswith("galore")), "galore_torch"),
+    **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor"), "galore_torch"),
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), "apollo_torch"),
+    **dict.fromkeys(("lomo", "adalomo"), "lomo_optim"),
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), "schedulefree"),
+    "grokadamw": "grokadamw",
+    "stable_adamw": "torch_optimi",
+    "adamw_anyprecision": "torchdistx",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A refused combination.
+
+    Attributes:
+        when: field of Setup -> the values that match.
+        reason: what would happen. May use {field} of the setup.
+        instead: the setting that works.
+        source: where the fact comes from.
+    """
+
+    when: Mapping[str, frozenset]
+    reason: str
+    instead: str
+    source: str
+
+    def matches(self, setup) -> bool:
+        return all(getattr(setup, field) in values for field, values in self.when.items())
+
+
+def _rule(reason: str, instead: str, source: str, **when) -> Rule:
+    values = {key: value if isinstance(value, frozenset) else frozenset({value}) for key, value in when.items()}
+    return Rule(values, reason, instead, source)
+
+
+RULES = [
+    # Optimizer × offload
+    _rule("accelerate replaces it by DeepSpeedCPUAdam with fp32 states and L2 decay, which is neither 8-bit nor AdamW",
+          "optim=adamw_torch (DeepSpeedCPUAdam in AdamW mode)",
+          "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+          optim=BNB_8BIT, strategy=ZERO, offload=OFFLOADED),
+    _rule("accelerate replaces it by DeepSpeedCPUAdam in L2 mode, a different algorithm",
+          "optim=adamw_torch, or optim=lion_32bit (DeepSpeedCPULion)",
+          "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+          optim=BNB_LION | {"paged_lion_32bit"}, strategy=ZERO, offload=OFFLOADED),
+    _rule("accelerate passes its parameter groups to DeepSpeedCPUAdam, whose step fails with a TypeError",
+          "optim=adamw_torch", "run", optim="adafactor", strategy=ZERO, offload=OFFLOADED),
+    # Optimizer × FSDP2
+    _rule("its kernel mixes Tensor and DTensor and raises at the first step (bitsandbytes issue 1633)",
+          "optim=adamw_torch_8bit (needs torchao) or optim=adamw_torch_fused",
+          "run on gloo with fully_shard", optim=BITSANDBYTES, strategy="fsdp2"),
+    _rule("its step raises a RuntimeError on DTensor", "optim=adamw_torch_fused or optim=adamw_torch_8bit",
+          "run on gloo with fully_shard", optim="adafactor", strategy="fsdp2"),
+    _rule("its states fail an assertion on DTensor", "optim=adamw_torch_8bit", "run on gloo with fully_shard",
+          optim="adamw_torch_4bit", strategy="fsdp2"),
+    # Optimizer × device
+    _rule("bitsandbytes has no optimizer kernel for Apple's MPS", "optim=adamw_torch or optim=adafactor",
+          "source: bitsandbytes/backends/mps registers no optimizer_update", optim=BITSANDBYTES, device="mps"),
+    _rule("paging needs CUDA managed memory, which bitsandbytes uses on NVIDIA only", "optim=adamw_8bit",
+          "bitsandbytes documentation, paged optimizers", optim=PAGED, device="rocm"),
+    # Layer-wise optimizers
+    _rule("a layer-wise optimizer steps inside backward, so it cannot accumulate",
+          "gradient_accumulation_steps=1, or the same optimizer without _layerwise",
+          "source: transformers.trainer_optimizer", optim=LAYERWISE, accumulates=True),
+    _rule("a layer-wise optimizer is not implemented for several processes",
+          "the same optimizer without _layerwise", "source: transformers.trainer_optimizer",
+          optim=LAYERWISE, strategy=DISTRIBUTED),
+    # Quantisation
+    _rule("zero.Init skips quantised weights, so every rank holds the whole model",
+          "strategy zero2, or fsdp2 with bnb_4bit_quant_storage=bfloat16",
+          "source: transformers.modeling_utils (needs_zero3_init … and not quantized); transformers issue 30663",
+          method="qlora", strategy="zero3"),
+    _rule("4-bit weights stored as uint8 are left out of sharding", "quantization.bnb_4bit_quant_storage=bfloat16",
+          "source: accelerate.utils.fsdp_utils", method="qlora", strategy="fsdp2", quant_storage="uint8"),
+    # Precision
+    _rule("{label} only emulates bfloat16, slowly, although torch.cuda.is_bf16_supported() says yes",
+          "fp16=True with dtype=float32 weights", "CUDA C++ Programming Guide; transformers' note on M1 and M2",
+          precision="bf16", native_bf16=False, device=GPU),
+    _rule("the gradient scaler cannot unscale float16 gradients", "dtype=float32",
+          "source: torch.amp.GradScaler.unscale_ (Attempting to unscale FP16 gradients)",
+          method="full", precision="fp16", dtype="float16", strategy=frozenset({"none", "ddp"})),
+    # Devices and engines
+    _rule("neither NCCL nor gloo nor DeepSpeed works with Apple's MPS", "strategy none, one process",
+          "source: torch.distributed has no MPS backend", device="mps", strategy=DISTRIBUTED),
+    _rule("accelerate does not start FSDP on a CPU", "strategy ddp or zero3", "run", device="cpu", strategy="fsdp2"),
+    _rule("checkpointing by both FSDP and TrainingArguments recomputes twice, and Trainer raises",
+          "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
+          "source: transformers.Trainer.create_accelerator_and_postprocess",
+          strategy="fsdp2", activation_checkpointing=True),
+    _rule("auto_find_batch_size restarts the schedule with kept weights, and ZeRO-3 refuses it",
+          "a fixed per_device_train_batch_size", "run", auto_find_batch_size=True, strategy="zero3"),
+]  # fmt: skip

@@ -1,0 +1,79 @@
+"""A training setup in the terms of the table, and the question whether it works."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from hf_memopt.compatibility.rules import PACKAGES, RULES
+from hf_memopt.errors import InputError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides whether a job can run.
+
+    Attributes:
+        optim: as in TrainingArguments.
+        method: full | lora | qlora.
+        strategy: none | ddp | zero1 | zero2 | zero3 | fsdp2.
+        offload: where the optimizer states are: none | cpu | nvme.
+        device: cuda | rocm | mps | xpu | cpu.
+        precision: bf16 | fp16 | fp32, of the computation.
+        dtype: of the weights that are loaded.
+        native_bf16, label: of the device.
+        quant_storage: BitsAndBytesConfig.bnb_4bit_quant_storage.
+        activation_checkpointing, auto_find_batch_size: as in TrainingArguments.
+        accumulates: gradient_accumulation_steps > 1.
+    """
+
+    optim: str = "adamw_torch_fused"
+    method: str = "full"
+    strategy: str = "none"
+    offload: str = "none"
+    device: str = "cuda"
+    precision: str = "bf16"
+    dtype: str = "float32"
+    native_bf16: bool = True
+    label: str = "this device"
+    quant_storage: str = "uint8"
+    activation_checkpointing: bool = False
+    auto_find_batch_size: bool = False
+    accumulates: bool = False
+
+
+def refusals(setup: Setup) -> list[str]:
+    """One sentence, with the fix, for every row of the table that the setup matches. Empty where it works."""
+    return [
+        f"{_named(rule, setup)}: {rule.reason.format(label=setup.label)}; use {rule.instead}"
+        for rule in RULES
+        if rule.matches(setup)
+    ]
+
+
+def check(setup: Setup) -> None:
+    """Raise for the first thing that keeps a setup from working, before anything is loaded.
+
+    Raises:
+        InputError: a refused combination, or a package that is not installed.
+    """
+    for refusal in refusals(setup):
+        raise InputError(refusal)
+    package = PACKAGES.get(setup.optim)
+    if package and importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"optim={setup.optim} needs {package}, which is not installed: pip install {package.replace('_', '-')}, "
+            "or use optim=adamw_torch"
+        )
+    if setup.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            "method=qlora needs bitsandbytes, which is not installed: pip install bitsandbytes, or use method=lora"
+        )
+
+
+def _named(rule, setup: Setup) -> str:
+    """The setup's fields that a row matched, as `field=value` with a connective that reads well."""
+    words = {"strategy": "with {}", "offload": "with optimizer states offloaded to {}", "device": "on {}"}
+    shown = [name for name in rule.when if name not in ("native_bf16", "accumulates")]
+    if "accumulates" in rule.when:
+        words["accumulates"] = "with gradient_accumulation_steps > 1"
+        shown.append("accumulates")
+    return " ".join(words.get(name, name + "={}").format(getattr(setup, name)) for name in shown)

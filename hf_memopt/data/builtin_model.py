@@ -1,0 +1,91 @@
+"""The model that recipes train where none is named: 4.2 million random weights, a tokenizer fitted to the corpus."""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+VOCABULARY = 4096
+MAX_POSITIONS = 512
+_VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
+
+# One turn: a role marker, the content, an end marker that is also the end of every text.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def builtin_model() -> Path:
+    """The folder with config, weights and tokenizer; made on first use, then kept in the cache.
+
+    The cache is $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt. Two processes that make it at once make the same.
+    """
+    cache = Path(os.environ.get("HF_MEMOPT_CACHE") or Path.home() / ".cache" / "hf_memopt")
+    key = hashlib.sha256(f"{_VERSION} {sys.version}".encode()).hexdigest()[:12]  # the corpus comes with the Python
+    folder = cache / f"builtin-{key}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            _make(temporary)
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def _tokenizer():
+    """A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), trained on the embedded corpus."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_memopt.data.embedded import documents
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents(), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=MAX_POSITIONS
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped

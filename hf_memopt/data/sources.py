@@ -1,0 +1,135 @@
+"""Where the rows come from: the embedded corpus, local files or a hub data set, split into training and held out."""
+
+import logging
+from pathlib import Path
+
+from hf_memopt.errors import InputError, as_input_error, one_line
+
+logger = logging.getLogger(__name__)
+
+# Ending -> (builder of `datasets`, its options). A blank line separates the texts of a .txt file.
+_FORMATS = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {"sample_by": "paragraph"}),
+}
+# What a row may hold, best first: the name of the format -> the columns that it needs.
+COLUMNS = {
+    "messages": ("messages",),
+    "prompt/completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+
+
+def load_rows(source, config=None, split="train", held_out_split=None, held_out=0.05, streaming=False, buffer=10_000,
+              seed=42):  # fmt: skip
+    """Training rows, held-out rows and the format of their columns.
+
+    Args:
+        source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files or of
+            save_to_disk; None or an embedded corpus ("builtin:documents", "builtin:questions").
+        config: the hub data set's configuration.
+        split: the split to train on.
+        held_out_split: the split to evaluate on; without one, `held_out` of the training rows are set aside.
+        held_out: a share below 1, or a number of rows.
+        streaming: read while training, through a shuffle buffer of `buffer` rows, for data larger than memory.
+
+    Raises:
+        InputError: nothing there, no rows, or no columns that are known.
+    """
+    splits = _open(source, config, streaming)
+    for name in filter(None, (split, held_out_split)):
+        if name not in splits:
+            raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
+    rows = splits[split]
+    columns = _columns(rows, source)
+    if streaming:
+        train, test = _set_aside_streaming(rows, splits.get(held_out_split), held_out, buffer, seed)
+    else:
+        train, test = _set_aside(rows, splits.get(held_out_split), held_out, seed, source)
+    return train, test, columns
+
+
+def _open(source, config, streaming) -> dict:
+    from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+
+    if source in ("builtin:documents", "builtin:questions"):
+        rows = _embedded(source)
+        return {"train": rows.to_iterable_dataset() if streaming else rows}
+    path = Path(source).expanduser()
+    with as_input_error(f"data set {source!r}", Exception):
+        if path.is_file():
+            if path.suffix not in _FORMATS:
+                raise InputError(f"{path}: unknown ending {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
+            if path.stat().st_size == 0:
+                raise InputError(f"data set {source!r} is empty: the file has no rows")
+            builder, options = _FORMATS[path.suffix]
+            return load_dataset(builder, data_files=str(path), streaming=streaming, **options)
+        if path.is_dir() and (path / "state.json").is_file():
+            loaded = load_from_disk(str(path))
+            return {"train": loaded.to_iterable_dataset() if streaming else loaded}
+        if path.suffix in _FORMATS or str(source).startswith((".", "/", "~")):
+            raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
+        loaded = load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
+        return {"train": loaded} if isinstance(loaded, Dataset | IterableDataset) else loaded
+
+
+def _embedded(source: str):
+    from datasets import Dataset
+
+    from hf_memopt.data import embedded
+
+    if source == "builtin:documents":
+        return Dataset.from_dict({"text": list(embedded.documents())})
+    questions, answers = zip(*embedded.questions(), strict=True)
+    messages = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    return Dataset.from_dict({"messages": messages})
+
+
+def _columns(rows, source) -> str:
+    """The name of the first known format whose columns the rows have."""
+    found = rows.column_names
+    if found is None:  # a stream tells its columns only by its first row
+        try:
+            found = list(next(iter(rows)))
+        except StopIteration:
+            raise InputError(f"data set {source!r} is empty") from None
+        except Exception as error:
+            raise InputError(f"data set {source!r}: {one_line(error)}") from error
+    for name, needed in COLUMNS.items():
+        if set(needed) <= set(found):
+            return name
+    accepted = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
+    raise InputError(f"data set {source!r} has the columns {', '.join(found) or 'none'}; accepted are: {accepted}")
+
+
+def _set_aside(rows, test, held_out: float, seed: int, source):
+    if len(rows) == 0:
+        raise InputError(f"data set {source!r} is empty: the split has no rows")
+    if test is not None:
+        return rows, test
+    count = round(held_out * len(rows)) if held_out < 1 else int(held_out)
+    if count == 0 and held_out and len(rows) > 1:
+        count = 1
+    if count == 0:
+        return rows, None
+    if count >= len(rows):
+        raise InputError(
+            f"held_out={held_out} leaves none of the {len(rows)} rows of {source!r} to train on: lower it"
+        )
+    parts = rows.train_test_split(test_size=count, seed=seed, shuffle=True)
+    return parts["train"], parts["test"]
+
+
+def _set_aside_streaming(rows, test, held_out: float, buffer: int, seed: int):
+    """The first rows of a stream are held out, since its length is not known; the rest pass through the buffer."""
+    count = int(held_out) if held_out >= 1 else (200 if held_out else 0)
+    if test is None and count:
+        test, rows = rows.take(count), rows.skip(count)
+    return rows.shuffle(seed=seed, buffer_size=buffer), test

@@ -1,0 +1,57 @@
+"""One kind of error for bad input: a sentence that names the field, the value and the fix."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used. The message is one sentence that says what to do instead."""
+
+
+def choose(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """The error for an unknown name: the closest known one first, then all of them.
+
+    Args:
+        kind: what the name stands for, e.g. "preset".
+        name: what was given.
+        known: the accepted names.
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    listed = "" if len(known) > 40 else f" Known: {', '.join(known)}."
+    return InputError(f"unknown {kind} {name!r}.{hint}{listed}")
+
+
+@contextmanager
+def as_input_error(what: str, *kinds: type[Exception]):
+    """Re-raise library errors of the given kinds as an InputError that begins with `what`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        raise InputError(f"{what}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line; its class where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def run(main: Callable[[], object]) -> None:
+    """Run a program's main function; an InputError becomes one line on stderr and exit code 2.
+
+    Of several processes only the first prints, since all of them meet the same input.
+    """
+    try:
+        main()
+    except InputError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        # Not SystemExit: a process group that is still open would wait for its peers at interpreter exit.
+        sys.stdout.flush()
+        os._exit(2) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else sys.exit(2)

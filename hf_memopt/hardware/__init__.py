@@ -1,0 +1,8 @@
+"""What a machine offers: the catalog of known devices and the detection of this one."""
+
+from hf_memopt.hardware.allocator import configure_allocator
+from hf_memopt.hardware.attention import resolve_attention
+from hf_memopt.hardware.catalog import Hardware, get_hardware, list_hardware
+from hf_memopt.hardware.detect import detect
+
+__all__ = ["Hardware", "configure_allocator", "detect", "get_hardware", "list_hardware", "resolve_attention"]

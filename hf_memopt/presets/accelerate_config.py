@@ -1,0 +1,64 @@
+"""The accelerate configuration of a preset: a dict, and the YAML text that is shipped and exported."""
+
+from pathlib import Path
+
+from hf_memopt.compatibility.launch import split_strategy
+from hf_memopt.files import shipped
+from hf_memopt.hardware.catalog import Hardware
+
+
+def accelerate_config(hardware: Hardware, strategy: str, processes: int, precision: str, deepspeed_file: str) -> dict:
+    """Keys and values as `accelerate launch --config_file` reads them.
+
+    Args:
+        strategy: none | ddp | fsdp2 | the name of a file in accelerate_configs/deepspeed.
+        processes: over all machines.
+        precision: bf16 | fp16 | fp32.
+        deepspeed_file: path of the DeepSpeed JSON. accelerate resolves it against the working directory, not
+            against the YAML, so an exported one is absolute.
+    """
+    config: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _distributed_type(strategy)}
+    if strategy.startswith("zero"):
+        # No mixed_precision here: accelerate refuses it beside a JSON, which takes it from the Trainer ("auto").
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": deepspeed_file,
+            "zero3_init_flag": split_strategy(strategy)[0] == "zero3",
+            "deepspeed_multinode_launcher": "standard",
+        }
+    else:
+        config["mixed_precision"] = "no" if precision == "fp32" else precision
+    if strategy == "fsdp2":
+        config["fsdp_config"] = dict(_FSDP2)
+    config |= {"num_machines": 1, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
+    return config
+
+
+# Without fsdp_version accelerate runs FSDP1, and without a wrap policy it wraps nothing.
+_FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_offload_params": False,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_activation_checkpointing": True,
+}
+
+
+def _distributed_type(strategy: str) -> str:
+    if strategy.startswith("zero"):
+        return "DEEPSPEED"
+    # Several CPU processes are started as MULTI_GPU with use_cpu: accelerate starts MULTI_CPU through mpirun only.
+    return {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}[strategy]
+
+
+def yaml_text(config: dict, comment: str) -> str:
+    """The configuration as YAML under a comment. The string NO stays quoted: bare, YAML reads it as false."""
+    import yaml
+
+    return f"# {comment}\n" + yaml.safe_dump(config, sort_keys=False)
+
+
+def deepspeed_files() -> list[Path]:
+    """The shipped DeepSpeed configurations."""
+    return sorted((shipped("accelerate_configs") / "deepspeed").glob("*.json"))

@@ -1,0 +1,128 @@
+"""From a preset and the user's overrides to a genuine TrainingArguments, refusing early what cannot work."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from hf_memopt.compatibility.launch import launched_strategy, split_strategy
+from hf_memopt.compatibility.launch import world_size as launched_world_size
+from hf_memopt.compatibility.setup import check
+from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.presets.batch import batch_settings
+
+logger = logging.getLogger(__name__)
+
+# Deprecated in transformers 5.23, gone in v6; translated so that nobody meets the FutureWarning.
+_OLD_NAMES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+
+
+def build_training_arguments(preset, output_dir: str, world_size: int | None, overrides: dict[str, Any]):
+    """See Preset.training_arguments."""
+    from transformers import TrainingArguments
+
+    overrides = {_OLD_NAMES.get(name, name): value for name, value in overrides.items()}
+    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name in overrides.keys() - fields - {"effective_batch_size"}:
+        raise choose("TrainingArguments field", name, fields)
+
+    values = _merge(preset, overrides)
+    values |= _batch(preset, world_size, overrides)
+    _check(preset, values)
+    with as_input_error("training arguments", ValueError, TypeError, ImportError):
+        return TrainingArguments(output_dir=output_dir, **values)
+
+
+def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The preset's fields under the user's, where one choice of the user's rules out one of the preset's."""
+    values = dict(preset.training)
+    if overrides.get("fp16"):
+        values.pop("bf16", None)
+    if overrides.get("bf16"):
+        values.pop("fp16", None)
+    if overrides.get("activation_checkpointing") is False:
+        values.pop("activation_checkpointing_kwargs", None)
+    if overrides.get("dataloader_num_workers") == 0:
+        for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+            values.pop(name, None)
+    if overrides.get("use_cpu") and not preset.training.get("use_cpu"):
+        # The card's own switches mean nothing on a CPU, and transformers refuses tf32 there.
+        for name in ("tf32", "torch_compile", "dataloader_pin_memory"):
+            values.pop(name, None)
+    values |= {name: value for name, value in overrides.items() if name != "effective_batch_size"}
+    kwargs = values.get("activation_checkpointing_kwargs")
+    if values.get("activation_checkpointing") and (kwargs is None or isinstance(kwargs, dict)):
+        # Any kwargs without use_reentrant select torch's reentrant variant, which loses adapters' gradients.
+        values["activation_checkpointing_kwargs"] = {"use_reentrant": False, **(kwargs or {})}
+    return values
+
+
+def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[str, int]:
+    if world_size is None:
+        launched = launched_world_size()
+        world_size = launched if launched_strategy() else preset.processes
+        if world_size != launched:
+            logger.warning(
+                "preset %s counts on %d processes, this is one: start with accelerate launch, or pass world_size=1",
+                preset.name, world_size,
+            )  # fmt: skip
+    effective = overrides.get("effective_batch_size")
+    micro, accumulation = batch_settings(
+        preset.effective_batch_size if effective is None else effective,
+        preset.micro_batch_size,
+        world_size,
+        overrides.get("per_device_train_batch_size"),
+        overrides.get("gradient_accumulation_steps"),
+    )
+    if effective is not None and micro * accumulation * world_size != effective:
+        raise InputError(
+            f"effective_batch_size={effective} is not per_device_train_batch_size {micro} × "
+            f"gradient_accumulation_steps {accumulation} × {world_size} processes: leave one of the two out"
+        )
+    return {
+        "per_device_train_batch_size": micro,
+        "per_device_eval_batch_size": overrides.get("per_device_eval_batch_size", micro),
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def _check(preset, values: dict[str, Any]) -> None:
+    """Refuse a device that is not here and combinations that do not work with what was really launched."""
+    use_cpu = bool(values.get("use_cpu"))
+    hardware = preset.hardware
+    if not use_cpu:
+        hardware = _present(preset)
+    engine, offload = split_strategy(launched_strategy() or "none")
+    check(
+        preset.setup(
+            optim=str(getattr(values.get("optim"), "value", values.get("optim", "adamw_torch_fused"))),
+            strategy=engine,
+            offload=offload,
+            device="cpu" if use_cpu else hardware.backend,
+            precision="bf16" if values.get("bf16") else "fp16" if values.get("fp16") else "fp32",
+            native_bf16=hardware.native_bf16,
+            label=hardware.label,
+            activation_checkpointing=bool(values.get("activation_checkpointing")),
+            auto_find_batch_size=bool(values.get("auto_find_batch_size")),
+            accumulates=values["gradient_accumulation_steps"] > 1,
+        )
+    )
+
+
+def _present(preset):
+    """The device of the preset's kind in this machine.
+
+    Raises:
+        InputError: there is none.
+    """
+    from hf_memopt.hardware.detect import detect
+
+    found = detect()
+    if found.backend != preset.hardware.backend:
+        raise InputError(
+            f"preset {preset.name} is for {preset.hardware.label}, and this machine offers {found.backend} "
+            f"({found.label}): use preset auto, or use_cpu=True to try it on the CPU"
+        )
+    return found

@@ -1,0 +1,44 @@
+"""The effective batch as the invariant: micro-batch × accumulation × world size."""
+
+from hf_memopt.errors import InputError
+
+
+def batch_settings(
+    effective: int, preferred: int, world_size: int, micro: int | None = None, accumulation: int | None = None
+) -> tuple[int, int]:
+    """Micro-batch and accumulation whose product with the world size is the effective batch.
+
+    Args:
+        effective: samples per optimizer step over all processes.
+        preferred: the micro-batch to use if the user named none. A smaller one is taken where it does not divide.
+        world_size: number of processes.
+        micro, accumulation: what the user insists on. Both together decide the effective batch themselves.
+
+    Raises:
+        InputError: no whole numbers give the effective batch.
+    """
+    if effective < 1:
+        raise InputError(f"effective_batch_size={effective} must be at least 1")
+    for name, value in (("per_device_train_batch_size", micro), ("gradient_accumulation_steps", accumulation)):
+        if value is not None and value < 1:
+            raise InputError(f"{name}={value} must be at least 1")
+    if micro and accumulation:
+        return micro, accumulation
+    if effective % world_size:
+        raise InputError(
+            f"an effective batch of {effective} cannot be shared by {world_size} processes; set "
+            f"effective_batch_size={world_size * max(1, round(effective / world_size))} or another number of processes"
+        )
+    share = effective // world_size
+    if micro or accumulation:
+        given = micro or accumulation
+        if share % given:
+            name = "per_device_train_batch_size" if micro else "gradient_accumulation_steps"
+            divisors = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
+            raise InputError(
+                f"{name}={given} does not divide the {share} samples per process of the effective batch {effective}; "
+                f"use one of {divisors}, or set effective_batch_size too"
+            )
+        return (micro, share // micro) if micro else (share // accumulation, accumulation)
+    micro = max(n for n in range(1, min(preferred, share) + 1) if share % n == 0)
+    return micro, share // micro

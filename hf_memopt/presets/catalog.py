@@ -1,0 +1,85 @@
+"""The presets by name, and a preset for a device that has none."""
+
+import logging
+from dataclasses import replace
+
+from hf_memopt.compatibility.launch import launched_strategy
+from hf_memopt.compatibility.setup import check
+from hf_memopt.errors import InputError, choose
+from hf_memopt.hardware.catalog import Hardware, get_hardware
+from hf_memopt.presets import amd, apple, clusters, cpu, nvidia
+from hf_memopt.presets.accelerate_config import deepspeed_files
+from hf_memopt.presets.base import retrained
+from hf_memopt.presets.preset import METHODS, Preset, with_strategy
+
+logger = logging.getLogger(__name__)
+
+_MODULES = (nvidia, amd, apple, cpu, clusters)
+_FUNCTIONS = {
+    name: function
+    for module in _MODULES
+    for name, function in vars(module).items()
+    if getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
+}
+
+
+def list_presets() -> list[str]:
+    """The names of all presets, sorted."""
+    return sorted(_FUNCTIONS)
+
+
+def strategies() -> list[str]:
+    """The strategies that a preset can be asked for with: none, ddp, fsdp2 and the shipped DeepSpeed files."""
+    return ["none", "ddp", "fsdp2", *(file.stem for file in deepspeed_files())]
+
+
+def get_preset(name: str, method: str = "full", strategy: str | None = None) -> Preset:
+    """The settings for a kind of hardware.
+
+    Args:
+        name: a name from list_presets(), or "auto" for this machine's device (which imports torch).
+        method: full | lora | qlora.
+        strategy: how several devices share the work, a name from strategies(). By default the one this process was
+            launched with; outside a launcher the preset's own.
+
+    Raises:
+        InputError: an unknown name, or a combination that does not work.
+    """
+    if method not in METHODS:
+        raise choose("method", method, METHODS)
+    if strategy is not None and strategy not in strategies():
+        raise choose("strategy", strategy, strategies())
+    if name == "auto":
+        preset = _for_device(get_hardware("auto"), method)
+    elif name in _FUNCTIONS:
+        preset = _FUNCTIONS[name](method)
+    else:
+        raise choose("preset", name, [*_FUNCTIONS, "auto"])
+    strategy = strategy or launched_strategy()
+    if strategy and strategy != preset.strategy:
+        if strategy == "none" and preset.processes > 1:
+            raise InputError(f"preset {name} is for {preset.processes} devices: strategy none cannot connect them")
+        preset = with_strategy(preset, strategy)
+        check(preset.setup())
+    return preset
+
+
+def _for_device(device: Hardware, method: str) -> Preset:
+    """The device's own preset, or the one of the largest known device of its kind that is not larger than it."""
+    if device.name in _FUNCTIONS:
+        return replace(_FUNCTIONS[device.name](method), hardware=device)
+    kind = [
+        get_hardware(name)
+        for name in _FUNCTIONS
+        if name not in vars(clusters) and name != "cpu_x2" and get_hardware(name).backend == device.backend
+    ]
+    # XPU has no preset yet; its cards speak the same vocabulary as an NVIDIA card of their size.
+    kind = kind or [get_hardware(name) for name in vars(nvidia) if name in _FUNCTIONS]
+    alike = [known for known in kind if known.native_bf16 == device.native_bf16] or kind
+    fitting = [known for known in alike if known.memory <= device.memory * 1.02] or [
+        min(alike, key=lambda known: known.memory)
+    ]
+    chosen = max(fitting, key=lambda known: known.memory)
+    logger.warning("%s has no preset of its own: using %s", device.label, chosen.name)
+    preset = replace(_FUNCTIONS[chosen.name](method), hardware=device)
+    return preset if device.backend != "xpu" else retrained(preset, tf32=None, torch_compile=None)

@@ -1,0 +1,195 @@
+"""A preset: named settings in Hugging Face vocabulary, turned into genuine objects when asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from hf_memopt.compatibility.launch import read_json, split_strategy
+from hf_memopt.compatibility.rules import BITSANDBYTES
+from hf_memopt.compatibility.setup import Setup, check
+from hf_memopt.files import shipped
+from hf_memopt.hardware.attention import resolve_attention
+from hf_memopt.hardware.catalog import Hardware
+from hf_memopt.presets.accelerate_config import accelerate_config
+
+METHODS = ("full", "lora", "qlora")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings for one kind of hardware and one method. Building, listing and printing one needs no torch.
+
+    Attributes:
+        name, hardware, method: what it was asked for with.
+        strategy: none | ddp | fsdp2 | a name in accelerate_configs/deepspeed.
+        processes: how many devices it is meant for.
+        micro_batch_size: samples per device and forward pass.
+        effective_batch_size: micro-batch × accumulation × world size, which never changes.
+        seq_len: tokens a sample, at most.
+        reference_model: hub id of the model that the numbers are meant for.
+        meant_for: the sentence that says what the preset trades.
+        dtype: of the loaded weights.
+        training: TrainingArguments fields, batch settings left out.
+        environment: variables to set before the accelerator starts.
+    """
+
+    name: str
+    hardware: Hardware
+    method: str
+    strategy: str
+    processes: int
+    micro_batch_size: int
+    effective_batch_size: int
+    seq_len: int
+    reference_model: str
+    meant_for: str
+    dtype: str
+    training: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Accumulation on the number of devices that the preset is meant for."""
+        return self.effective_batch_size // (self.micro_batch_size * self.processes)
+
+    @property
+    def precision(self) -> str:
+        """bf16, fp16 or fp32: what the forward and backward passes compute in."""
+        return "bf16" if self.training.get("bf16") else "fp16" if self.training.get("fp16") else "fp32"
+
+    def settings(self) -> dict[str, Any]:
+        """The TrainingArguments fields it sets, on its own number of devices: what is shown and exported."""
+        return {
+            "per_device_train_batch_size": self.micro_batch_size,
+            "per_device_eval_batch_size": self.micro_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            **self.training,
+        }
+
+    def training_arguments(self, output_dir: str, world_size: int | None = None, **overrides):
+        """A genuine transformers.TrainingArguments for this process.
+
+        Accumulation follows from the effective batch and the world size. A micro-batch or accumulation that you
+        override is balanced by the other; override both, or `effective_batch_size`, to change the effective batch.
+
+        Args:
+            output_dir: where the Trainer writes.
+            world_size: number of processes; by default the launcher's WORLD_SIZE, and outside a launcher the number
+                of devices that the preset is meant for.
+            overrides: any field of TrainingArguments, or effective_batch_size.
+
+        Raises:
+            InputError: an unknown field, a combination that does not work, or a device that this machine lacks.
+        """
+        from hf_memopt.presets.arguments import build_training_arguments
+
+        return build_training_arguments(self, output_dir, world_size, overrides)
+
+    def model_kwargs(self, attn_implementation: str | None = None) -> dict[str, Any]:
+        """Arguments for from_pretrained: dtype, attn_implementation and, for QLoRA, quantization_config.
+
+        Args:
+            attn_implementation: a name to insist on; by default the best that runs here, which is announced.
+        """
+        kwargs: dict[str, Any] = {
+            "dtype": self.dtype,
+            "attn_implementation": resolve_attention(self.hardware, attn_implementation),
+        }
+        if self.method == "qlora":
+            from transformers import BitsAndBytesConfig
+
+            check(self.setup())
+            kwargs["quantization_config"] = BitsAndBytesConfig(**self.quantization())
+            if self.hardware.backend == "cpu":
+                kwargs["device_map"] = {"": "cpu"}  # by default transformers takes the first accelerator
+        return kwargs
+
+    def quantization(self) -> dict[str, Any]:
+        """QLoRA's BitsAndBytesConfig fields: 4-bit NormalFloat, double quantisation (Dettmers et al. 2023)."""
+        compute = "float32" if self.precision == "fp32" else {"bf16": "bfloat16", "fp16": "float16"}[self.precision]
+        fields = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": compute,
+        }
+        # FSDP shards float tensors only, so the packed weights are declared as one (accelerate.utils.fsdp_utils).
+        return fields | ({"bnb_4bit_quant_storage": "bfloat16"} if self.strategy == "fsdp2" else {})
+
+    def lora(self) -> dict[str, Any]:
+        """The LoraConfig fields: every linear layer but the head, as in QLoRA; no dropout, whose masks cost memory."""
+        return {
+            "r": 16,
+            "lora_alpha": 32,
+            "lora_dropout": 0.0,
+            "target_modules": "all-linear",
+            "task_type": "CAUSAL_LM",
+        }
+
+    def peft_config(self):
+        """A peft.LoraConfig, or None for full fine-tuning."""
+        if self.method == "full":
+            return None
+        from peft import LoraConfig
+
+        return LoraConfig(**self.lora())
+
+    def accelerate_config(self, deepspeed_file: str | None = None) -> dict[str, Any]:
+        """What accelerate_configs/<name>.yaml holds.
+
+        Args:
+            deepspeed_file: path of the DeepSpeed JSON; by default the shipped one, relative to the repository.
+        """
+        file = deepspeed_file or f"accelerate_configs/deepspeed/{self.strategy}.json"
+        return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file)
+
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
+        if not self.strategy.startswith("zero"):
+            return None
+        return read_json(shipped("accelerate_configs") / "deepspeed" / f"{self.strategy}.json")
+
+    def setup(self, **changes) -> Setup:
+        """The preset in the terms of the compatibility table."""
+        engine, offload = split_strategy(self.strategy)
+        storage = self.quantization().get("bnb_4bit_quant_storage", "uint8")
+        return replace(
+            Setup(
+                optim=self.training.get("optim", "adamw_torch_fused"),
+                method=self.method,
+                strategy=engine,
+                offload=offload,
+                device=self.hardware.backend,
+                precision=self.precision,
+                dtype=self.dtype,
+                native_bf16=self.hardware.native_bf16,
+                label=self.hardware.label,
+                quant_storage=storage,
+                activation_checkpointing=bool(self.training.get("activation_checkpointing")),
+                accumulates=self.gradient_accumulation_steps > 1,
+            ),
+            **changes,
+        )
+
+
+def with_strategy(preset: Preset, strategy: str) -> Preset:
+    """The preset under another engine: what the engine decides changes with it, the batch does not.
+
+    DeepSpeed and FSDP2 keep fp32 master weights themselves, so weights load in the computing dtype. FSDP2
+    checkpoints activations itself. Offloaded optimizer states need an optimizer that DeepSpeed has on the host, and
+    FSDP2 one that knows DTensor.
+    """
+    engine, offload = split_strategy(strategy)
+    training = dict(preset.training)
+    dtype = preset.dtype
+    if engine == "fsdp2":
+        training.pop("activation_checkpointing", None)
+        training.pop("activation_checkpointing_kwargs", None)
+    if training.get("optim") in BITSANDBYTES and (engine == "fsdp2" or offload != "none"):
+        training["optim"] = "adamw_torch" if offload != "none" else "adamw_torch_fused"
+    if engine.startswith("zero") or engine == "fsdp2":
+        dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[preset.precision]
+        # torch.compile under the engines is untried here.
+        training.pop("torch_compile", None)
+    return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)

@@ -1,0 +1,48 @@
+"""The files accelerate_configs/*.yaml, made from the presets; `make configs` writes them."""
+
+from hf_memopt.files import shipped, write_whole
+from hf_memopt.presets.accelerate_config import yaml_text
+from hf_memopt.presets.catalog import get_preset, list_presets
+from hf_memopt.presets.preset import Preset
+
+# The presets whose file depends on the engine, with the engines shipped; export writes the other combinations.
+_ENGINES = {
+    "a100_80gb_x8": ("zero2", "zero3", "fsdp2"),
+    "h100_80gb_x8": ("zero2", "zero3", "fsdp2"),
+    "cpu_x2": ("ddp", "zero2", "zero3"),
+}
+# Rungs of the ladder launch like the first one.
+_SAME_AS_BASE = ("l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")
+
+
+def shipped_configs() -> dict[str, str]:
+    """File name -> YAML text."""
+    files = {}
+    for name in list_presets():
+        if name in _SAME_AS_BASE:
+            continue
+        for strategy in _ENGINES.get(name, (None,)):
+            preset = get_preset(name, strategy=strategy)
+            files[config_name(preset)] = yaml_text(preset.accelerate_config(), _comment(preset))
+    return files
+
+
+def config_name(preset: Preset) -> str:
+    """The shipped file that launches a preset, e.g. rtx_4090.yaml or a100_80gb_x8_zero3.yaml."""
+    base = preset.name
+    for name in _SAME_AS_BASE:
+        base = "l40s_x4" if base == name else base
+    suffix = "" if preset.strategy in ("none", "ddp") else f"_{preset.strategy}"
+    return f"{base}{suffix}.yaml"
+
+
+def _comment(preset: Preset) -> str:
+    devices = f"{preset.processes} × " if preset.processes > 1 else ""
+    engine = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}.get(preset.strategy, f", DeepSpeed {preset.strategy}")
+    path = "; run from the repository's root" if preset.strategy.startswith("zero") else ""
+    return f"{devices}{preset.hardware.label}{engine}{path}"
+
+
+if __name__ == "__main__":
+    for file, text in shipped_configs().items():
+        write_whole(shipped("accelerate_configs") / file, text)

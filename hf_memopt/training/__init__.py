@@ -1,0 +1,1 @@
+"""What the recipes share: arguments, models with their adapters, checkpoints, progress and the closing report."""

@@ -1,0 +1,231 @@
+"""A recipe's job: what was asked for, resolved against the preset, and the model, tokenizer and data made from it."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_memopt.compatibility.launch import world_size
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.data.sources import load_rows
+from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.hardware.allocator import configure_allocator
+from hf_memopt.presets import Preset, get_preset
+from hf_memopt.training.arguments import RecipeArguments, parse
+
+logger = logging.getLogger(__name__)
+
+# What the hub and the model code raise for a name that cannot be loaded.
+_LOADING = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+
+
+@dataclass
+class Job:
+    """Attributes: the recipe's arguments, the preset, genuine TrainingArguments, and what adapters override."""
+
+    recipe: RecipeArguments
+    preset: Preset
+    args: Any
+    lora: dict[str, Any]
+    quantization: dict[str, Any]
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the weights start random, from an architecture alone."""
+        return self.recipe.config_name is not None
+
+    @property
+    def model_name(self) -> str:
+        """Hub id or path of the weights, or of the architecture when training from scratch."""
+        return self.recipe.model_name_or_path or self.recipe.config_name
+
+
+# What neither preset nor user decides; a recipe says the rest.
+_DEFAULTS = {
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 1,
+    "logging_steps": 10,
+    "eval_strategy": "steps",
+    "eval_steps": 100,
+    "eval_on_start": True,
+    "save_total_limit": 2,
+}
+
+
+def start(description: str, argv: list[str] | None, scratch: bool = False, builtin: dict | None = None,
+          adapters: dict | None = None, **defaults: Any) -> Job:  # fmt: skip
+    """Parse the arguments and build TrainingArguments; nothing is loaded or written.
+
+    Preset, the recipe's defaults, the file named by --config, the command line: each goes over the one before.
+
+    The preset's environment is set here, before any device is touched. TrainingArguments come first and live on, since
+    from_pretrained asks them (through DeepSpeed's weak reference) whether to shard while loading.
+
+    Args:
+        description: for --help.
+        argv: the command line without the program's name; by default sys.argv[1:].
+        scratch: the built-in model starts from random weights of its architecture.
+        defaults: the recipe's TrainingArguments fields.
+        adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model.
+
+    Raises:
+        InputError: anything that was given cannot be used.
+    """
+    parsed = parse(argv, description)
+    recipe = parsed.recipe
+    training = {**_DEFAULTS, **defaults, **((adapters or {}) if recipe.method != "full" else {})}
+    if recipe.model_name_or_path is None and recipe.config_name is None:
+        recipe = _with_builtin_model(recipe, scratch)
+        training |= builtin or {}
+    training |= parsed.training
+    _check_recipe(recipe, training)
+
+    # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    preset = get_preset(recipe.preset, recipe.method)
+    if recipe.dtype:
+        preset = replace(preset, dtype=recipe.dtype)
+    apply_environment(preset)
+    if recipe.effective_batch_size is not None:
+        training["effective_batch_size"] = recipe.effective_batch_size
+    args = preset.training_arguments(world_size=world_size(), **training)
+    return Job(recipe, preset, args, parsed.lora, parsed.quantization)
+
+
+def _with_builtin_model(recipe: RecipeArguments, scratch: bool) -> RecipeArguments:
+    folder = str(builtin_model())
+    if recipe.method != "full":
+        logger.warning("the built-in model is untrained: an adapter on it shows the workings, not a useful result")
+    return replace(recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": folder})
+
+
+def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
+    if recipe.model_name_or_path and recipe.config_name:
+        raise InputError("model_name_or_path and config_name exclude each other: trained weights, or random ones")
+    if recipe.config_name and recipe.method != "full":
+        raise InputError(f"method={recipe.method} needs trained weights: pass model_name_or_path, or use method=full")
+    if recipe.streaming and (training.get("max_steps") or -1) <= 0:
+        raise InputError("streaming has no known length: set max_steps")
+    if recipe.held_out < 0:
+        raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
+
+
+def apply_environment(preset: Preset) -> None:
+    """Set the preset's environment variables that the user has not set."""
+    for name, value in preset.environment.items():
+        if name == "PYTORCH_ALLOC_CONF":
+            configure_allocator()
+        else:
+            os.environ.setdefault(name, value)
+
+
+def load_config(job: Job):
+    """The model's configuration, checked against the length of the samples."""
+    from transformers import AutoConfig
+
+    with as_input_error(f"model {job.model_name!r}", *_LOADING):
+        return AutoConfig.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code)
+
+
+def sequence_length(job: Job, config) -> int:
+    """Tokens per sample: what was asked for, or the preset's number within what the model has positions for.
+
+    Raises:
+        InputError: more was asked for than the model has positions.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    asked = job.recipe.max_length
+    if asked is not None and asked < 2:
+        raise InputError(f"max_length={asked} must be at least 2")
+    if asked and asked > positions:
+        raise InputError(
+            f"max_length={asked} is more than the {positions} positions of {job.model_name}: use at most {positions}"
+        )
+    if not asked and job.preset.seq_len > positions:
+        logger.warning("max_length is %d, the model's positions (the preset has %d)", positions, job.preset.seq_len)
+    return asked or min(job.preset.seq_len, positions)
+
+
+def load_tokenizer(job: Job):
+    """The tokenizer, with a padding token: the end-of-text token stands in where there is none."""
+    from transformers import AutoTokenizer
+
+    name = job.recipe.tokenizer_name or job.model_name
+    with as_input_error(f"tokenizer {name!r}", *_LOADING):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=job.recipe.trust_remote_code)
+    if not tokenizer.is_fast:
+        raise InputError(f"tokenizer {name!r} is a slow one, which cannot tell where an answer lies: use a fast one")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # labels are masked explicitly, so its id may mean two things
+    return tokenizer
+
+
+def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
+    """Training and held-out samples (None where nothing is held out), encoded by a function of data.tokens."""
+    recipe = job.recipe
+    source = recipe.dataset_name or builtin
+    with job.args.main_process_first(desc="preparing data"):
+        train, held_out, columns = load_rows(
+            source,
+            recipe.dataset_config,
+            recipe.dataset_train_split,
+            recipe.dataset_test_split,
+            recipe.held_out,
+            recipe.streaming,
+            recipe.shuffle_buffer_size,
+            job.args.seed,
+        )
+        train = encode(train, columns, tokenizer, length, source)
+        if held_out is None:
+            job.args.set_evaluate(strategy="no")
+            job.args.eval_on_start = False
+            return train, None
+        return train, encode(held_out, columns, tokenizer, length, source)
+
+
+def load_model(job: Job, config, tokenizer):
+    """The model as it will be trained: dtype, attention, quantisation, adapters.
+
+    4-bit bases get their adapters without peft's prepare_model_for_kbit_training, which copies embeddings, head and
+    norms to fp32 (bitsandbytes issue 1569: 63.1 -> 81.1 GB). Adapter weights are fp32 all the same.
+
+    Raises:
+        InputError: the model cannot be loaded or does not take the tokenizer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
+    if job.quantization and "quantization_config" not in kwargs:
+        raise InputError("quantization.* applies to method=qlora only")
+    if job.quantization:
+        kwargs["quantization_config"] = BitsAndBytesConfig(**{**job.preset.quantization(), **job.quantization})
+    with as_input_error(f"model {job.model_name!r}", *_LOADING):
+        if job.from_scratch:
+            if len(tokenizer) > config.get_text_config().vocab_size:
+                config.get_text_config().vocab_size = len(tokenizer)
+            kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs
+            )
+    if len(tokenizer) > model.config.get_text_config().vocab_size:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "
+            f"{model.config.get_text_config().vocab_size}: use the model's own tokenizer"
+        )
+    return _with_adapters(job, model)
+
+
+def _with_adapters(job: Job, model):
+    if job.preset.method == "full":
+        if job.lora:
+            raise InputError("lora.* applies to method=lora and method=qlora only")
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    with as_input_error("lora", ValueError, TypeError):
+        return get_peft_model(model, LoraConfig(**{**job.preset.lora(), **job.lora}))

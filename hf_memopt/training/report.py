@@ -1,0 +1,166 @@
+"""What a recipe tells: the job before it starts, and memory, loss and samples when it ends."""
+
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from hf_memopt.data.tokens import IGNORED
+from hf_memopt.files import write_whole
+from hf_memopt.hardware.catalog import GIB
+from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss
+from hf_memopt.training.job import Job
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "hf_memopt")
+
+
+def announce(job: Job, trainer, length: int) -> None:
+    """Print what is about to run, on the first process; `length` is the tokens per sample, at most."""
+    args, preset, model = job.args, job.preset, trainer.model
+    if args.process_index:
+        return
+    total = sum(_size(weight) for weight in model.parameters())
+    trainable = sum(_size(weight) for weight in model.parameters() if weight.requires_grad)
+    micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    rows = [
+        ("preset", f"{preset.name}, {preset.method}, on {preset.hardware.label}"),
+        ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
+        ("batch", f"{micro} × {accumulation} × {args.world_size} = {micro * accumulation * args.world_size} samples a "
+                  f"step, up to {length} tokens each"),
+        ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
+        ("numbers", f"weights {preset.dtype}, computing in {preset.precision}, optimizer {args.optim.value}, "
+                    f"attention {model.config._attn_implementation}"),
+        ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
+    ]  # fmt: skip
+    for name, value in rows:
+        print(f"{name:>8}  {value}")
+    if job.recipe.dry_run:
+        print("dry run: stopped before training, nothing was written")
+
+
+def train(job: Job, trainer, resume: str | None, tokenizer) -> None:
+    """Train to the end, save the model, and report: losses, memory, a few samples.
+
+    Args:
+        resume: the checkpoint folder to go on from, or None.
+    """
+    losses = HeldOutLoss()
+    trainer.add_callback(losses)
+    trainer.add_callback(GradientCheck())
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
+        trainer.evaluate()
+    trainer.save_model()
+    finish(job, trainer, losses.by_step)
+    sample(job, trainer, tokenizer)
+
+
+def finish(job: Job, trainer, losses: dict[int, float]) -> None:
+    """Write memory_report.json into output_dir and print the closing table, on the first process."""
+    if job.args.process_index:
+        return
+    measured = measured_peaks()
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "preset": job.preset.name,
+        "method": job.preset.method,
+        "strategy": job.preset.strategy,
+        "settings": job.args.to_dict(),
+        "measured": measured,
+        "held_out_loss": losses,
+        "global_step": trainer.state.global_step,
+        "events": [],
+    }
+    write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
+    _print_table(measured, losses)
+
+
+def measured_peaks() -> dict[str, int]:
+    """Peaks of this process so far, in bytes: what the accelerator's allocator counted, and resident host memory."""
+    import torch
+
+    peaks = {"peak_host_bytes": _peak_resident()}
+    if torch.cuda.is_available():
+        peaks["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        peaks["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return peaks
+
+
+def sample(job: Job, trainer, tokenizer) -> None:
+    """Print a few continuations of held-out texts, or answers to held-out questions, on the first process."""
+    import torch
+
+    args, held_out = job.args, trainer.eval_dataset
+    if args.process_index or held_out is None or not job.recipe.samples:
+        return
+    if args.deepspeed_plugin is not None or args.fsdp:
+        print("no samples: sharded weights cannot generate on one process")
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    model.config.use_cache = True
+    for row in held_out.take(job.recipe.samples):
+        prompt = torch.tensor([_prompt(row)], device=model.device)
+        with torch.no_grad():
+            ids = model.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True,
+                temperature=0.7, top_k=50, pad_token_id=tokenizer.pad_token_id,
+            )[0]  # fmt: skip
+        asked = tokenizer.decode(prompt[0], skip_special_tokens=True).strip()
+        said = tokenizer.decode(ids[prompt.shape[1] :], skip_special_tokens=True).strip()
+        print(f"  {' '.join(asked.split())!r} → {' '.join(said.split())!r}")
+
+
+def _prompt(row: dict, tokens: int = 16) -> list[int]:
+    """The masked question of a fine-tuning row, or the first tokens of a text."""
+    masked = next((index for index, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    return list(row["input_ids"][: masked or tokens])
+
+
+def _print_table(measured: dict[str, int], losses: dict[int, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("memory of the first process", "measured peak")
+    for name, value in measured.items():
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), f"{value / GIB:.2f} GiB")
+    Console().print(table)
+    if len(losses) > 1:
+        first, last = min(losses), max(losses)
+        print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
+
+
+def _peak_resident() -> int:
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _size(weight) -> int:
+    """Parameters of a tensor: a ZeRO-3 shard and a packed 4-bit weight know their true number."""
+    if hasattr(weight, "ds_numel"):
+        return weight.ds_numel
+    packed = getattr(weight, "quant_state", None)
+    return packed.shape.numel() if packed is not None else weight.numel()
+
+
+def _rows(data) -> str:
+    return "none" if data is None else f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

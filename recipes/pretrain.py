@@ -1,0 +1,64 @@
+"""Pretrain a causal language model on text, from scratch or from given weights.
+
+Built-in model and text, on whatever this machine has:
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py --preset auto
+
+From scratch on a data set larger than memory, eight cards:
+
+    accelerate launch --config_file accelerate_configs/h100_80gb_x8_zero3.yaml recipes/pretrain.py \\
+        --preset h100_80gb_x8 --config_name Qwen/Qwen3-0.6B --tokenizer_name Qwen/Qwen3-0.6B \\
+        --dataset_name HuggingFaceFW/fineweb-edu --streaming --max_steps 10000 --output_dir out/qwen
+
+Texts are packed into blocks without padding. The data need a column `text`, or what recipes/sft.py takes. A run goes
+on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+"""
+
+from hf_memopt.errors import run
+
+
+def main(argv: list[str] | None = None):
+    from transformers import Trainer, default_data_collator
+
+    from hf_memopt.data.tokens import packed
+    from hf_memopt.training import job as jobs
+    from hf_memopt.training import report
+    from hf_memopt.training.checkpoints import checkpoint_to_resume
+
+    job = jobs.start(
+        __doc__,
+        argv,
+        scratch=True,
+        output_dir="out/pretrain",
+        learning_rate=3e-4,
+        warmup_steps=0.05,
+        weight_decay=0.1,
+        builtin={"learning_rate": 3e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
+    )
+
+    # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
+    resume = checkpoint_to_resume(job.args)
+    config = jobs.load_config(job)
+    length = jobs.sequence_length(job, config)
+    tokenizer = jobs.load_tokenizer(job)
+    train, held_out = jobs.load_data(job, "builtin:documents", packed, tokenizer, length)
+
+    # ---- the model, with its adapters
+    trainer = Trainer(
+        model=jobs.load_model(job, config, tokenizer),
+        args=job.args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+
+    # ---- train, save, report
+    report.announce(job, trainer, length)
+    if not job.recipe.dry_run:
+        report.train(job, trainer, resume, tokenizer)
+    return trainer
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,64 @@
+"""Fine-tune a causal language model on answers: in full, with LoRA or with QLoRA.
+
+Built-in model and questions about the standard library, on whatever this machine has:
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py --preset auto
+
+QLoRA of an 8B model on one RTX 4090:
+
+    accelerate launch --config_file accelerate_configs/rtx_4090.yaml recipes/sft.py \\
+        --preset rtx_4090 --method qlora --model_name_or_path Qwen/Qwen3-8B \\
+        --dataset_name trl-lib/Capybara --output_dir out/qwen-capybara
+
+The data need `messages`, or `prompt` and `completion`, or `instruction` and `output` (and perhaps `input`), or
+`text`. The loss is on the answers alone (on everything for `text`). A run goes on from the last checkpoint in
+output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+"""
+
+from hf_memopt.errors import run
+
+
+def main(argv: list[str] | None = None):
+    from transformers import DataCollatorForSeq2Seq, Trainer
+
+    from hf_memopt.data.tokens import answered
+    from hf_memopt.training import job as jobs
+    from hf_memopt.training import report
+    from hf_memopt.training.checkpoints import checkpoint_to_resume
+
+    job = jobs.start(
+        __doc__,
+        argv,
+        output_dir="out/sft",
+        learning_rate=2e-5,
+        warmup_steps=0.03,
+        adapters={"learning_rate": 2e-4},
+        builtin={"learning_rate": 2e-3, "max_steps": 60, "eval_steps": 20, "save_strategy": "no"},
+    )
+
+    # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
+    resume = checkpoint_to_resume(job.args)
+    config = jobs.load_config(job)
+    length = jobs.sequence_length(job, config)
+    tokenizer = jobs.load_tokenizer(job)
+    train, held_out = jobs.load_data(job, "builtin:questions", answered, tokenizer, length)
+
+    # ---- the model, with its adapters
+    trainer = Trainer(
+        model=jobs.load_model(job, config, tokenizer),
+        args=job.args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+        processing_class=tokenizer,
+    )
+
+    # ---- train, save, report
+    report.announce(job, trainer, length)
+    if not job.recipe.dry_run:
+        report.train(job, trainer, resume, tokenizer)
+    return trainer
+
+
+if __name__ == "__main__":
+    run(main)
