@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None):
         learning_rate=2e-5,
         warmup_steps=0.03,
         adapters={"learning_rate": 2e-4},
-        builtin={"learning_rate": 2e-3, "max_steps": 60, "eval_steps": 20, "save_strategy": "no"},
+        builtin={"learning_rate": 2e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
     )
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded

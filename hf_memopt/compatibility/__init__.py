@@ -1,7 +1,13 @@
 """Which optimizer × backend × device × quantisation work together; says why not and what instead."""
 
 from hf_memopt.compatibility.config_files import check_config_file
-from hf_memopt.compatibility.launch import deepspeed_strategy, launched_strategy, split_strategy, world_size
+from hf_memopt.compatibility.launch import (
+    deepspeed_strategy,
+    launched_config_file,
+    launched_strategy,
+    split_strategy,
+    world_size,
+)
 from hf_memopt.compatibility.rules import RULES, Rule
 from hf_memopt.compatibility.setup import Setup, check, refusals
 
@@ -12,6 +18,7 @@ __all__ = [
     "check",
     "check_config_file",
     "deepspeed_strategy",
+    "launched_config_file",
     "launched_strategy",
     "refusals",
     "split_strategy",

@@ -109,6 +109,7 @@ def _refuse_unknown(where: str, given: dict[str, str], known: Iterable[str]) -> 
     for written, looked_up in given.items():
         if looked_up in known:
             continue
-        close = difflib.get_close_matches(looked_up, known, n=1, cutoff=0.5)
+        ending = [name for name in known if name.endswith(f"_{looked_up}")]
+        close = ending or difflib.get_close_matches(looked_up, known, n=1, cutoff=0.5)
         hint = f": did you mean {close[0]!r}?" if close else ""
         raise InputError(f"{where} has an unknown key {written!r}, which would be ignored{hint}")

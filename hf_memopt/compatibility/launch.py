@@ -59,6 +59,23 @@ def read_json(path: str | Path) -> dict:
     return content
 
 
+def launched_config_file() -> Path | None:
+    """The file that `accelerate launch --config_file` was given, read off the launcher's command line.
+
+    accelerate tells its workers the settings, not the file; None where no launcher is among the ancestors.
+    """
+    import psutil
+
+    try:
+        for ancestor in psutil.Process().parents():
+            words = ancestor.cmdline()
+            if "launch" in words and "--config_file" in words[:-1]:
+                return Path(ancestor.cwd()) / words[words.index("--config_file") + 1]
+    except psutil.Error:
+        pass  # another user's process: what cannot be read cannot be checked
+    return None
+
+
 def _launched_zero() -> str:
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file not in ("none", "None", ""):

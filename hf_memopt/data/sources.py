@@ -54,7 +54,7 @@ def load_rows(source, config=None, split="train", held_out_split=None, held_out=
 
 
 def _open(source, config, streaming) -> dict:
-    from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+    from datasets import load_dataset, load_from_disk
 
     if source in ("builtin:documents", "builtin:questions"):
         rows = _embedded(source)
@@ -68,13 +68,13 @@ def _open(source, config, streaming) -> dict:
                 raise InputError(f"data set {source!r} is empty: the file has no rows")
             builder, options = _FORMATS[path.suffix]
             return load_dataset(builder, data_files=str(path), streaming=streaming, **options)
-        if path.is_dir() and (path / "state.json").is_file():
-            loaded = load_from_disk(str(path))
-            return {"train": loaded.to_iterable_dataset() if streaming else loaded}
-        if path.suffix in _FORMATS or str(source).startswith((".", "/", "~")):
+        if not path.exists() and (path.suffix in _FORMATS or str(source).startswith((".", "/", "~"))):
             raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
-        loaded = load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
-        return {"train": loaded} if isinstance(loaded, Dataset | IterableDataset) else loaded
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            loaded = load_from_disk(str(path))
+            splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+            return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
+        return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
 
 
 def _embedded(source: str):

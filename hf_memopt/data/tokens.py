@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 IGNORED = -100  # the label that PyTorch's cross entropy leaves out
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}{{ eos_token }}\n"
-    "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 
 
@@ -80,12 +80,12 @@ def answered(rows, columns: str, tokenizer, length: int, source: str = ""):
 
 
 def _encode(text: str, spans: list[tuple[int, int]], tokenizer, length: int, add_special_tokens: bool) -> dict:
-    """Token ids and labels; a token is a label if it lies within one of the answers' character spans."""
+    """Token ids and labels; a token is a label if any of its characters is an answer's."""
     tokens = tokenizer(
         text, truncation=True, max_length=length, return_offsets_mapping=True, add_special_tokens=add_special_tokens
     )
     labels = [
-        token if any(start <= first < last <= end for start, end in spans) else IGNORED
+        token if any(first < end and start < last for start, end in spans) else IGNORED
         for token, (first, last) in zip(tokens["input_ids"], tokens["offset_mapping"], strict=True)
     ]
     return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "labels": labels}

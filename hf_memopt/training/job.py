@@ -5,9 +5,10 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.launch import world_size
+from hf_memopt.compatibility import check_config_file, launched_config_file, world_size
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError, as_input_error
@@ -23,13 +24,21 @@ _LOADING = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 
 @dataclass
 class Job:
-    """Attributes: the recipe's arguments, the preset, genuine TrainingArguments, and what adapters override."""
+    """What a recipe works on.
+
+    Attributes:
+        recipe: its own arguments.
+        args: genuine TrainingArguments.
+        lora, quantization: fields of LoraConfig and BitsAndBytesConfig that the user set.
+        new_folders: output_dir and its parents that were not there before, innermost first.
+    """
 
     recipe: RecipeArguments
     preset: Preset
     args: Any
     lora: dict[str, Any]
     quantization: dict[str, Any]
+    new_folders: list[Path]
 
     @property
     def from_scratch(self) -> bool:
@@ -75,6 +84,8 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     """
     parsed = parse(argv, description)
     recipe = parsed.recipe
+    if (file := launched_config_file()) and file.is_file():
+        check_config_file(file)
     training = {**_DEFAULTS, **defaults, **((adapters or {}) if recipe.method != "full" else {})}
     if recipe.model_name_or_path is None and recipe.config_name is None:
         recipe = _with_builtin_model(recipe, scratch)
@@ -91,7 +102,9 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
     args = preset.training_arguments(world_size=world_size(), **training)
-    return Job(recipe, preset, args, parsed.lora, parsed.quantization)
+    output = Path(args.output_dir)
+    new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
+    return Job(recipe, preset, args, parsed.lora, parsed.quantization, new_folders)
 
 
 def _with_builtin_model(recipe: RecipeArguments, scratch: bool) -> RecipeArguments:
@@ -220,6 +233,17 @@ def load_model(job: Job, config, tokenizer):
     return _with_adapters(job, model)
 
 
+def _keep_differentiable(model) -> None:
+    """Keep 4-bit layers on a CPU in the packing that has a backward pass.
+
+    Where the CPU has AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first evaluation, for a kernel without a
+    backward pass, and never packs it back: what is trained after an evaluation gets wrong gradients.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def _with_adapters(job: Job, model):
     if job.preset.method == "full":
         if job.lora:
@@ -227,5 +251,8 @@ def _with_adapters(job: Job, model):
         return model
     from peft import LoraConfig, get_peft_model
 
-    with as_input_error("lora", ValueError, TypeError):
+    _keep_differentiable(model)
+    with as_input_error("lora", ValueError, TypeError), warnings.catch_warnings():
+        # peft 0.21 asks for the old name of is_activation_checkpointing.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return get_peft_model(model, LoraConfig(**{**job.preset.lora(), **job.lora}))

@@ -21,6 +21,9 @@ def announce(job: Job, trainer, length: int) -> None:
     args, preset, model = job.args, job.preset, trainer.model
     if args.process_index:
         return
+    if job.recipe.dry_run:
+        for folder in job.new_folders:  # the Trainer makes output_dir when it is built
+            folder.rmdir()
     total = sum(_size(weight) for weight in model.parameters())
     trainable = sum(_size(weight) for weight in model.parameters() if weight.requires_grad)
     micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps

@@ -1,0 +1,48 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+INSTALLED := $(VENV)/.installed
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help train test bench lint format configs clean
+
+help:
+	@echo "make train    set up and train the built-in model on whatever this machine has"
+	@echo "make test     set up and run the tests"
+	@echo "make bench    run the benchmarks; results go to benchmarks/results"
+	@echo "make lint     check style;  make format  apply it"
+	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
+
+train: $(INSTALLED)
+	hf-memopt export auto out/setup --recipe pretrain
+	sh out/setup/launch.sh --output_dir out/pretrain
+
+test: $(INSTALLED)
+	python -m pytest
+
+bench: $(INSTALLED)
+	python benchmarks/startup.py
+	python benchmarks/main_job.py
+
+lint: $(INSTALLED)
+	ruff check .
+	ruff format --check .
+
+format: $(INSTALLED)
+	ruff check --fix .
+	ruff format .
+
+configs: $(INSTALLED)
+	python -m hf_memopt.presets.shipped_configs
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info
+
+# Made anew when a requirement changes; otherwise nothing is installed twice.
+$(INSTALLED): constraints.txt setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hf_memopt needs Python 3.11 or later: make PYTHON=python3.12 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), a few minutes the first time"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,36 @@
+"""The main job, as `make train` runs it, on this machine's device: python benchmarks/main_job.py"""
+
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from record import record
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in ("pretrain", "sft"):
+            run = Path(folder) / recipe
+            subprocess.run(["hf-memopt", "export", "auto", str(run), "--recipe", recipe], check=True)
+            start = time.perf_counter()
+            subprocess.run(["sh", str(run / "launch.sh")], check=True)
+            seconds = time.perf_counter() - start
+            report = json.loads((run / "out" / "memory_report.json").read_text())
+            rows.append(
+                {
+                    "recipe": recipe,
+                    "preset": report["preset"],
+                    "steps": report["global_step"],
+                    "seconds_with_start_and_sampling": round(seconds, 1),
+                    "held_out_loss": report["held_out_loss"],
+                    "measured": report["measured"],
+                }
+            )
+    record("main_job", "python benchmarks/main_job.py", rows)
+
+
+if __name__ == "__main__":
+    main()

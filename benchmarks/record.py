@@ -1,0 +1,34 @@
+"""What every benchmark writes: its rows, with the machine, the versions and the date."""
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def record(name: str, command: str, rows: list[dict]) -> Path:
+    """Write results/<name>.json and return its path."""
+    import psutil
+
+    from hf_memopt.hardware import detect
+
+    device = detect()
+    result = {
+        "benchmark": name,
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": {"device": device.label, "memory_bytes": device.memory, "cores": os.cpu_count(),
+                     "host_memory_bytes": psutil.virtual_memory().total},
+        "versions": {"python": platform.python_version()}
+        | {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")},
+        "rows": rows,
+    }  # fmt: skip
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+    return path

@@ -1,0 +1,95 @@
+"""hf-memopt as it is typed."""
+
+import json
+
+import pytest
+import yaml
+from conftest import ROOT, run
+
+from hf_memopt.presets import get_preset, list_presets
+
+
+def test_help_names_the_commands_and_shows_examples():
+    done = run("hf-memopt", "--help")
+    assert done.returncode == 0
+    for command in ("presets", "show", "export", "doctor"):
+        assert command in done.stdout
+        assert "Example: hf-memopt" in run("hf-memopt", command, "--help").stdout
+
+
+def test_presets_and_show_as_json():
+    listed = json.loads(run("hf-memopt", "presets", "--method", "qlora", "--json").stdout)
+    assert [entry["name"] for entry in listed["presets"]] == list_presets()
+    shown = json.loads(run("hf-memopt", "show", "rtx_4090", "--method", "qlora", "--json").stdout)
+    assert shown["training_arguments"]["optim"] == "paged_adamw_8bit"
+    assert shown["hardware"]["sources"]["bandwidth"] and shown["lora"]["r"] == 16
+
+
+def test_tables_are_for_people():
+    output = run("hf-memopt", "show", "h100_80gb").stdout
+    for expected in ("per_device_train_batch_size", "989.4 TFLOP/s", "450 GB/s", "$PYTORCH_ALLOC_CONF"):
+        assert expected in output
+    assert "l40s_x4_aggressive" in run("hf-memopt", "presets").stdout
+
+
+@pytest.mark.parametrize("arguments", [["rtx_4090", "--method", "qlora"], ["a100_80gb_x8"],
+                                       ["a100_80gb_x8", "--strategy", "fsdp2"]])  # fmt: skip
+def test_export_writes_what_the_preset_says(arguments, tmp_path):
+    done = run("hf-memopt", "export", arguments[0], tmp_path / "run", *arguments[1:], "--json")
+    assert done.returncode == 0, done.stderr
+    files = set(json.loads(done.stdout)["files"])
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    preset = get_preset(arguments[0], options.get("--method", "full"), options.get("--strategy"))
+    folder = tmp_path / "run"
+    assert files == {path.name for path in folder.iterdir()}
+    assert json.loads((folder / "training_arguments.json").read_text()) == preset.settings()
+    config = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert config == preset.accelerate_config(str(folder / "deepspeed.json"))
+    assert (folder / "deepspeed.json").exists() == (preset.deepspeed_config() is not None)
+    checked = run("hf-memopt", "doctor", folder / "accelerate.yaml", cwd=tmp_path)
+    assert checked.returncode == 0 and "a sound accelerate configuration" in checked.stdout
+
+
+def test_doctor_as_json():
+    done = run("hf-memopt", "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["would_use"] == {"preset": "cpu", "methods": "full, lora, qlora", "precision": "fp32",
+                                   "attention": "sdpa", "optimizer": "adamw_torch", "allocator": "default"}  # fmt: skip
+    assert report["packages"]["torch"]["version"].startswith("2.")
+    assert 0 < report["free_memory_bytes"] <= report["host_memory_bytes"]
+
+
+def test_doctor_checks_every_shipped_file():
+    files = sorted((ROOT / "accelerate_configs").rglob("*.yaml")) + sorted(
+        (ROOT / "accelerate_configs").rglob("*.json")
+    )
+    done = run("hf-memopt", "doctor", *files)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(files)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "rtx_409"], "unknown preset 'rtx_409'. Did you mean 'rtx_4090'?"),
+        (["show", "t4", "--method", "lorra"], "Did you mean 'lora'?"),
+        (["show", "t4", "--strategy", "zero33"], "Did you mean 'zero3'?"),
+        (["export", "t4", "{tmp}/run", "--recipe", "sfft"], "Did you mean 'sft'?"),
+        (["export", "a100_80gb_x8", "{tmp}/run", "--method", "qlora", "--strategy", "zero3"], "use strategy zero2"),
+        (["export", "t4", "{tmp}/run", "--nvme-path", "/tmp"], "zero3_offload_nvme"),
+        (
+            ["export", "cpu_x2", "{tmp}/run", "--strategy", "zero3_offload_nvme", "--nvme-path", "/none"],
+            "not a folder",
+        ),
+        (["doctor", "{tmp}/none.yaml"], "no such file"),
+        (["shw"], "Did you mean 'show'?"),
+        (["show"], "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path):
+    done = run("hf-memopt", *(word.format(tmp=tmp_path) for word in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,131 @@
+"""Real `accelerate launch` runs on the CPU: one and two processes, DDP and every DeepSpeed engine that runs here."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, run
+
+TOKENS = 32
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="DeepSpeed builds its CPU optimizer with g++")
+NEEDS_AIO = pytest.mark.skipif(
+    not os.path.exists("/usr/include/libaio.h"), reason="DeepSpeed builds its disk access with libaio-dev"
+)
+
+
+def _export(tmp_path: Path, strategy: str, *more) -> Path:
+    done = run("hf-memopt", "export", "cpu_x2", tmp_path / "exported", "--strategy", strategy, *more)
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "exported" / "accelerate.yaml"
+
+
+def _pretrain(config, tmp_path, preset, jsonl_rows) -> dict:
+    """One epoch over known rows; returns the last checkpoint's trainer state."""
+    launch(
+        config, ROOT / "recipes" / "pretrain.py", "--preset", preset, "--output_dir", tmp_path / "out",
+        "--dataset_name", jsonl_rows, "--held_out", 0, "--max_length", TOKENS, "--num_train_epochs", 1,
+        "--max_steps", -1, "--effective_batch_size", 8, "--per_device_train_batch_size", 2,
+        "--save_strategy", "epoch", "--include_num_input_tokens_seen", "true", "--samples", 0,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
+    assert report["measured"]["peak_host_bytes"] > 0
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    return json.loads((checkpoint / "trainer_state.json").read_text())
+
+
+@pytest.fixture
+def rows(jsonl, builtin_model) -> tuple[str, int]:
+    """A data set that packs into a known number of blocks."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from hf_memopt.data.tokens import packed
+
+    texts = [{"text": f"Line {number} of a text about line {number}."} for number in range(80)]
+    tokenizer = AutoTokenizer.from_pretrained(builtin_model)
+    return jsonl(texts), len(packed(Dataset.from_list(texts), "text", tokenizer, TOKENS))
+
+
+SHIPPED = [("cpu", "cpu"), ("cpu_x2", "cpu_x2"), ("cpu_x2_zero2", "cpu_x2"), ("cpu_x2_zero3", "cpu_x2")]
+EXPORTED = [
+    pytest.param("zero2_offload_cpu", marks=NEEDS_COMPILER),
+    pytest.param("zero3_offload_cpu", marks=NEEDS_COMPILER),
+    pytest.param("zero3_offload_nvme", marks=[NEEDS_COMPILER, NEEDS_AIO]),
+]
+
+
+def _check_batches(state: dict, blocks: int) -> None:
+    """The effective batch, from what really happened: optimizer steps, and tokens seen over all processes."""
+    assert state["global_step"] == -(-blocks // 8)
+    assert state["global_step"] >= 2
+    seen = state["num_input_tokens_seen"] / TOKENS
+    # Two processes see the same number of samples: the last block is repeated where the count is odd.
+    assert blocks <= seen <= blocks + 1
+
+
+@pytest.mark.parametrize(("config", "preset"), SHIPPED)
+def test_shipped_configs_train(config, preset, rows, tmp_path):
+    path, blocks = rows
+    _check_batches(_pretrain(f"accelerate_configs/{config}.yaml", tmp_path, preset, path), blocks)
+
+
+@pytest.mark.parametrize("strategy", EXPORTED)
+def test_exported_offload_configs_train(strategy, rows, tmp_path):
+    path, blocks = rows
+    more = []
+    if strategy.endswith("nvme"):
+        (tmp_path / "disk").mkdir()
+        more = ["--nvme-path", tmp_path / "disk"]
+    config = _export(tmp_path, strategy, *more)
+    _check_batches(_pretrain(config, tmp_path, "cpu_x2", path), blocks)
+    if strategy.endswith("nvme"):
+        assert any((tmp_path / "disk").rglob("*.swp")), "the optimizer states went to disk"
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_fine_tuning_trains(method, jsonl, tmp_path):
+    data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)])
+    output = launch(
+        "accelerate_configs/cpu.yaml", ROOT / "recipes" / "sft.py", "--preset", "cpu", "--method", method,
+        "--dataset_name", data, "--output_dir", tmp_path / "out", "--max_steps", 3, "--learning_rate", 1e-2,
+        "--held_out", 8,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
+    losses = {int(step): loss for step, loss in report["held_out_loss"].items()}
+    assert losses[3] < losses[0]
+    assert "samples a step" in output and "→" in output
+    weights = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    assert (tmp_path / "out" / weights).is_file()
+
+
+def test_the_exported_launcher_runs(tmp_path):
+    done = run("hf-memopt", "export", "auto", tmp_path / "run", "--recipe", "sft", "--method", "lora")
+    assert done.returncode == 0, done.stderr
+    done = run("sh", tmp_path / "run" / "launch.sh", "--max_steps", 2, "--samples", 0, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run" / "out" / "memory_report.json").is_file()
+
+
+def test_a_misspelt_nested_key_stops_the_launch(tmp_path):
+    """accelerate drops the key without a word; the recipe reads the file that it was launched with."""
+    config = tmp_path / "bad.yaml"
+    config.write_text((ROOT / "accelerate_configs" / "cpu.yaml").read_text() + "dynamo_config:\n  bakend: inductor\n")
+    done = run("accelerate", "launch", "--quiet", "--config_file", config, ROOT / "recipes" / "sft.py", "--preset", "cpu",
+               "--output_dir", tmp_path / "out")  # fmt: skip
+    assert done.returncode != 0
+    assert (
+        "error: " in done.stderr and "unknown key 'bakend'" in done.stderr and "did you mean 'backend'" in done.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_pair_stops_every_process(tmp_path):
+    config = _export(tmp_path, "zero2_offload_cpu")
+    done = run("accelerate", "launch", "--config_file", config, "--main_process_port", 0, ROOT / "recipes" / "sft.py",
+               "--preset", "cpu_x2", "--optim", "adamw_8bit", "--output_dir", tmp_path / "out")  # fmt: skip
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "error: optim=adamw_8bit" in line]
+    assert len(lines) == 1 and "use optim=adamw_torch" in lines[0]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,85 @@
+"""The package as people install it: quick to import, and whole in a wheel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run
+
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hf_memopt",
+        "import hf_memopt; hf_memopt.get_preset('rtx_4090', method='qlora').settings(); hf_memopt.list_presets()",
+        "import sys; sys.argv = ['hf-memopt', '--help']; from hf_memopt.cli import main; main()",
+        "import sys; sys.argv = ['hf-memopt', 'presets']; from hf_memopt.cli import main; main()",
+        "import sys; sys.argv = ['hf-memopt', 'show', 'a100_80gb_x8', '--json']; from hf_memopt.cli import main; main()",
+    ],
+)
+def test_nothing_heavy_is_imported(code):
+    check = f"import atexit, sys\natexit.register(lambda: print('LOADED', sorted(set({HEAVY}) & set(sys.modules))))\n"
+    done = run(sys.executable, "-c", check + code)
+    assert done.returncode == 0, done.stderr
+    assert "LOADED []" in done.stdout
+
+
+def test_unknown_attribute_is_an_attribute_error():
+    import hf_memopt
+
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        hf_memopt.no_such_thing  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A virtual environment with the built wheel; it borrows the dependencies, not the checkout, of this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+    source = folder / "source"
+    subprocess.run(["git", "clone", "-q", ROOT, source], check=True)
+    files = run("git", "ls-files", "-co", "--exclude-standard").stdout.split()
+    for name in files:  # the working tree, committed or not, without what git ignores
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    built = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("hf_memopt-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    done = run(*pip, "--python", folder / "venv" / "bin" / "python", "install", "--no-deps", wheel)
+    assert done.returncode == 0, done.stderr
+    # A plain path line: the .pth files in that folder, the checkout's among them, are not followed.
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "borrowed.pth").write_text(packages + "\n")
+    return folder / "venv" / "bin"
+
+
+def test_wheel_works_from_any_folder(installed, tmp_path):
+    done = run(
+        installed / "hf-memopt", "export", "a100_80gb_x8", tmp_path / "run", "--recipe", "pretrain", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    script = (tmp_path / "run" / "launch.sh").read_text()
+    recipe = next(word for word in script.split() if word.endswith("/pretrain.py"))
+    assert recipe.startswith(str(installed.parent)), "the recipe comes from the wheel, not from the checkout"
+    dry = run(
+        installed / "python", recipe, "--preset", "cpu", "--dry_run", "--output_dir", tmp_path / "out", cwd=tmp_path
+    )
+    assert dry.returncode == 0, dry.stderr
+    assert "nothing was written" in dry.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_wheel_holds_every_shipped_file(installed):
+    (package,) = installed.parent.glob("lib/python*/site-packages/hf_memopt")
+    for folder in ("accelerate_configs", "recipes"):
+        shipped = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.suffix in
+                   (".yaml", ".json", ".py")}  # fmt: skip
+        found = {path.relative_to(package / folder) for path in (package / folder).rglob("*") if path.suffix in
+                 (".yaml", ".json", ".py")}  # fmt: skip
+        assert found == shipped

@@ -1,0 +1,214 @@
+"""Every preset × method is genuine, lazy and keeps its effective batch."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_memopt.compatibility.setup import refusals
+from hf_memopt.errors import InputError
+from hf_memopt.hardware import get_hardware, list_hardware
+from hf_memopt.presets import METHODS, get_preset, list_presets
+from hf_memopt.presets.batch import batch_settings
+from hf_memopt.presets.catalog import _for_device
+
+ALL = [(name, method) for name in list_presets() for method in METHODS]
+
+
+def _on_cpu(preset, tmp_path, **more):
+    """TrainingArguments on this machine, which has none of the devices."""
+    return preset.training_arguments(str(tmp_path), world_size=preset.processes, use_cpu=True, **more)
+
+
+def test_every_device_has_a_preset():
+    assert set(list_hardware()) <= set(list_presets())
+    assert {"l40s_x4", "a100_80gb_x8", "h100_80gb_x8"} <= set(list_presets())
+
+
+@pytest.mark.parametrize(("name", "method"), ALL)
+def test_every_preset_builds_training_arguments(name, method, tmp_path):
+    from transformers import TrainingArguments
+
+    preset = get_preset(name, method)
+    args = _on_cpu(preset, tmp_path)
+    assert type(args) is TrainingArguments
+    product = args.per_device_train_batch_size * args.gradient_accumulation_steps * preset.processes
+    assert product == preset.effective_batch_size
+    assert args.activation_checkpointing_kwargs in (None, {"use_reentrant": False}, {"use_reentrant": False,
+                                                                                     "every_n_layers": 2})  # fmt: skip
+    assert bool(args.activation_checkpointing_kwargs) == args.activation_checkpointing
+    assert not refusals(preset.setup()), "a preset must not be what the table refuses"
+    assert preset.meant_for and preset.reference_model
+
+
+@pytest.mark.parametrize(("name", "method"), ALL)
+def test_model_and_adapter_settings(name, method):
+    preset = get_preset(name, method)
+    kwargs = preset.model_kwargs()
+    assert kwargs["attn_implementation"] == "sdpa"  # no CUDA device in the tests
+    assert ("quantization_config" in kwargs) == (method == "qlora")
+    assert (preset.peft_config() is None) == (method == "full")
+    if method == "full" and preset.strategy in ("none", "ddp"):
+        assert kwargs["dtype"] == "float32"
+    if method == "qlora":
+        assert kwargs["quantization_config"].bnb_4bit_quant_type == "nf4"
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "accumulation", "devices", "tokens"),
+    [
+        ("rtx_3060", 8, 4, 1, 1024),
+        ("rx_6750_xt", 2, 16, 1, 512),
+        ("apple_m2_16gb", 4, 8, 1, 512),
+        ("rtx_3090_ti", 12, 4, 1, 256),
+        ("l40s_x4", 2, 32, 4, 1024),
+        ("a100_40gb", 8, 4, 1, 512),
+        ("a100_80gb", 4, 8, 1, 2048),
+        ("h100_80gb", 6, 8, 1, 4096),
+    ],
+)
+def test_the_batches_that_were_asked_for(name, micro, accumulation, devices, tokens):
+    preset = get_preset(name)
+    assert (preset.micro_batch_size, preset.gradient_accumulation_steps) == (micro, accumulation)
+    assert (preset.processes, preset.seq_len) == (devices, tokens)
+
+
+def test_the_ladder_keeps_its_effective_batch():
+    rungs = [get_preset(name) for name in ("l40s_x4", "l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")]
+    assert {rung.effective_batch_size for rung in rungs} == {256}
+    assert rungs[1].training["activation_checkpointing_kwargs"]["every_n_layers"] == 2
+    assert rungs[2].micro_batch_size == 4 and rungs[3].seq_len == 1536
+
+
+def test_precision_follows_the_hardware():
+    assert get_preset("t4").training == get_preset("t4").training | {"fp16": True}
+    for name in ("t4", "v100_32gb", "rx_6750_xt", "apple_m2_16gb"):
+        preset = get_preset(name)
+        assert preset.precision == "fp16" and preset.dtype == "float32"
+    assert get_preset("rtx_3060").precision == "bf16"
+    assert (
+        get_preset("h100_80gb").training["torch_compile"] and "torch_compile" not in get_preset("a100_80gb").training
+    )
+    assert "tf32" in get_preset("rtx_3060").training and "tf32" not in get_preset("t4").training
+
+
+def test_allocator_setting_is_for_nvidia_only():
+    assert get_preset("rtx_4090").environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("apple_m2_16gb", "cpu", "mi300x"):
+        assert "PYTORCH_ALLOC_CONF" not in get_preset(name).environment
+
+
+def test_overrides_win_and_the_effective_batch_stays(tmp_path):
+    args = _on_cpu(get_preset("rtx_3060"), tmp_path, per_device_train_batch_size=2, learning_rate=2e-5)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 16)
+    assert args.learning_rate == 2e-5
+    args = _on_cpu(get_preset("rtx_3060"), tmp_path, gradient_accumulation_steps=2)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (16, 2)
+    args = _on_cpu(get_preset("rtx_3060"), tmp_path, effective_batch_size=64)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 8)
+
+
+def test_the_launchers_world_size_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    from hf_memopt.presets import arguments
+
+    batch = arguments._batch(get_preset("l40s_x4"), None, {})
+    assert (batch["per_device_train_batch_size"], batch["gradient_accumulation_steps"]) == (2, 64)
+
+
+def test_a_single_process_for_four_devices_is_announced(tmp_path, caplog):
+    args = get_preset("l40s_x4").training_arguments(str(tmp_path), use_cpu=True)
+    assert args.gradient_accumulation_steps == 32
+    assert "counts on 4 processes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"learning_rat": 1}, "Did you mean 'learning_rate'"),
+        ({"per_device_train_batch_size": 5}, "does not divide the 32 samples"),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "effective_batch_size": 32},
+            "leave one",
+        ),
+        ({"effective_batch_size": 0}, "at least 1"),
+        ({"optim": "adamw_9bit"}, "adamw_9bit"),
+        ({"eval_strategy": "steps", "logging_steps": 0}, "eval_steps"),
+    ],
+)
+def test_bad_overrides_are_one_sentence(overrides, message, tmp_path):
+    with pytest.raises(InputError, match=message) as caught:
+        _on_cpu(get_preset("rtx_3060"), tmp_path, **overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_device_is_said(tmp_path):
+    with pytest.raises(InputError, match="is for NVIDIA GeForce RTX 4090, and this machine offers cpu"):
+        get_preset("rtx_4090").training_arguments(str(tmp_path))
+
+
+@pytest.mark.parametrize("call", [lambda: get_preset("rtx_4080_ti"), lambda: get_preset("t4", "qlorra"),
+                                  lambda: get_preset("t4", strategy="zero4")])  # fmt: skip
+def test_unknown_names_suggest(call):
+    with pytest.raises(InputError, match="Did you mean"):
+        call()
+
+
+def test_old_names_are_translated(tmp_path, recwarn):
+    args = _on_cpu(get_preset("rtx_4090"), tmp_path, gradient_checkpointing=True)
+    assert args.activation_checkpointing and args.activation_checkpointing_kwargs == {"use_reentrant": False}
+    assert not [warning for warning in recwarn if warning.category is FutureWarning]
+
+
+def test_checkpointing_kwargs_never_select_the_reentrant_variant(tmp_path):
+    args = _on_cpu(get_preset("rtx_3060"), tmp_path, activation_checkpointing_kwargs={"preserve_rng_state": False})
+    assert args.activation_checkpointing_kwargs == {"use_reentrant": False, "preserve_rng_state": False}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optim", "checkpointing"),
+    [("zero2", "adamw_8bit", True), ("zero2_offload_cpu", "adamw_torch", True), ("fsdp2", "adamw_torch_fused", False)],
+)
+def test_a_strategy_brings_what_it_needs(strategy, optim, checkpointing):
+    preset = get_preset("rtx_3060", strategy=strategy)
+    assert preset.training["optim"] == optim
+    assert bool(preset.training.get("activation_checkpointing")) == checkpointing
+    assert preset.dtype == "bfloat16" and preset.effective_batch_size == 32
+
+
+def test_quantised_weights_are_not_sharded_by_zero3():
+    assert get_preset("a100_80gb_x8", "qlora").strategy == "zero2"
+    with pytest.raises(InputError, match="every rank holds the whole model"):
+        get_preset("a100_80gb_x8", "qlora", strategy="zero3")
+    fsdp = get_preset("a100_80gb_x8", "qlora", strategy="fsdp2")
+    assert fsdp.quantization()["bnb_4bit_quant_storage"] == "bfloat16"
+
+
+def test_a_device_without_a_preset_gets_the_largest_that_fits():
+    from dataclasses import replace
+
+    card = replace(get_hardware("rtx_4080"), name="generic_cuda_16gb", memory=16 * 2**30, label="Some Card")
+    preset = _for_device(card, "full")
+    assert preset.name == "rtx_4080" and preset.hardware.label == "Some Card"
+    old = replace(get_hardware("t4"), name="generic_cuda_8gb", memory=8 * 2**30)
+    assert _for_device(old, "full").name == "t4", "the smallest preset with the same precision"
+
+
+def test_auto_is_this_machine():
+    assert get_preset("auto").name == "cpu"
+
+
+@given(
+    effective=st.integers(1, 512),
+    preferred=st.integers(1, 64),
+    world=st.integers(1, 16),
+    micro=st.none() | st.integers(1, 64),
+)
+def test_the_effective_batch_never_changes(effective, preferred, world, micro):
+    try:
+        chosen, accumulation = batch_settings(effective, preferred, world, micro)
+    except InputError:
+        assert effective % world or (micro and (effective // world) % micro)
+        return
+    assert chosen * accumulation * world == effective
+    assert chosen == micro if micro else chosen <= preferred

@@ -1,0 +1,254 @@
+"""The recipes in this process: what they train, how they go on, and what they refuse."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run
+
+from hf_memopt.errors import InputError
+
+QUICK = ["--preset", "cpu", "--samples", "1", "--max_length", "32", "--effective_batch_size", "4",
+         "--per_device_train_batch_size", "2", "--held_out", "8"]  # fmt: skip
+QUESTIONS = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)]
+
+
+@pytest.mark.parametrize("name", ["pretrain", "sft"])
+def test_recipes_are_short_and_runnable_by_their_docstring(name):
+    text = (ROOT / "recipes" / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 150
+    commands = [line for line in text.split('"""')[1].splitlines() if "accelerate launch" in line]
+    assert len(commands) >= 2
+    for command in commands:
+        words = command.split()
+        assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_every_trainable_weight_gets_a_gradient(method, recipe, jsonl, tmp_path):
+    """With activation checkpointing on, which is where adapters lose theirs."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for name, weight in model.named_parameters():
+                if weight.requires_grad:
+                    seen[name] = weight.grad is not None and bool(weight.grad.isfinite().all())
+
+    seen: dict[str, bool] = {}
+    arguments = [*QUICK, "--method", method, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(tmp_path / "out")]
+    trainer = recipe("sft")([*arguments, "--dry_run", "--activation_checkpointing", "true", "--max_steps", "1"])
+    assert trainer.args.activation_checkpointing_kwargs == {"use_reentrant": False}
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert seen and all(seen.values())
+    if method != "full":
+        assert all("lora_" in name for name in seen)
+
+
+def test_evaluation_does_not_change_gradients_of_a_4bit_model(recipe, jsonl, tmp_path):
+    """bitsandbytes repacks 4-bit weights at evaluation on CPUs with AVX512-BF16, and loses the backward pass."""
+    import torch
+
+    arguments = [
+        *QUICK,
+        "--method",
+        "qlora",
+        "--dataset_name",
+        jsonl(QUESTIONS),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    trainer = recipe("sft")([*arguments, "--dry_run", "--max_steps", "1"])
+    model = trainer.model
+    for name, weight in model.named_parameters():  # lora_B starts at zero, which would hide what lora_A gets
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+
+    def gradients():
+        model.train()
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.requires_grad])
+
+    before = gradients()
+    model.eval()
+    with torch.no_grad():
+        model(**batch)
+    after = gradients()
+    assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.9999
+
+
+def test_the_callback_names_weights_without_gradient(recipe, jsonl, tmp_path, caplog):
+    from hf_memopt.training.callbacks import GradientCheck
+
+    arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    trainer = recipe("sft")([*arguments, "--dry_run"])
+    import torch
+
+    trainer.model.unused = torch.nn.Linear(2, 2)
+    trainer.add_callback(GradientCheck())
+    trainer.train()
+    assert "2 trainable parameters got no gradient" in caplog.text and "unused.weight" in caplog.text
+
+
+def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    recipe("pretrain")([*QUICK, "--max_steps", "12", "--eval_steps", "6", "--output_dir", str(out)])
+    report = json.loads((out / "memory_report.json").read_text())
+    losses = {int(step): loss for step, loss in report["held_out_loss"].items()}
+    assert list(losses) == [0, 6, 12]
+    assert losses[0] == pytest.approx(math.log(4096), abs=0.3), "random weights know nothing"
+    assert losses[12] < losses[0] - 0.3
+    assert report["measured"]["peak_host_bytes"] > 2**27 and report["versions"]["torch"]
+    printed = capsys.readouterr().out
+    assert "held-out loss" in printed and "→" in printed and "= 4 samples a step" in printed
+    assert (out / "model.safetensors").is_file() and (out / "tokenizer.json").is_file()
+
+
+def test_command_line_over_file_over_preset(recipe, tmp_path, builtin_model):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"learning_rate: 1e-4\nweight_decay: 0.5\noptim: adafactor\nmodel_name_or_path: {builtin_model}\n"
+        "method: lora\nlora:\n  r: 4\n  lora_alpha: 4\nactivation_checkpointing: true\n"
+        "activation_checkpointing_kwargs:\n  every_n_layers: 2\nlogging_steps: 7\nload_best_model_at_end: false\n"
+    )
+    arguments = ["--preset", "cpu", "--config", str(config), "--weight_decay", "0.25", "--lora.r", "8", "--dry_run"]
+    trainer = recipe("sft")([*arguments, "--output_dir", str(tmp_path / "out")])
+    args = trainer.args
+    assert (args.learning_rate, args.weight_decay, args.optim.value) == (1e-4, 0.25, "adafactor")
+    assert args.logging_steps == 7 and args.activation_checkpointing_kwargs["every_n_layers"] == 2
+    lora = trainer.model.peft_config["default"]
+    assert (lora.r, lora.lora_alpha) == (8, 4)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
+    assert not (tmp_path / "out").exists()
+
+
+def test_streaming(recipe, jsonl, tmp_path):
+    path = jsonl([{"text": f"line {number} of a text that is streamed"} for number in range(200)])
+    arguments = [*QUICK, "--dataset_name", path, "--streaming", "--shuffle_buffer_size", "20", "--max_steps", "3"]
+    trainer = recipe("pretrain")([*arguments, "--output_dir", str(tmp_path / "out")])
+    assert trainer.state.global_step == 3
+
+
+def test_no_rows_held_out(recipe, jsonl, tmp_path):
+    arguments = [*QUICK[:-2], "--held_out", "0", "--dataset_name", jsonl(QUESTIONS), "--max_steps", "1"]
+    trainer = recipe("sft")([*arguments, "--output_dir", str(tmp_path / "out")])
+    assert trainer.state.global_step == 1 and trainer.eval_dataset is None
+
+
+def test_resume_goes_on_and_half_written_checkpoints_are_refused(recipe, jsonl, tmp_path):
+    out = tmp_path / "out"
+    arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(out), "--save_strategy", "steps",
+                 "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false"]  # fmt: skip
+    recipe("sft")([*arguments, "--max_steps", "4"])
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    resumed = recipe("sft")([*arguments, "--max_steps", "6"])
+    logged = [entry["step"] for entry in resumed.state.log_history]
+    assert resumed.state.global_step == 6 and min(logged) >= 4
+
+    last, before = out / "checkpoint-6", out / "checkpoint-4"
+    weights = (last / "model.safetensors").read_bytes()
+    (last / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(InputError, match=r"checkpoint-6 is half-written \(model.safetensors.*name checkpoint-4"):
+        recipe("sft")([*arguments, "--max_steps", "8"])
+    (last / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="half-written"):
+        recipe("sft")([*arguments, "--max_steps", "8"])
+    (last / "trainer_state.json").unlink()
+    with pytest.raises(InputError, match="no trainer_state.json"):
+        recipe("sft")([*arguments, "--max_steps", "8"])
+    named = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", str(before)])
+    assert named.state.global_step == 6
+    fresh = recipe("sft")([*arguments, "--max_steps", "1", "--resume_from_checkpoint", "no"])
+    assert fresh.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "rtx_4009"], "Did you mean 'rtx_4090'"),
+        (["--method", "qlra"], "Did you mean 'qlora'"),
+        (["--learning_rat", "1"], "Did you mean 'learning_rate'"),
+        (["--learning_rate", "fast"], "learning_rate"),
+        (["--max_length", "1024"], "more than the 512 positions"),
+        (["--optim", "adamw_9bit"], "adamw_9bit"),
+        (["--streaming", "--max_steps", "-1"], "set max_steps"),
+        (["--model_name_or_path", "nowhere/model"], "model 'nowhere/model'"),
+        (["--config_name", "gpt2", "--method", "lora"], "needs trained weights"),
+        (["--lora.rr", "8", "--method", "lora"], "unknown key of lora 'rr'"),
+        (["--lora.r", "8"], "applies to method=lora"),
+        (["--quantization.bnb_4bit_quant_typ", "fp4", "--method", "qlora"], "Did you mean 'bnb_4bit_quant_type'"),
+        (["--activation_checkpointing_kwargs", '{"use_rentrant": false}'], "Did you mean 'use_reentrant'"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is not a folder"),
+        (["--resume_from_checkpoint", "true"], "holds no checkpoint-N"),
+        (["--config", "nowhere.yaml"], "no such file"),
+        (["--bf16", "true", "--fp16", "true"], "fp16 and bf16"),
+        (["--effective_batch_size", "7", "--per_device_train_batch_size", "2"], "does not divide"),
+        (["--attn_implementation", "flash_attention_2"], "use attn_implementation='sdpa'"),
+        (["--held_out", "-1"], "held_out"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_write_nothing(arguments, message, recipe, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match=message) as caught:
+        recipe("sft")(["--preset", "cpu", "--output_dir", str(out), *arguments])
+    assert len(str(caught.value).splitlines()) == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1\n", "Did you mean 'learning_rate'"),
+        ("learning_rate: fast\n", "learning_rate: 'fast' is not valid"),
+        ("lora:\n  lora_alfa: 3\nmethod: lora\n", "Did you mean 'lora_alpha'"),
+        ("activation_checkpointing_kwargs:\n  every_n_layer: 2\n", "Did you mean 'every_n_layers'"),
+        ("- a\n", "holds no"),
+        ("a: [\n", "run.yaml"),
+        ("lora: 8\n", "must be a mapping"),
+    ],
+)
+def test_bad_config_files(text, message, recipe, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        recipe("sft")(["--preset", "cpu", "--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path / "o")])
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "rtx_4009"], "unknown preset 'rtx_4009'"),
+        (["--preset", "cpu", "--dataset_name", "{empty}"], "is empty"),
+        (["--preset", "cpu", "--dataset_name", "{columns}"], "has the columns body; accepted are"),
+    ],
+)
+def test_a_recipe_that_is_run_ends_with_one_line_and_code_2(arguments, message, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "columns.jsonl").write_text('{"body": "x"}\n')
+    filled = [word.format(empty=tmp_path / "empty.jsonl", columns=tmp_path / "columns.jsonl") for word in arguments]
+    done = run("python", ROOT / "recipes" / "sft.py", *filled, "--output_dir", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0] and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_shows_the_commands():
+    done = run("python", ROOT / "recipes" / "pretrain.py", "--help")
+    assert done.returncode == 0 and "accelerate launch --config_file" in done.stdout
+    assert "--shuffle_buffer_size" in done.stdout and "--lora.KEY" in done.stdout
+
+
+def test_the_script_in_the_docs(builtin_model, jsonl, tmp_path):
+    script = ROOT / "docs" / "preset_in_your_script.py"
+    code = [line for line in script.read_text().splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(code) <= 10
+    texts = jsonl([{"text": "a line of text"}] * 16)
+    done = run("python", script, builtin_model, texts, 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'train_loss'" in done.stdout + done.stderr
+    assert list(Path(tmp_path, "out").glob("checkpoint-2/model.safetensors"))
