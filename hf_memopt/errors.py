@@ -3,8 +3,12 @@
 import difflib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+
+
+_TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
 
 class InputError(ValueError):
@@ -45,13 +49,15 @@ def one_line(error: BaseException) -> str:
 def run(main: Callable[[], object]) -> None:
     """Run a program's main function; an InputError becomes one line on stderr and exit code 2.
 
-    Of several processes only the first prints, since all of them meet the same input.
+    Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
+    the others; one of those that lives on is alone with its error, and speaks then.
     """
     try:
         main()
     except InputError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-        # Not SystemExit: a process group that is still open would wait for its peers at interpreter exit.
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(_TURN)
+        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(2) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else sys.exit(2)
+        # A process group that is still open would wait for its peers at interpreter exit.
+        os._exit(2) if "RANK" in os.environ else sys.exit(2)

@@ -18,7 +18,7 @@ os.environ["HF_MEMOPT_CACHE"] = str(CACHE / "hf_memopt")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests, with the same numbers, on every machine
 os.environ["DS_ACCELERATOR"] = "cpu"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some with two processes
 
 BIN = Path(sys.executable).parent
 

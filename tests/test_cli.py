@@ -54,8 +54,9 @@ def test_doctor_as_json():
     done = run("hf-memopt", "doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["would_use"] == {"preset": "cpu", "methods": "full, lora, qlora", "precision": "fp32",
-                                   "attention": "sdpa", "optimizer": "adamw_torch", "allocator": "default"}  # fmt: skip
+    used = report["would_use"]
+    assert used.pop("methods") == "full, lora, qlora"
+    assert list(used.values()) == ["cpu", "fp32", "sdpa", "adamw_torch", "default"]
     assert report["packages"]["torch"]["version"].startswith("2.")
     assert 0 < report["free_memory_bytes"] <= report["host_memory_bytes"]
 

@@ -17,7 +17,7 @@ HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft",
         "import hf_memopt; hf_memopt.get_preset('rtx_4090', method='qlora').settings(); hf_memopt.list_presets()",
         "import sys; sys.argv = ['hf-memopt', '--help']; from hf_memopt.cli import main; main()",
         "import sys; sys.argv = ['hf-memopt', 'presets']; from hf_memopt.cli import main; main()",
-        "import sys; sys.argv = ['hf-memopt', 'show', 'a100_80gb_x8', '--json']; from hf_memopt.cli import main; main()",
+        "import sys; sys.argv = ['hf-memopt', 'show', 'h100_80gb_x8']; from hf_memopt.cli import main; main()",
     ],
 )
 def test_nothing_heavy_is_imported(code):

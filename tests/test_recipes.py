@@ -158,7 +158,7 @@ def test_resume_goes_on_and_half_written_checkpoints_are_refused(recipe, jsonl, 
     with pytest.raises(InputError, match="half-written"):
         recipe("sft")([*arguments, "--max_steps", "8"])
     (last / "trainer_state.json").unlink()
-    with pytest.raises(InputError, match="no trainer_state.json"):
+    with pytest.raises(InputError, match=r"no trainer_state\.json"):
         recipe("sft")([*arguments, "--max_steps", "8"])
     named = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", str(before)])
     assert named.state.global_step == 6
