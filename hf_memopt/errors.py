@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
-
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
 

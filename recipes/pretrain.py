@@ -18,8 +18,6 @@ from hf_memopt.errors import run
 
 
 def main(argv: list[str] | None = None):
-    from transformers import Trainer, default_data_collator
-
     from hf_memopt.data.tokens import packed
     from hf_memopt.training import job as jobs
     from hf_memopt.training import report
@@ -35,6 +33,8 @@ def main(argv: list[str] | None = None):
         weight_decay=0.1,
         builtin={"learning_rate": 3e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
     )
+
+    from transformers import Trainer, default_data_collator  # after start(), which sets what torch reads once
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
     resume = checkpoint_to_resume(job.args)

@@ -19,8 +19,6 @@ from hf_memopt.errors import run
 
 
 def main(argv: list[str] | None = None):
-    from transformers import DataCollatorForSeq2Seq, Trainer
-
     from hf_memopt.data.tokens import answered
     from hf_memopt.training import job as jobs
     from hf_memopt.training import report
@@ -35,6 +33,8 @@ def main(argv: list[str] | None = None):
         adapters={"learning_rate": 2e-4},
         builtin={"learning_rate": 2e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
     )
+
+    from transformers import DataCollatorForSeq2Seq, Trainer  # after start(), which sets what torch reads once
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
     resume = checkpoint_to_resume(job.args)

@@ -147,6 +147,13 @@ def test_a_missing_device_is_said(tmp_path):
         get_preset("rtx_4090").training_arguments(str(tmp_path))
 
 
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    """The second GPU is a stand-in: TrainingArguments is told to count two."""
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 2)
+    with pytest.raises(InputError, match="set CUDA_VISIBLE_DEVICES=0"):
+        get_preset("cpu").training_arguments(str(tmp_path))
+
+
 @pytest.mark.parametrize("call", [lambda: get_preset("rtx_4080_ti"), lambda: get_preset("t4", "qlorra"),
                                   lambda: get_preset("t4", strategy="zero4")])  # fmt: skip
 def test_unknown_names_suggest(call):

@@ -52,6 +52,12 @@ def detect() -> Hardware:
     return _cpu()
 
 
+def counterpart(hardware: Hardware) -> Hardware | None:
+    """This machine's device of the same kind (backend) as another one; None where it has none."""
+    found = _cpu() if hardware.backend == "cpu" else detect()
+    return found if found.backend == hardware.backend else None
+
+
 def _cuda(properties, hip: str | None) -> Hardware:
     """A CUDA or ROCm device from PyTorch's properties object."""
     for pattern, name in _NAMES:

@@ -8,6 +8,7 @@ from hf_memopt.compatibility.launch import launched_strategy, split_strategy
 from hf_memopt.compatibility.launch import world_size as launched_world_size
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.hardware.detect import counterpart, detect
 from hf_memopt.presets.batch import batch_settings
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,13 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
     values |= _batch(preset, world_size, overrides)
     _check(preset, values)
     with as_input_error("training arguments", ValueError, TypeError, ImportError):
-        return TrainingArguments(output_dir=output_dir, **values)
+        args = TrainingArguments(output_dir=output_dir, **values)
+    if args.n_gpu > 1:
+        raise InputError(
+            f"one process sees {args.n_gpu} GPUs, which the Trainer would feed {args.n_gpu} times the batch "
+            "(DataParallel): set CUDA_VISIBLE_DEVICES=0, or start one process a GPU with accelerate launch --multi_gpu"
+        )
+    return args
 
 
 def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -117,12 +124,11 @@ def _present(preset):
     Raises:
         InputError: there is none.
     """
-    from hf_memopt.hardware.detect import detect
-
-    found = detect()
-    if found.backend != preset.hardware.backend:
+    found = counterpart(preset.hardware)
+    if found is None:
+        here = detect()
         raise InputError(
-            f"preset {preset.name} is for {preset.hardware.label}, and this machine offers {found.backend} "
-            f"({found.label}): use preset auto, or use_cpu=True to try it on the CPU"
+            f"preset {preset.name} is for {preset.hardware.label}, and this machine offers {here.backend} "
+            f"({here.label}): use preset auto, or use_cpu=True to try it on the CPU"
         )
     return found

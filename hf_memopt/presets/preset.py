@@ -11,6 +11,7 @@ from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.files import shipped
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
+from hf_memopt.hardware.detect import counterpart
 from hf_memopt.presets.accelerate_config import accelerate_config
 
 METHODS = ("full", "lora", "qlora")
@@ -94,7 +95,7 @@ class Preset:
         """
         kwargs: dict[str, Any] = {
             "dtype": self.dtype,
-            "attn_implementation": resolve_attention(self.hardware, attn_implementation),
+            "attn_implementation": resolve_attention(counterpart(self.hardware) or self.hardware, attn_implementation),
         }
         if self.method == "qlora":
             from transformers import BitsAndBytesConfig

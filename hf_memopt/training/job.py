@@ -1,7 +1,9 @@
 """A recipe's job: what was asked for, resolved against the preset, and the model, tokenizer and data made from it."""
 
+import argparse
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +15,8 @@ from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.hardware.allocator import configure_allocator
-from hf_memopt.presets import Preset, get_preset
+from hf_memopt.hardware.detect import counterpart
+from hf_memopt.presets import Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     Raises:
         InputError: anything that was given cannot be used.
     """
+    _set_named_presets_environment(sys.argv[1:] if argv is None else argv)
     parsed = parse(argv, description)
     recipe = parsed.recipe
     if (file := launched_config_file()) and file.is_file():
@@ -99,12 +103,22 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     if recipe.dtype:
         preset = replace(preset, dtype=recipe.dtype)
     apply_environment(preset)
+    preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
     args = preset.training_arguments(world_size=world_size(), **training)
     output = Path(args.output_dir)
     new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     return Job(recipe, preset, args, parsed.lora, parsed.quantization, new_folders)
+
+
+def _set_named_presets_environment(argv: list[str]) -> None:
+    """Apply the environment of the preset named on the command line, before parsing imports torch and DeepSpeed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--preset", nargs="?")
+    name = parser.parse_known_args(argv)[0].preset
+    if name in list_presets():
+        apply_environment(get_preset(name))
 
 
 def _with_builtin_model(recipe: RecipeArguments, scratch: bool) -> RecipeArguments:

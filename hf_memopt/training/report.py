@@ -10,7 +10,6 @@ from pathlib import Path
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import GIB
-from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss
 from hf_memopt.training.job import Job
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "hf_memopt")
@@ -49,6 +48,8 @@ def train(job: Job, trainer, resume: str | None, tokenizer) -> None:
     Args:
         resume: the checkpoint folder to go on from, or None.
     """
+    from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss
+
     losses = HeldOutLoss()
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
