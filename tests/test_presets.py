@@ -197,8 +197,27 @@ def test_a_device_without_a_preset_gets_the_largest_that_fits():
     card = replace(get_hardware("rtx_4080"), name="generic_cuda_16gb", memory=16 * 2**30, label="Some Card")
     preset = _for_device(card, "full")
     assert preset.name == "rtx_4080" and preset.hardware.label == "Some Card"
+    slower = replace(get_hardware("h100_80gb"), name="generic_cuda_79gb", label="NVIDIA H100 PCIe")
+    assert _for_device(slower, "full").name in ("a100_80gb", "h100_80gb")
+    intel = replace(get_hardware("rtx_4080"), name="generic_xpu_12gb", backend="xpu", memory=12 * 2**30)
+    assert _for_device(intel, "full").name == "rtx_3060" and "tf32" not in _for_device(intel, "full").training
     old = replace(get_hardware("t4"), name="generic_cuda_8gb", memory=8 * 2**30)
     assert _for_device(old, "full").name == "t4", "the smallest preset with the same precision"
+
+
+def test_the_allocator_is_set_before_the_card_is_looked_at(tmp_path, monkeypatch):
+    """Both ways in: by name, and by auto, whose look at the card would start CUDA."""
+    from hf_memopt.presets import arguments, catalog, preset
+
+    order = []
+    for module in (preset, catalog):
+        monkeypatch.setattr(module, "configure_allocator", lambda: order.append("allocator"))
+    monkeypatch.setattr(arguments, "counterpart", lambda hardware: order.append("card") or hardware)
+    monkeypatch.setattr(catalog, "get_hardware", lambda name: order.append("card") or get_hardware("rtx_4090"))
+    with pytest.raises(InputError):  # the stand-in card cannot train
+        get_preset("rtx_4090").training_arguments(str(tmp_path))
+    get_preset("auto")
+    assert order == ["allocator", "card", "allocator", "card"]
 
 
 def test_auto_is_this_machine():

@@ -106,6 +106,19 @@ def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "held-out loss" in printed and "→" in printed and "= 4 samples a step" in printed
     assert (out / "model.safetensors").is_file() and (out / "tokenizer.json").is_file()
+    assert json.loads((out / "config.json").read_text())["use_cache"] is True, "a saved model generates quickly"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_can_be_repeated(method, recipe, jsonl, tmp_path):
+    """Random weights, adapters and order come from --seed alone."""
+    arguments = [*QUICK, "--method", method, "--dataset_name", jsonl(QUESTIONS), "--max_steps", "2", "--samples", "0"]
+    losses = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        out = tmp_path / name
+        recipe("pretrain")([*arguments, "--seed", seed, "--output_dir", str(out)])
+        losses.append(json.loads((out / "memory_report.json").read_text())["held_out_loss"]["2"])
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_command_line_over_file_over_preset(recipe, tmp_path, builtin_model):
@@ -189,6 +202,7 @@ def test_resume_goes_on_and_half_written_checkpoints_are_refused(recipe, jsonl, 
         (["--effective_batch_size", "7", "--per_device_train_batch_size", "2"], "does not divide"),
         (["--attn_implementation", "flash_attention_2"], "use attn_implementation='sdpa'"),
         (["--held_out", "-1"], "held_out"),
+        (["--dtype", "bfloat"], "Did you mean 'bfloat16'"),
     ],
 )
 def test_bad_arguments_are_one_sentence_and_write_nothing(arguments, message, recipe, tmp_path):

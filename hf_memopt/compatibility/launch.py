@@ -68,7 +68,7 @@ def launched_config_file() -> Path | None:
 
     try:
         for ancestor in psutil.Process().parents():
-            words = ancestor.cmdline()
+            words = [part for word in ancestor.cmdline() for part in word.split("=", 1)]
             if "launch" in words and "--config_file" in words[:-1]:
                 return Path(ancestor.cwd()) / words[words.index("--config_file") + 1]
     except psutil.Error:

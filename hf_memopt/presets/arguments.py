@@ -22,6 +22,7 @@ _OLD_NAMES = {
 
 def build_training_arguments(preset, output_dir: str, world_size: int | None, overrides: dict[str, Any]):
     """See Preset.training_arguments."""
+    preset.apply_environment()  # before anything below asks the device for its name, which starts CUDA
     from transformers import TrainingArguments
 
     overrides = {_OLD_NAMES.get(name, name): value for name, value in overrides.items()}

@@ -6,7 +6,8 @@ from dataclasses import replace
 from hf_memopt.compatibility.launch import launched_strategy
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
-from hf_memopt.hardware.catalog import Hardware, get_hardware
+from hf_memopt.hardware.allocator import configure_allocator
+from hf_memopt.hardware.catalog import Hardware, get_hardware, list_hardware
 from hf_memopt.presets import amd, apple, clusters, cpu, nvidia
 from hf_memopt.presets.accelerate_config import deepspeed_files
 from hf_memopt.presets.base import retrained
@@ -50,6 +51,7 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None) -> 
     if strategy is not None and strategy not in strategies():
         raise choose("strategy", strategy, strategies())
     if name == "auto":
+        configure_allocator()  # looking at the card starts CUDA
         preset = _for_device(get_hardware("auto"), method)
     elif name in _FUNCTIONS:
         preset = _FUNCTIONS[name](method)
@@ -68,13 +70,10 @@ def _for_device(device: Hardware, method: str) -> Preset:
     """The device's own preset, or the one of the largest known device of its kind that is not larger than it."""
     if device.name in _FUNCTIONS:
         return replace(_FUNCTIONS[device.name](method), hardware=device)
-    kind = [
-        get_hardware(name)
-        for name in _FUNCTIONS
-        if name not in vars(clusters) and name != "cpu_x2" and get_hardware(name).backend == device.backend
-    ]
+    catalog = [get_hardware(name) for name in list_hardware() if name in _FUNCTIONS]
     # XPU has no preset yet; its cards speak the same vocabulary as an NVIDIA card of their size.
-    kind = kind or [get_hardware(name) for name in vars(nvidia) if name in _FUNCTIONS]
+    backend = "cuda" if device.backend == "xpu" else device.backend
+    kind = [known for known in catalog if known.backend == backend]
     alike = [known for known in kind if known.native_bf16 == device.native_bf16] or kind
     fitting = [known for known in alike if known.memory <= device.memory * 1.02] or [
         min(alike, key=lambda known: known.memory)

@@ -1,5 +1,6 @@
 """A preset: named settings in Hugging Face vocabulary, turned into genuine objects when asked."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from hf_memopt.compatibility.launch import read_json, split_strategy
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.files import shipped
+from hf_memopt.hardware.allocator import VARIABLE, configure_allocator
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.detect import counterpart
@@ -86,6 +88,14 @@ class Preset:
         from hf_memopt.presets.arguments import build_training_arguments
 
         return build_training_arguments(self, output_dir, world_size, overrides)
+
+    def apply_environment(self) -> None:
+        """Set its environment variables that the user has not set; training_arguments() does so first of all."""
+        for name, value in self.environment.items():
+            if name == VARIABLE:
+                configure_allocator()
+            else:
+                os.environ.setdefault(name, value)
 
     def model_kwargs(self, attn_implementation: str | None = None) -> dict[str, Any]:
         """Arguments for from_pretrained: dtype, attn_implementation and, for QLoRA, quantization_config.

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 from hf_memopt.compatibility import check_config_file, launched_config_file, world_size
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
-from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.presets import Preset, get_preset, list_presets
@@ -54,6 +53,7 @@ class Job:
         return self.recipe.model_name_or_path or self.recipe.config_name
 
 
+_DTYPES = ("float32", "bfloat16", "float16")
 # What neither preset nor user decides; a recipe says the rest.
 _DEFAULTS = {
     "lr_scheduler_type": "cosine",
@@ -102,7 +102,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     preset = get_preset(recipe.preset, recipe.method)
     if recipe.dtype:
         preset = replace(preset, dtype=recipe.dtype)
-    apply_environment(preset)
+    preset.apply_environment()
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
@@ -118,7 +118,9 @@ def _set_named_presets_environment(argv: list[str]) -> None:
     parser.add_argument("--preset", nargs="?")
     name = parser.parse_known_args(argv)[0].preset
     if name in list_presets():
-        apply_environment(get_preset(name))
+        get_preset(name).apply_environment()
+    else:
+        configure_allocator()  # auto looks at the card, which starts CUDA
 
 
 def _with_builtin_model(recipe: RecipeArguments, scratch: bool) -> RecipeArguments:
@@ -135,17 +137,10 @@ def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
         raise InputError(f"method={recipe.method} needs trained weights: pass model_name_or_path, or use method=full")
     if recipe.streaming and (training.get("max_steps") or -1) <= 0:
         raise InputError("streaming has no known length: set max_steps")
+    if recipe.dtype not in (None, *_DTYPES):
+        raise choose("dtype", recipe.dtype, _DTYPES)
     if recipe.held_out < 0:
         raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
-
-
-def apply_environment(preset: Preset) -> None:
-    """Set the preset's environment variables that the user has not set."""
-    for name, value in preset.environment.items():
-        if name == "PYTORCH_ALLOC_CONF":
-            configure_allocator()
-        else:
-            os.environ.setdefault(name, value)
 
 
 def load_config(job: Job):
@@ -222,8 +217,9 @@ def load_model(job: Job, config, tokenizer):
         InputError: the model cannot be loaded or does not take the tokenizer.
     """
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
+    set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if job.quantization and "quantization_config" not in kwargs:
         raise InputError("quantization.* applies to method=qlora only")

@@ -56,6 +56,7 @@ def train(job: Job, trainer, resume: str | None, tokenizer) -> None:
     trainer.train(resume_from_checkpoint=resume)
     if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
         trainer.evaluate()
+    trainer.model.config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
     trainer.save_model()
     finish(job, trainer, losses.by_step)
     sample(job, trainer, tokenizer)
@@ -105,7 +106,6 @@ def sample(job: Job, trainer, tokenizer) -> None:
         print("no samples: sharded weights cannot generate on one process")
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    model.config.use_cache = True
     for row in held_out.take(job.recipe.samples):
         prompt = torch.tensor([_prompt(row)], device=model.device)
         with torch.no_grad():
