@@ -1,7 +1,9 @@
 """The main job, as `make train` runs it, on this machine's device: python benchmarks/main_job.py"""
 
 import json
+import os
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from record import record
 
 
 def main() -> None:
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # this Python's programs
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for recipe in ("pretrain", "sft"):

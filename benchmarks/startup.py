@@ -4,15 +4,17 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from record import record
 
 REPEATS = 15
+PROGRAM = str(Path(sys.executable).with_name("hf-memopt"))
 COMMANDS = {
     "empty Python": [sys.executable, "-c", "pass"],
     "import hf_memopt": [sys.executable, "-c", "import hf_memopt"],
-    "hf-memopt --help": ["hf-memopt", "--help"],
-    "hf-memopt presets": ["hf-memopt", "presets"],
+    "hf-memopt --help": [PROGRAM, "--help"],
+    "hf-memopt presets": [PROGRAM, "presets"],
 }
 
 
