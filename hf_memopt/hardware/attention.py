@@ -33,14 +33,14 @@ def resolve_attention(hardware: Hardware, requested: str | None = None) -> str:
                 f"attn_implementation={requested!r} cannot be used: {reason}; use attn_implementation='sdpa'"
             )
         return requested
-    reasons = {}
+    reasons = []
     for name in _FLASH:
         reason = _obstacle(name, hardware)
         if not reason:
             _announce(f"attention: {name}")
             return name
-        reasons[name] = reason
-    _announce("attention: sdpa (" + "; ".join(f"no {name}: {reason}" for name, reason in reasons.items()) + ")")
+        reasons.append(reason)
+    _announce(f"attention: sdpa, not flash attention ({'; '.join(dict.fromkeys(reasons))})")
     return "sdpa"
 
 
