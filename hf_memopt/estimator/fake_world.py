@@ -1,0 +1,51 @@
+"""A context in which models and trainers run on tensors that have shapes and no bytes.
+
+Three things that real code does differently when it meets fake tensors are put right for as long as the context lasts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@contextmanager
+def fake_world(accelerator: bool) -> Iterator[None]:
+    """Run on fake CPU tensors.
+
+    A fake CUDA tensor aborts on builds without CUDA, so an accelerator's job is traced on the CPU too, and what torch
+    does otherwise there is put right here and in the ledger.
+
+    Args:
+        accelerator: the job is meant for an accelerator, where optimizers step over all weights at once (foreach).
+    """
+    with (
+        mock.patch.object(torch.nn.Module, "to", _cast_in_place),
+        # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
+        mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
+        _foreach(accelerator),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+def _cast_in_place(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
+    """Module.to without the move, which cannot swap fake weights; a cast keeps the parameter and changes its data."""
+    dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
+    if dtype is not None:
+        for weight in (*module.parameters(), *module.buffers()):
+            if weight.is_floating_point() and weight.dtype is not dtype:
+                weight.data = weight.data.to(dtype)
+    return module
+
+
+@contextmanager
+def _foreach(accelerator: bool) -> Iterator[None]:
+    """torch steps over lists of tensors where they lie on an accelerator, which costs one more copy of the weights."""
+    if not accelerator:
+        yield
+        return
+    with mock.patch("torch.optim.adam._default_to_fused_or_foreach", lambda *args, **kwargs: (False, True)):
+        yield

@@ -1,0 +1,157 @@
+"""Follow every tensor storage of a job: what is alive when, and of which kind.
+
+On real CPU tensors the ledger's peak equals the sum of the profiler's allocator events to the byte, so whatever
+differs on fake tensors is a fake kernel that allocates otherwise than the real one.
+"""
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
+_BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
+
+
+@dataclass
+class Peak:
+    """The most that was alive within one segment of the job.
+
+    Attributes:
+        total: bytes.
+        by_kind: kind -> bytes, which sum to the total.
+    """
+
+    total: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+class Ledger(TorchDispatchMode):
+    """A dispatch mode that keeps the books of live storages.
+
+    Attributes:
+        phase: load, forward, backward, optimizer or between; the head of every segment's name.
+        step: optimizer steps begun.
+        peaks: segment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
+        vocabulary: (vocabulary size, hidden size), by which logits are recognised.
+    """
+
+    def __init__(self, padded: bool = False, accelerator: bool = False):
+        super().__init__()
+        self.phase = "load"
+        self.step = 0
+        self.peaks: dict[str, Peak] = {}
+        self.vocabulary = (0, 0)
+        self._segment = "load"
+        self._kind = "other"
+        self._total = 0
+        self._totals: defaultdict[str, int] = defaultdict(int)
+        self._live: dict[int, tuple[int, str]] = {}
+        self._all: set[int] = set()
+        self._padded = padded
+        self._block = _BLOCK if accelerator else 1
+        self._replaced = _ON_ACCELERATOR if accelerator else _ON_CPU
+
+    def begin(self, phase: str, kind: str) -> None:
+        """Begin a phase; new storages are of the given kind."""
+        self.phase = phase
+        self.enter(phase, kind)
+
+    def enter(self, segment: str, kind: str | None = None) -> None:
+        """Begin a segment; its peak starts at what is alive now."""
+        self._segment = segment
+        self._kind = kind or self._kind
+        self._note_peak()
+
+    def classify(self, tensor: torch.Tensor, kind: str) -> None:
+        """Book a tensor's storage under another kind."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            size, old = self._live[key]
+            self._live[key] = (size, kind)
+            self._totals[old] -= size
+            self._totals[kind] += size
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Book a tensor's storage, unless it is booked already or empty."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or storage.nbytes() == 0:
+            return
+        size = -(-storage.nbytes() // self._block) * self._block
+        kind = "logits" if self._is_logits(tensor) else self._kind
+        self._live[key] = (size, kind)
+        self._total += size
+        self._totals[kind] += size
+        weakref.finalize(storage, self._drop, key)
+        self._note_peak()
+
+    def _is_logits(self, tensor: torch.Tensor) -> bool:
+        vocabulary, hidden = self.vocabulary
+        last = tuple(tensor.shape[-2:])
+        return self._kind == "activations" and last[-1:] == (vocabulary,) and last != (hidden, vocabulary)
+
+    def _drop(self, key: int) -> None:
+        size, kind = self._live.pop(key)
+        self._all.discard(key)
+        self._total -= size
+        self._totals[kind] -= size
+
+    def _note_peak(self) -> None:
+        peak = self.peaks.get(self._segment)
+        if peak is None or self._total >= peak.total:
+            self.peaks[self._segment] = Peak(self._total, {kind: size for kind, size in self._totals.items() if size})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _SCALARS:
+            return self._plausible(args[0])
+        out = self._replaced.get(func, func)(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, out)
+        if func in _ALL:
+            self._all.add(out.untyped_storage()._cdata)
+        return out
+
+    def _plausible(self, tensor: torch.Tensor):
+        """A value for a tensor that has none.
+
+        Models ask whether a batch is of one piece (`all`, or a sum that equals a length), and `any` for trouble.
+        """
+        if tensor.dtype is torch.bool:
+            return tensor.untyped_storage()._cdata in self._all and not self._padded
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+_aten = torch.ops.aten
+_SCALARS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
+_ALL = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
+
+
+def _attention(query, key, value, *args, **kwargs):
+    """Flash attention lays its output out as (batch, tokens, heads, size), on CPU and CUDA. torch's fake kernel for
+    the CPU keeps the query's layout, upon which the model copies it once more."""
+    batch, heads, tokens, _ = query.shape
+    size = (batch, heads, tokens, value.shape[-1])
+    out = torch.empty_permuted(size, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
+    wide = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+    logsumexp = torch.empty((batch, tokens, heads), dtype=wide, device=query.device).transpose(1, 2)
+    return out, logsumexp
+
+
+_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _attention_backward_on_cuda(gradient, query, *args, **kwargs):
+    """FlashAttention's backward sums the query's gradient in fp32 (dq_accum in flash_api.cpp) beside its result."""
+    accumulator = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    result = _BACKWARD(gradient, query, *args, **kwargs)
+    del accumulator
+    return result
+
+
+# Kernels that allocate otherwise than the fake CPU ones.
+_ON_CPU = {_FORWARD: _attention}
+_ON_ACCELERATOR = {_FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
