@@ -23,6 +23,8 @@ test: $(INSTALLED)
 bench: $(INSTALLED)
 	python benchmarks/startup.py
 	python benchmarks/main_job.py
+	python benchmarks/estimator_cpu.py
+	python benchmarks/estimator_published.py
 
 lint: $(INSTALLED)
 	ruff check .

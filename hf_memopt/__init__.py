@@ -11,6 +11,8 @@ _HOME = {
     "get_preset": "hf_memopt.presets",
     "list_presets": "hf_memopt.presets",
     "Preset": "hf_memopt.presets",
+    "estimate": "hf_memopt.estimator",
+    "Estimate": "hf_memopt.estimator",
     "detect": "hf_memopt.hardware",
     "get_hardware": "hf_memopt.hardware",
     "list_hardware": "hf_memopt.hardware",

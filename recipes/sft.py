@@ -54,9 +54,9 @@ def main(argv: list[str] | None = None):
     )
 
     # ---- train, save, report
-    report.announce(job, trainer, length)
+    estimated = report.announce(job, trainer, length)
     if not job.recipe.dry_run:
-        report.train(job, trainer, resume, tokenizer)
+        report.train(job, trainer, resume, tokenizer, estimated)
     return trainer
 
 

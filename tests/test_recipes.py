@@ -103,7 +103,10 @@ def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
     assert losses[0] == pytest.approx(math.log(4096), abs=0.3), "random weights know nothing"
     assert losses[12] < losses[0] - 0.3
     assert report["measured"]["peak_host_bytes"] > 2**27 and report["versions"]["torch"]
+    predicted = report["estimate"]["peak_allocated_bytes"]
+    assert predicted == pytest.approx(report["measured"]["peak_allocated_bytes"], rel=0.01)
     printed = capsys.readouterr().out
+    assert "predicted" in printed and "difference" in printed
     assert "held-out loss" in printed and "→" in printed and "= 4 samples a step" in printed
     assert (out / "model.safetensors").is_file() and (out / "tokenizer.json").is_file()
     assert json.loads((out / "config.json").read_text())["use_cache"] is True, "a saved model generates quickly"

@@ -44,6 +44,27 @@ def show(
     show_one(preset, method, strategy, json)
 
 
+@app.command(epilog="Example: hf-memopt estimate Qwen/Qwen3-8B --preset a100_80gb --method lora --seq-len 4096")
+def estimate(
+    model: Annotated[str, typer.Argument(help="Hub id, folder or config.json of a causal language model.")],
+    preset: Annotated[str, typer.Option(help="A name from `hf-memopt presets`, or auto.")] = "auto",
+    method: Method = "full",
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="TrainingArguments field, dtype, attn_implementation or lora.KEY."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Predict the peak memory of a job on one device, without its weights; exit code 1 if it does not fit."""
+    from hf_memopt.cli.estimate import run_estimate
+
+    raise typer.Exit(run_estimate(model, preset, method, seq_len, hardware, settings or [], json))
+
+
 @app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
 def export(
     preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.")],
@@ -76,7 +97,8 @@ def doctor(
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit code 2."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
+        sys.exit(code if isinstance(code, int) else 0)
     except InputError as error:
         _fail(one_line(error))
     except typer.Exit as ending:

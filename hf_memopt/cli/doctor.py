@@ -9,9 +9,10 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from hf_memopt.cli.output import gib, print_json, print_table
+from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.compatibility.config_files import check_config_file
 from hf_memopt.errors import InputError
+from hf_memopt.hardware.catalog import gib
 
 # Package -> what goes missing without it.
 _PACKAGES = {

@@ -5,8 +5,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_memopt.hardware.catalog import GIB
-
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on stdout."""
@@ -25,8 +23,3 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)
-
-
-def gib(value: int | None) -> str:
-    """Bytes as GiB."""
-    return "unknown" if value is None else f"{value / GIB:.2f} GiB"

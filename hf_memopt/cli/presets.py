@@ -3,8 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
-from hf_memopt.cli.output import gib, print_json, print_table
-from hf_memopt.hardware.catalog import Hardware
+from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.hardware.catalog import Hardware, gib
 from hf_memopt.presets import Preset, get_preset, list_presets
 
 

@@ -1,6 +1,6 @@
 """Predicted peak memory: the genuine Trainer's step on fake tensors, followed storage by storage."""
 
-from hf_memopt.estimator.estimate import estimate
+from hf_memopt.estimator.prediction import estimate
 from hf_memopt.estimator.report import Estimate
 
 __all__ = ["Estimate", "estimate"]

@@ -37,9 +37,14 @@ class Ledger(TorchDispatchMode):
         step: optimizer steps begun.
         peaks: segment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
         vocabulary: (vocabulary size, hidden size), by which logits are recognised.
+
+    Args:
+        padded: batches hold padding.
+        accelerator: count and compute as on an accelerator.
+        fake: tensors have no values, so that questions about them are answered; False follows real tensors.
     """
 
-    def __init__(self, padded: bool = False, accelerator: bool = False):
+    def __init__(self, padded: bool = False, accelerator: bool = False, fake: bool = True):
         super().__init__()
         self.phase = "load"
         self.step = 0
@@ -52,8 +57,10 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, tuple[int, str]] = {}
         self._all: set[int] = set()
         self._padded = padded
+        self._fake = fake
         self._block = _BLOCK if accelerator else 1
-        self._replaced = _ON_ACCELERATOR if accelerator else _ON_CPU
+        self._opened = _written_in_torch() if fake and not accelerator else {}
+        self._replaced = (_ON_ACCELERATOR if accelerator else _ON_CPU) if fake else {}
 
     def begin(self, phase: str, kind: str) -> None:
         """Begin a phase; new storages are of the given kind."""
@@ -106,11 +113,14 @@ class Ledger(TorchDispatchMode):
             self.peaks[self._segment] = Peak(self._total, {kind: size for kind, size in self._totals.items() if size})
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in _SCALARS:
+        if self._fake and func in _SCALARS:
             return self._plausible(args[0])
+        if func in self._opened:
+            with self:  # so that what it does inside is booked too
+                return self._opened[func](*args, **(kwargs or {}))
         out = self._replaced.get(func, func)(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.add, out)
-        if func in _ALL:
+        if self._fake and func in _ALL:
             self._all.add(out.untyped_storage()._cdata)
         return out
 
@@ -130,8 +140,8 @@ _ALL = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
 
 
 def _attention(query, key, value, *args, **kwargs):
-    """Flash attention lays its output out as (batch, tokens, heads, size), on CPU and CUDA. torch's fake kernel for
-    the CPU keeps the query's layout, upon which the model copies it once more."""
+    """On CUDA, flash attention lays its output out as (batch, tokens, heads, size), so that the model need not copy
+    it; on the CPU it keeps the query's layout."""
     batch, heads, tokens, _ = query.shape
     size = (batch, heads, tokens, value.shape[-1])
     out = torch.empty_permuted(size, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
@@ -152,6 +162,27 @@ def _attention_backward_on_cuda(gradient, query, *args, **kwargs):
     return result
 
 
+def _grouped_product(left, right, offs=None, bias=None, out_dtype=None):
+    """The experts' products, one group of rows each. torch's fake kernel takes bf16 only, the CPU's any type."""
+    if left.dim() == 2 and right.dim() == 2:  # a gradient of the experts' weights
+        size = (offs.shape[0], left.shape[0], right.shape[1])
+    else:
+        size = (*(left.shape[:-1] if right.dim() == 3 else left.shape[1:-1]), right.shape[-1])
+    return torch.empty(size, dtype=out_dtype or left.dtype, device=left.device)
+
+
 # Kernels that allocate otherwise than the fake CPU ones.
-_ON_CPU = {_FORWARD: _attention}
-_ON_ACCELERATOR = {_FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
+_ON_CPU = {_aten._grouped_mm.default: _grouped_product}
+_ON_ACCELERATOR = {**_ON_CPU, _FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
+
+
+def _written_in_torch() -> dict:
+    """bitsandbytes' CPU optimizers are Python over torch operators, whose temporaries its fake kernels do not show."""
+    try:
+        from bitsandbytes.backends.cpu import ops
+    except ImportError:
+        return {}
+    return {
+        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default: ops._optimizer_update_8bit_blockwise_cpu,
+        torch.ops.bitsandbytes.optimizer_update_32bit.default: ops._optimizer_update_32bit_cpu,
+    }

@@ -20,6 +20,11 @@ PCIE4_X16 = 31.5 * GB
 PCIE5_X16 = 63.0 * GB
 
 
+def gib(value: int | None) -> str:
+    """Bytes as text in GiB."""
+    return "unknown" if value is None else f"{value / GIB:.2f} GiB"
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One device.

@@ -25,13 +25,7 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
     preset.apply_environment()  # before anything below asks the device for its name, which starts CUDA
     from transformers import TrainingArguments
 
-    overrides = {_OLD_NAMES.get(name, name): value for name, value in overrides.items()}
-    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    for name in overrides.keys() - fields - {"effective_batch_size"}:
-        raise choose("TrainingArguments field", name, fields)
-
-    values = _merge(preset, overrides)
-    values |= _batch(preset, world_size, overrides)
+    values = resolve(preset, world_size, overrides)
     _check(preset, values)
     with as_input_error("training arguments", ValueError, TypeError, ImportError):
         args = TrainingArguments(output_dir=output_dir, **values)
@@ -41,6 +35,21 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
             "(DataParallel): set CUDA_VISIBLE_DEVICES=0, or start one process a GPU with accelerate launch --multi_gpu"
         )
     return args
+
+
+def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The TrainingArguments fields that a preset and the user's overrides amount to; needs none of the devices.
+
+    Raises:
+        InputError: an unknown field, or batch settings without a whole solution.
+    """
+    from transformers import TrainingArguments
+
+    overrides = {_OLD_NAMES.get(name, name): value for name, value in overrides.items()}
+    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name in overrides.keys() - fields - {"effective_batch_size"}:
+        raise choose("TrainingArguments field", name, fields)
+    return _merge(preset, overrides) | _batch(preset, world_size, overrides)
 
 
 def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:

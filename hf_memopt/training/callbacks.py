@@ -26,6 +26,31 @@ class HeldOutLoss(TrainerCallback):
             )
 
 
+class HostPeak(TrainerCallback):
+    """Measures the peak of what the CPU's allocator holds, over the first optimizer steps.
+
+    Follows every real storage for two steps; the first makes the optimizer's states, the second has them throughout.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._ledger = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        from hf_memopt.estimator.ledger import Ledger
+
+        self._ledger = Ledger(fake=False)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._ledger.add(tensor)
+        self._ledger.__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._ledger is not None and (state.global_step >= 2 or state.global_step >= state.max_steps):
+            self._ledger.__exit__(None, None, None)
+            self.bytes = max(peak.total for peak in self._ledger.peaks.values())
+            self._ledger = None
+
+
 class GradientCheck(TrainerCallback):
     """Names the trainable parameters that the first backward pass left without a gradient.
 

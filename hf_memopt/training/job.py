@@ -15,6 +15,7 @@ from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
+from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.presets import Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
 
@@ -41,6 +42,21 @@ class Job:
     lora: dict[str, Any]
     quantization: dict[str, Any]
     new_folders: list[Path]
+
+    def peft_config(self):
+        """The LoraConfig of preset and user; None for full fine-tuning.
+
+        Raises:
+            InputError: LoRA settings without LoRA.
+        """
+        if self.preset.method == "full":
+            if self.lora:
+                raise InputError("lora.* applies to method=lora and method=qlora only")
+            return None
+        from peft import LoraConfig
+
+        with as_input_error("lora", ValueError, TypeError):
+            return LoraConfig(**{**self.preset.lora(), **self.lora})
 
     @property
     def from_scratch(self) -> bool:
@@ -210,9 +226,6 @@ def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
 def load_model(job: Job, config, tokenizer):
     """The model as it will be trained: dtype, attention, quantisation, adapters.
 
-    4-bit bases get their adapters without peft's prepare_model_for_kbit_training, which copies embeddings, head and
-    norms to fp32 (bitsandbytes issue 1569: 63.1 -> 81.1 GB). Adapter weights are fp32 all the same.
-
     Raises:
         InputError: the model cannot be loaded or does not take the tokenizer.
     """
@@ -240,29 +253,6 @@ def load_model(job: Job, config, tokenizer):
             f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "
             f"{model.config.get_text_config().vocab_size}: use the model's own tokenizer"
         )
-    return _with_adapters(job, model)
-
-
-def _keep_differentiable(model) -> None:
-    """Keep 4-bit layers on a CPU in the packing that has a backward pass.
-
-    Where the CPU has AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first evaluation, for a kernel without a
-    backward pass, and never packs it back: what is trained after an evaluation gets wrong gradients.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
-def _with_adapters(job: Job, model):
-    if job.preset.method == "full":
-        if job.lora:
-            raise InputError("lora.* applies to method=lora and method=qlora only")
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    _keep_differentiable(model)
-    with as_input_error("lora", ValueError, TypeError), warnings.catch_warnings():
-        # peft 0.21 asks for the old name of is_activation_checkpointing.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(model, LoraConfig(**{**job.preset.lora(), **job.lora}))
+    peft_config = job.peft_config()
+    with as_input_error("lora", ValueError):
+        return model if peft_config is None else add_adapters(model, peft_config)

@@ -9,17 +9,24 @@ from pathlib import Path
 
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.files import write_whole
-from hf_memopt.hardware.catalog import GIB
+from hf_memopt.hardware.catalog import gib
 from hf_memopt.training.job import Job
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "hf_memopt")
 
 
-def announce(job: Job, trainer, length: int) -> None:
-    """Print what is about to run, on the first process; `length` is the tokens per sample, at most."""
+def announce(job: Job, trainer, length: int):
+    """Print what is about to run and the memory it will take, on the first process.
+
+    Args:
+        length: tokens per sample, at most.
+
+    Returns:
+        The Estimate; None for jobs that are not modelled yet, and on other processes.
+    """
     args, preset, model = job.args, job.preset, trainer.model
     if args.process_index:
-        return
+        return None
     if job.recipe.dry_run:
         for folder in job.new_folders:  # the Trainer makes output_dir when it is built
             folder.rmdir()
@@ -36,37 +43,67 @@ def announce(job: Job, trainer, length: int) -> None:
                     f"attention {model.config._attn_implementation}"),
         ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
     ]  # fmt: skip
+    estimated = predict(job, trainer, length)
+    if estimated is not None:
+        capacity = f"of {gib(estimated.capacity_bytes)}, peak in {estimated.phase}"
+        rows.append(("memory", f"{gib(estimated.peak_allocated_bytes)} {capacity} (predicted)"))
     for name, value in rows:
         print(f"{name:>8}  {value}")
     if job.recipe.dry_run:
         print("dry run: stopped before training, nothing was written")
+    return estimated
 
 
-def train(job: Job, trainer, resume: str | None, tokenizer) -> None:
+def train(job: Job, trainer, resume: str | None, tokenizer, estimated) -> None:
     """Train to the end, save the model, and report: losses, memory, a few samples.
 
     Args:
         resume: the checkpoint folder to go on from, or None.
+        estimated: what announce() returned.
     """
-    from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss
+    from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss, HostPeak
 
-    losses = HeldOutLoss()
+    losses, host = HeldOutLoss(), HostPeak()
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
+    if job.args.device.type == "cpu" and job.args.world_size == 1:
+        trainer.add_callback(host)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
         trainer.evaluate()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
     trainer.save_model()
-    finish(job, trainer, losses.by_step)
+    finish(job, trainer, losses.by_step, estimated, host.bytes)
     sample(job, trainer, tokenizer)
 
 
-def finish(job: Job, trainer, losses: dict[int, float]) -> None:
+def predict(job: Job, trainer, length: int):
+    """The job's Estimate on its device, at the length of its longest sample.
+
+    None where the job is not modelled yet: several processes, engines, 4-bit weights.
+    """
+    if job.args.world_size > 1 or job.args.deepspeed_plugin is not None or job.preset.method == "qlora":
+        return None
+    from hf_memopt.estimator import estimate
+
+    data = trainer.train_dataset
+    if hasattr(data, "__len__"):
+        longest = max(map(len, data["input_ids"]))
+        length = min(length, -(-longest // 8) * 8)
+    config = trainer.model.config
+    return estimate(
+        config, job.args, length, job.preset.hardware, job.peft_config(), job.preset.dtype,
+        config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
+    )  # fmt: skip
+
+
+def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: int) -> None:
     """Write memory_report.json into output_dir and print the closing table, on the first process."""
     if job.args.process_index:
         return
     measured = measured_peaks()
+    if host_peak:  # of the first two steps, whose samples may be shorter than the longest
+        measured["peak_allocated_bytes"] = host_peak
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
@@ -75,13 +112,14 @@ def finish(job: Job, trainer, losses: dict[int, float]) -> None:
         "method": job.preset.method,
         "strategy": job.preset.strategy,
         "settings": job.args.to_dict(),
+        "estimate": estimated and estimated.to_dict(),
         "measured": measured,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
         "events": [],
     }
     write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
-    _print_table(measured, losses)
+    _print_table(measured, losses, estimated)
 
 
 def measured_peaks() -> dict[str, int]:
@@ -124,13 +162,19 @@ def _prompt(row: dict, tokens: int = 16) -> list[int]:
     return list(row["input_ids"][: masked or tokens])
 
 
-def _print_table(measured: dict[str, int], losses: dict[int, float]) -> None:
+def _print_table(measured: dict[str, int], losses: dict[int, float], estimated) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("memory of the first process", "measured peak")
+    table = Table("memory of the first process", "predicted", "measured", "difference")
     for name, value in measured.items():
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), f"{value / GIB:.2f} GiB")
+        predicted = getattr(estimated, name, None)
+        table.add_row(
+            name.removesuffix("_bytes").replace("_", " "),
+            gib(predicted) if predicted else "",
+            gib(value),
+            f"{predicted / value - 1:+.1%}" if predicted else "",
+        )
     Console().print(table)
     if len(losses) > 1:
         first, last = min(losses), max(losses)

@@ -9,6 +9,7 @@ from hf_memopt.estimator.ledger import KINDS, Peak
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import trace
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.levers.adapters import add_adapters
 
 _TRACED_WHOLE = 6  # layers; up to this depth the model is traced as it is
 _PHASES = ("load", "forward", "backward", "optimizer", "between")
@@ -29,13 +30,16 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         hardware: a name in the catalog. "cpu" counts as the CPU's allocator does.
         peft_config: a LoraConfig; None trains all weights.
         dtype: of the loaded weights.
-        attn_implementation: by default sdpa. Flash attention is counted as sdpa's flash kernel.
+        attn_implementation: by default the model's own choice, sdpa where it has it. Flash attention is counted as
+            sdpa's flash kernel.
         padded: samples are padded, so that an attention mask is built.
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
+    if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
+        raise InputError(f"peft_type={peft_config.peft_type} is not modelled yet: estimate LoRA, or full fine-tuning")
     config = _load_config(model)
     _check_length(config, seq_len)
     fields = _fields(args)
@@ -104,7 +108,7 @@ def _at_full_depth(config, fields, seq_len, device, peft_config, dtype, attn_imp
         shallow = _with_depth(config, depth)
         try:
             return trace(
-                lambda: _make_model(shallow, dtype, attn_implementation or "sdpa", peft_config),
+                lambda: _make_model(shallow, dtype, attn_implementation, peft_config),
                 fields, seq_len, accelerator, padded,
             )  # fmt: skip
         except (ValueError, TypeError) as error:
@@ -146,18 +150,14 @@ def _with_depth(config, depth: int):
     return config
 
 
-def _make_model(config, dtype: str, attn_implementation: str, peft_config):
+def _make_model(config, dtype: str, attn_implementation: str | None, peft_config):
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
     )
-    if peft_config is None:
-        return model
-    from peft import get_peft_model
-
-    return get_peft_model(model, copy.deepcopy(peft_config))
+    return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
 
 
 def _add_prefetched(peaks: dict[str, Peak], fields: dict[str, Any], seq_len: int, padded: bool) -> None:

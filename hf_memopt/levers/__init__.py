@@ -1,0 +1,1 @@
+"""One memory lever a file."""
