@@ -135,6 +135,29 @@ def test_nothing_of_the_fake_world_stays():
     assert type(torch.ones(1) + 1) is torch.Tensor
 
 
+def test_a_real_trainer_is_not_disturbed(tmp_path):
+    """accelerate's state and every random generator are as before, so that an estimate may come before training."""
+    import random
+
+    import numpy
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, gradient_accumulation_steps=4)
+    trainer = Trainer(AutoModelForCausalLM.from_config(_config(2)), args)
+
+    def state():
+        shared = [dict(kind._shared_state) for kind in (PartialState, AcceleratorState, GradientState)]
+        generators = (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist())
+        return shared, generators
+
+    before = state()
+    estimate(_config(2), {"gradient_accumulation_steps": 2}, 32, "cpu")
+    assert state() == before
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert trainer.accelerator.gradient_accumulation_steps == before[0][2]["plugin_kwargs"]["num_steps"]
+
+
 @pytest.fixture
 def model_folder(tmp_path):
     _config(8, vocabulary=32000).save_pretrained(tmp_path / "model")

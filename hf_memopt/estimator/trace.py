@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import random
 import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from hf_memopt.estimator.fake_world import fake_world
@@ -49,7 +51,7 @@ def trace(
     row = {"input_ids": [1] * seq_len, "labels": [1] * seq_len}
     row |= {"attention_mask": [1] * seq_len} if padded else {}
     ledger = Ledger(padded=padded, accelerator=accelerator)
-    with tempfile.TemporaryDirectory() as folder, _quiet(), fake_world(accelerator), ledger:
+    with tempfile.TemporaryDirectory() as folder, _quiet(), _globals_kept(), fake_world(accelerator), ledger:
         ledger.enter("load", "parameters")
         model = make_model()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -126,6 +128,27 @@ def _phases():
             self.ledger.begin("between", "other")
 
     return Phases
+
+
+@contextlib.contextmanager
+def _globals_kept():
+    """A Trainer seeds every generator and resets accelerate's process-wide state, which a real one may be using."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [
+        (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
+    ]
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    python, numbers = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        for state, before in shared:
+            state.clear()
+            state.update(before)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hf_memopt.data.tokens import IGNORED
+from hf_memopt.errors import one_line
 from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.training.job import Job
@@ -91,10 +92,15 @@ def predict(job: Job, trainer, length: int):
         longest = max(map(len, data["input_ids"]))
         length = min(length, -(-longest // 8) * 8)
     config = trainer.model.config
-    return estimate(
-        config, job.args, length, job.preset.hardware, job.peft_config(), job.preset.dtype,
-        config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
-    )  # fmt: skip
+    try:
+        return estimate(
+            config, job.args, length, job.preset.hardware, job.peft_config(), job.preset.dtype,
+            config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
+        )  # fmt: skip
+    except Exception as error:
+        # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
+        print(f"  memory  not predicted: {one_line(error)[:200]}")
+        return None
 
 
 def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: int) -> None:
