@@ -29,6 +29,7 @@ def main() -> None:
                     "steps": report["global_step"],
                     "seconds_with_start_and_sampling": round(seconds, 1),
                     "held_out_loss": report["held_out_loss"],
+                    "predicted_allocated_bytes": (report["estimate"] or {}).get("peak_allocated_bytes"),
                     "measured": report["measured"],
                 }
             )
