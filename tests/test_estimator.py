@@ -123,6 +123,15 @@ def test_more_never_costs_less(length, micro, rank):
     assert peak(length, micro, rank, **CHECKPOINTED) <= base
 
 
+def test_a_configuration_of_something_else_is_refused():
+    from transformers import PretrainedConfig
+
+    with pytest.raises(InputError, match="no num_hidden_layers"):
+        estimate(PretrainedConfig(), {}, 32, "cpu")
+    with pytest.raises(InputError, match="cannot be traced"):
+        estimate(_config(2), {}, 32, "cpu", attn_implementation="no_such")
+
+
 def test_nothing_of_the_fake_world_stays():
     from transformers.utils import import_utils
 

@@ -114,7 +114,11 @@ def _at_full_depth(config, fields, seq_len, device, peft_config, dtype, attn_imp
         except (ValueError, TypeError) as error:
             raise InputError(f"the job cannot be traced: {one_line(error)}") from error
 
-    depth = config.get_text_config().num_hidden_layers
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if depth is None:
+        raise InputError(
+            f"model type {config.model_type!r} has no num_hidden_layers: only layered models are estimated"
+        )
     period = _period(config)
     shallow = 2 * period + depth % period + 1 if period > 1 else 3
     if depth <= max(_TRACED_WHOLE, shallow + period):
