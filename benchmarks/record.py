@@ -17,11 +17,12 @@ def record(name: str, command: str, rows: list[dict]) -> Path:
     from hf_memopt.hardware import detect
 
     device = detect()
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     result = {
         "benchmark": name,
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"device": device.label, "memory_bytes": device.memory, "cores": os.cpu_count(),
+        "hardware": {"device": device.label, "memory_bytes": device.memory, "cores": len(usable),
                      "host_memory_bytes": psutil.virtual_memory().total},
         "versions": {"python": platform.python_version()}
         | {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")},

@@ -92,7 +92,13 @@ def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, mo
 def test_a_repeating_pattern_of_layers_is_extended_by_whole_periods(monkeypatch):
     config = _config(20, family="gemma3_text", head_dim=16, sliding_window=32)
     assert prediction._period(config) == 6
+    depths = []
+    with_depth = prediction._with_depth
+    monkeypatch.setattr(
+        prediction, "_with_depth", lambda config, depth: depths.append(depth) or with_depth(config, depth)
+    )
     extended = estimate(config, {}, LENGTH, "cpu")
+    assert depths == [8, 14], "two shallow models, whole periods from the deep one"
     monkeypatch.setattr(prediction, "_TRACED_WHOLE", 99)
     assert estimate(config, {}, LENGTH, "cpu").peak_allocated_bytes == extended.peak_allocated_bytes
 

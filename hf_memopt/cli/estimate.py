@@ -8,7 +8,7 @@ import yaml
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import gib
-from hf_memopt.presets import Preset, get_preset
+from hf_memopt.presets import DTYPES, Preset, get_preset
 
 _OWN = ("dtype", "attn_implementation")
 
@@ -17,21 +17,19 @@ def run_estimate(model, preset_name, method, seq_len, hardware, settings, as_jso
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     from hf_memopt.estimator import estimate
     from hf_memopt.hardware import get_hardware
+    from hf_memopt.presets.arguments import resolve
 
     preset = get_preset(preset_name, method)
     if method == "qlora" or preset.processes > 1:
         what = "4-bit weights are" if method == "qlora" else f"{preset.processes} devices are"
         raise InputError(f"{what} not modelled yet: estimate method full or lora on one device")
     fields, lora, own = _split(settings)
-    if lora and method == "full":
-        raise InputError("lora.* applies to method=lora only")
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     length = seq_len or preset.seq_len
     device = get_hardware(hardware) if hardware else preset.hardware
-    peft_config = _peft_config(preset, lora)
-    found = estimate(
-        model, _resolved(preset, fields), length, device, peft_config, preset.dtype, own.get("attn_implementation")
-    )
+    resolved = resolve(preset, preset.processes, fields)
+    peft_config = preset.peft_config(**lora)
+    found = estimate(model, resolved, length, device, peft_config, preset.dtype, own.get("attn_implementation"))
     if as_json:
         print_json(found.to_dict())
     else:
@@ -55,29 +53,9 @@ def _split(settings: list[str]) -> tuple[dict, dict, dict]:
             own[key] = value
         else:
             fields[key] = value
-    if "dtype" in own and own["dtype"] not in ("float32", "bfloat16", "float16"):
-        raise choose("dtype", str(own["dtype"]), ("float32", "bfloat16", "float16"))
+    if "dtype" in own and own["dtype"] not in DTYPES:
+        raise choose("dtype", str(own["dtype"]), DTYPES)
     return fields, lora, own
-
-
-def _resolved(preset: Preset, fields: dict[str, Any]) -> dict[str, Any]:
-    """The preset's fields under the given ones, batch and accumulation balanced, as training_arguments() would."""
-    from hf_memopt.presets.arguments import resolve
-
-    return resolve(preset, preset.processes, fields)
-
-
-def _peft_config(preset: Preset, lora: dict[str, Any]):
-    import dataclasses
-
-    if preset.method == "full":
-        return None
-    from peft import LoraConfig
-
-    known = [item.name for item in dataclasses.fields(LoraConfig)]
-    for key in lora.keys() - set(known):
-        raise choose("key of lora", key, known)
-    return LoraConfig(**{**preset.lora(), **lora})
 
 
 def _print(model, preset: Preset, length: int, device, found) -> None:

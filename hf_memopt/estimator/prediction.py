@@ -120,18 +120,19 @@ def _at_full_depth(config, fields, seq_len, device, peft_config, dtype, attn_imp
             f"model type {config.model_type!r} has no num_hidden_layers: only layered models are estimated"
         )
     period = _period(config)
-    shallow = 2 * period + depth % period + 1 if period > 1 else 3
+    # Whole periods are added, so that the shallow models end in the same kinds of layers as the deep one.
+    shallow = next(n for n in range(max(3, period), 2 * period + 3) if (depth - n) % period == 0)
     if depth <= max(_TRACED_WHOLE, shallow + period):
         return at(depth)
     low, high = at(shallow), at(shallow + period)
-    steps = (depth - shallow) / period
+    steps = (depth - shallow) // period
     return {name: _extended(low[name], high[name], steps) for name in low.keys() & high.keys()}
 
 
-def _extended(low: Peak, high: Peak, steps: float) -> Peak:
+def _extended(low: Peak, high: Peak, steps: int) -> Peak:
     """The line through two peaks, `steps` times their distance beyond the first."""
     by_kind = {
-        kind: round(low.by_kind.get(kind, 0) + (high.by_kind.get(kind, 0) - low.by_kind.get(kind, 0)) * steps)
+        kind: low.by_kind.get(kind, 0) + (high.by_kind.get(kind, 0) - low.by_kind.get(kind, 0)) * steps
         for kind in low.by_kind.keys() | high.by_kind.keys()
     }
     by_kind = {kind: max(0, size) for kind, size in by_kind.items()}

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.launch import read_json, split_strategy
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check
+from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.files import shipped
 from hf_memopt.hardware.allocator import VARIABLE, configure_allocator
 from hf_memopt.hardware.attention import resolve_attention
@@ -17,6 +18,7 @@ from hf_memopt.hardware.detect import counterpart
 from hf_memopt.presets.accelerate_config import accelerate_config
 
 METHODS = ("full", "lora", "qlora")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,14 @@ class Preset:
     def quantization(self) -> dict[str, Any]:
         """QLoRA's BitsAndBytesConfig fields: 4-bit NormalFloat, double quantisation (Dettmers et al. 2023)."""
         compute = "float32" if self.precision == "fp32" else {"bf16": "bfloat16", "fp16": "float16"}[self.precision]
-        fields = {
+        values = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": compute,
         }
         # FSDP shards float tensors only, so the packed weights are declared as one (accelerate.utils.fsdp_utils).
-        return fields | ({"bnb_4bit_quant_storage": "bfloat16"} if self.strategy == "fsdp2" else {})
+        return values | ({"bnb_4bit_quant_storage": "bfloat16"} if self.strategy == "fsdp2" else {})
 
     def lora(self) -> dict[str, Any]:
         """The LoraConfig fields: every linear layer but the head, as in QLoRA; no dropout, whose masks cost memory."""
@@ -138,13 +140,26 @@ class Preset:
             "task_type": "CAUSAL_LM",
         }
 
-    def peft_config(self):
-        """A peft.LoraConfig, or None for full fine-tuning."""
+    def peft_config(self, **overrides):
+        """A peft.LoraConfig, or None for full fine-tuning.
+
+        Args:
+            overrides: fields of LoraConfig.
+
+        Raises:
+            InputError: an unknown field or a value that peft refuses, or overrides without an adapter.
+        """
         if self.method == "full":
+            if overrides:
+                raise InputError("lora.* applies to method=lora only, and to its 4-bit form qlora")
             return None
         from peft import LoraConfig
 
-        return LoraConfig(**self.lora())
+        known = [field.name for field in fields(LoraConfig)]
+        for key in overrides.keys() - set(known):
+            raise choose("key of lora", key, known)
+        with as_input_error("lora", ValueError, TypeError):
+            return LoraConfig(**{**self.lora(), **overrides})
 
     def accelerate_config(self, deepspeed_file: str | None = None) -> dict[str, Any]:
         """What accelerate_configs/<name>.yaml holds.

@@ -199,12 +199,7 @@ def _checkpointing_kwargs(value: Any) -> dict:
 
 
 def _check_nested(nested: dict[str, dict]) -> None:
-    """Refuse misspelt keys, which peft would reject with a traceback and bitsandbytes ignore."""
-    if nested["lora"]:
-        from peft import LoraConfig
-
-        for key in nested["lora"].keys() - {item.name for item in dataclasses.fields(LoraConfig)}:
-            raise choose("key of lora", key, [item.name for item in dataclasses.fields(LoraConfig)])
+    """Refuse misspelt keys, which bitsandbytes would ignore (Preset.peft_config refuses those of lora)."""
     if nested["quantization"]:
         from transformers import BitsAndBytesConfig
 

@@ -16,7 +16,7 @@ from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.levers.adapters import add_adapters
-from hf_memopt.presets import Preset, get_preset, list_presets
+from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
 
 logger = logging.getLogger(__name__)
@@ -32,31 +32,17 @@ class Job:
     Attributes:
         recipe: its own arguments.
         args: genuine TrainingArguments.
-        lora, quantization: fields of LoraConfig and BitsAndBytesConfig that the user set.
+        peft_config: a LoraConfig; None for full fine-tuning.
+        quantization: fields of BitsAndBytesConfig that the user set.
         new_folders: output_dir and its parents that were not there before, innermost first.
     """
 
     recipe: RecipeArguments
     preset: Preset
     args: Any
-    lora: dict[str, Any]
+    peft_config: Any
     quantization: dict[str, Any]
     new_folders: list[Path]
-
-    def peft_config(self):
-        """The LoraConfig of preset and user; None for full fine-tuning.
-
-        Raises:
-            InputError: LoRA settings without LoRA.
-        """
-        if self.preset.method == "full":
-            if self.lora:
-                raise InputError("lora.* applies to method=lora and method=qlora only")
-            return None
-        from peft import LoraConfig
-
-        with as_input_error("lora", ValueError, TypeError):
-            return LoraConfig(**{**self.preset.lora(), **self.lora})
 
     @property
     def from_scratch(self) -> bool:
@@ -69,7 +55,6 @@ class Job:
         return self.recipe.model_name_or_path or self.recipe.config_name
 
 
-_DTYPES = ("float32", "bfloat16", "float16")
 # What neither preset nor user decides; a recipe says the rest.
 _DEFAULTS = {
     "lr_scheduler_type": "cosine",
@@ -118,6 +103,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     preset = get_preset(recipe.preset, recipe.method)
     if recipe.dtype:
         preset = replace(preset, dtype=recipe.dtype)
+    peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
     if recipe.effective_batch_size is not None:
@@ -125,7 +111,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     args = preset.training_arguments(world_size=world_size(), **training)
     output = Path(args.output_dir)
     new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
-    return Job(recipe, preset, args, parsed.lora, parsed.quantization, new_folders)
+    return Job(recipe, preset, args, peft_config, parsed.quantization, new_folders)
 
 
 def _set_named_presets_environment(argv: list[str]) -> None:
@@ -153,8 +139,8 @@ def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
         raise InputError(f"method={recipe.method} needs trained weights: pass model_name_or_path, or use method=full")
     if recipe.streaming and (training.get("max_steps") or -1) <= 0:
         raise InputError("streaming has no known length: set max_steps")
-    if recipe.dtype not in (None, *_DTYPES):
-        raise choose("dtype", recipe.dtype, _DTYPES)
+    if recipe.dtype not in (None, *DTYPES):
+        raise choose("dtype", recipe.dtype, DTYPES)
     if recipe.held_out < 0:
         raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
 
@@ -253,6 +239,5 @@ def load_model(job: Job, config, tokenizer):
             f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "
             f"{model.config.get_text_config().vocab_size}: use the model's own tokenizer"
         )
-    peft_config = job.peft_config()
     with as_input_error("lora", ValueError):
-        return model if peft_config is None else add_adapters(model, peft_config)
+        return model if job.peft_config is None else add_adapters(model, job.peft_config)

@@ -94,7 +94,7 @@ def predict(job: Job, trainer, length: int):
     config = trainer.model.config
     try:
         return estimate(
-            config, job.args, length, job.preset.hardware, job.peft_config(), job.preset.dtype,
+            config, job.args, length, job.preset.hardware, job.peft_config, job.preset.dtype,
             config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
         )  # fmt: skip
     except Exception as error:
