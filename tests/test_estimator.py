@@ -17,6 +17,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.truth import allocator_peak
 
+depth = importlib.import_module("hf_memopt.estimator.depth")
 prediction = importlib.import_module("hf_memopt.estimator.prediction")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 LENGTH = 128
@@ -85,21 +86,16 @@ def test_within_one_percent_of_a_real_run(config, fields, lora, dtype, padded):
 @pytest.mark.parametrize("lora", [None, _lora()])
 def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, monkeypatch):
     extended = estimate(_config(14), fields, LENGTH, "rtx_4090", lora)
-    monkeypatch.setattr(prediction, "_TRACED_WHOLE", 99)
+    monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
     assert estimate(_config(14), fields, LENGTH, "rtx_4090", lora).breakdown == extended.breakdown
 
 
 def test_a_repeating_pattern_of_layers_is_extended_by_whole_periods(monkeypatch):
     config = _config(20, family="gemma3_text", head_dim=16, sliding_window=32)
-    assert prediction._period(config) == 6
-    depths = []
-    with_depth = prediction._with_depth
-    monkeypatch.setattr(
-        prediction, "_with_depth", lambda config, depth: depths.append(depth) or with_depth(config, depth)
-    )
+    assert depth.shallow_depths(config) == (8, 14), "two shallow models, whole periods from the deep one"
     extended = estimate(config, {}, LENGTH, "cpu")
-    assert depths == [8, 14], "two shallow models, whole periods from the deep one"
-    monkeypatch.setattr(prediction, "_TRACED_WHOLE", 99)
+    monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
+    assert depth.shallow_depths(config) == (20,)
     assert estimate(config, {}, LENGTH, "cpu").peak_allocated_bytes == extended.peak_allocated_bytes
 
 

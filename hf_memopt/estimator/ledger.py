@@ -7,12 +7,14 @@ differs on fake tensors is a fake kernel that allocates otherwise than the real 
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
+HOST = "host"  # booked, but not on the device: what an engine keeps in host memory
 _BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
 
 
@@ -21,22 +23,43 @@ class Peak:
     """The most that was alive within one segment of the job.
 
     Attributes:
-        total: bytes.
+        total: bytes on the device.
         by_kind: kind -> bytes, which sum to the total.
+        host: bytes that an engine kept in host memory, at most.
     """
 
     total: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
+    host: int = 0
+
+
+class Event(NamedTuple):
+    """Memory taken or given back.
+
+    Attributes:
+        allocation: a number of its own.
+        size: bytes; 0 when it is given back.
+        visit: how many segments had begun, so that events of one stay are known to belong together.
+        layer: of the model that the job was in; None outside its layers.
+    """
+
+    allocation: int
+    size: int
+    visit: int
+    layer: int | None
 
 
 class Ledger(TorchDispatchMode):
     """A dispatch mode that keeps the books of live storages.
 
     Attributes:
-        phase: load, forward, backward, optimizer or between; the head of every segment's name.
+        phase: load, forward, backward, optimizer, eval or between; the head of every segment's name.
         step: optimizer steps begun.
         peaks: segment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
+        events: everything that was taken and given back on the device, in order.
+        layers: allocation -> index of the layer whose weight, gradient or optimizer state it holds.
         vocabulary: (vocabulary size, hidden size), by which logits are recognised.
+        paused: what is made now is not booked.
 
     Args:
         padded: batches hold padding.
@@ -49,17 +72,23 @@ class Ledger(TorchDispatchMode):
         self.phase = "load"
         self.step = 0
         self.peaks: dict[str, Peak] = {}
+        self.events: list[Event] = []
+        self.layers: dict[int, int] = {}
         self.vocabulary = (0, 0)
+        self.paused = False
         self._segment = "load"
+        self._layer: int | None = None
+        self._visit = 0
         self._kind = "other"
         self._total = 0
         self._totals: defaultdict[str, int] = defaultdict(int)
-        self._live: dict[int, tuple[int, str]] = {}
+        self._live: dict[int, tuple[int, str, int]] = {}  # storage -> bytes, kind, allocation
+        self._allocations = 0
         self._all: set[int] = set()
         self._padded = padded
         self._fake = fake
         self._block = _BLOCK if accelerator else 1
-        self._opened = _written_in_torch() if fake and not accelerator else {}
+        self._opened = _written_in_torch(accelerator) if fake else {}
         self._replaced = (_ON_ACCELERATOR if accelerator else _ON_CPU) if fake else {}
 
     def begin(self, phase: str, kind: str) -> None:
@@ -67,33 +96,67 @@ class Ledger(TorchDispatchMode):
         self.phase = phase
         self.enter(phase, kind)
 
-    def enter(self, segment: str, kind: str | None = None) -> None:
+    def enter(self, segment: str, kind: str | None = None, layer: int | None = None) -> None:
         """Begin a segment; its peak starts at what is alive now."""
         self._segment = segment
+        self._layer = layer
+        self._visit += 1
         self._kind = kind or self._kind
         self._note_peak()
 
     def classify(self, tensor: torch.Tensor, kind: str) -> None:
         """Book a tensor's storage under another kind."""
         key = tensor.untyped_storage()._cdata
-        if key in self._live:
-            size, old = self._live[key]
-            self._live[key] = (size, kind)
-            self._totals[old] -= size
-            self._totals[kind] += size
+        if key not in self._live:
+            return
+        size, old, allocation = self._live[key]
+        self._live[key] = (size, kind, allocation)
+        self._totals[old] -= size
+        self._totals[kind] += size
+        self._total += size * ((old == HOST) - (kind == HOST))
+
+    def tag(self, tensor: torch.Tensor, layer: int) -> None:
+        """Say which layer's weight, gradient or optimizer state a storage holds."""
+        booked = self._live.get(tensor.untyped_storage()._cdata)
+        if booked:
+            self.layers[booked[2]] = layer
+
+    def restart(self) -> None:
+        """Drop the peaks of load and start, and begin them with what is alive now."""
+        for segment in ("load", "start"):
+            self.peaks.pop(segment, None)
+            self.enter(segment)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Book a tensor's storage, unless it is booked already or empty."""
+        """Book a tensor's storage, unless it is booked already, empty, or a real tensor without bytes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live or storage.nbytes() == 0:
+        if self.paused or key in self._live or storage.nbytes() == 0 or tensor.device.type == "meta":
             return
-        size = -(-storage.nbytes() // self._block) * self._block
         kind = "logits" if self._is_logits(tensor) else self._kind
-        self._live[key] = (size, kind)
-        self._total += size
-        self._totals[kind] += size
+        self._book(key, storage.nbytes(), kind)
         weakref.finalize(storage, self._drop, key)
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Follow a storage whose size was changed in place."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            _, kind, _ = self._live[key]
+            self._drop(key)
+            if storage.nbytes():
+                self._book(key, storage.nbytes(), kind)
+        else:
+            self.add(tensor)
+
+    def _book(self, key: int, size: int, kind: str) -> None:
+        size = -(-size // self._block) * self._block
+        self._allocations += 1
+        self._live[key] = (size, kind, self._allocations)
+        self._totals[kind] += size
+        if kind != HOST:
+            self._total += size
+            self.events.append(Event(self._allocations, size, self._visit, self._layer))
         self._note_peak()
 
     def _is_logits(self, tensor: torch.Tensor) -> bool:
@@ -102,35 +165,63 @@ class Ledger(TorchDispatchMode):
         return self._kind == "activations" and last[-1:] == (vocabulary,) and last != (hidden, vocabulary)
 
     def _drop(self, key: int) -> None:
-        size, kind = self._live.pop(key)
+        booked = self._live.pop(key, None)
         self._all.discard(key)
-        self._total -= size
+        if booked is None:  # given back by resizing
+            return
+        size, kind, allocation = booked
         self._totals[kind] -= size
+        if kind != HOST:
+            self._total -= size
+        self.events.append(Event(allocation, 0, self._visit, self._layer))
 
     def _note_peak(self) -> None:
         peak = self.peaks.get(self._segment)
         if peak is None or self._total >= peak.total:
-            self.peaks[self._segment] = Peak(self._total, {kind: size for kind, size in self._totals.items() if size})
+            by_kind = {kind: size for kind, size in self._totals.items() if size and kind != HOST}
+            self.peaks[self._segment] = Peak(self._total, by_kind, max(self._totals[HOST], peak.host if peak else 0))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # a shard of a larger tensor: its own operators come here again, on the shard
         if self._fake and func in _SCALARS:
             return self._plausible(args[0])
         if func in self._opened:
             with self:  # so that what it does inside is booked too
                 return self._opened[func](*args, **(kwargs or {}))
         out = self._replaced.get(func, func)(*args, **(kwargs or {}))
+        before = self._allocations
         tree_map_only(torch.Tensor, self.add, out)
-        if self._fake and func in _ALL:
-            self._all.add(out.untyped_storage()._cdata)
+        if self._fake:
+            if self._allocations > before and self.phase == "optimizer":
+                self._inherit(args, out)
+            if func in _ALL:
+                self._all.add(out.untyped_storage()._cdata)
         return out
+
+    def _inherit(self, args, out) -> None:
+        """What an optimizer computes from a layer's tensors belongs to that layer, one by one for lists of tensors."""
+        lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor)]
+        if isinstance(out, list | tuple) and lists:
+            for result, source in zip(out, lists[0], strict=False):
+                self._inherit([source], result)
+            return
+        for arg in args:
+            booked = isinstance(arg, torch.Tensor) and self._live.get(arg.untyped_storage()._cdata)
+            if booked and booked[2] in self.layers and isinstance(out, torch.Tensor):
+                self.layers.setdefault(self._live[out.untyped_storage()._cdata][2], self.layers[booked[2]])
+                return
 
     def _plausible(self, tensor: torch.Tensor):
         """A value for a tensor that has none.
 
-        Models ask whether a batch is of one piece (`all`, or a sum that equals a length), and `any` for trouble.
+        Models ask whether a batch is of one piece (`all`, or a sum that equals a length), and `any` for trouble;
+        DeepSpeed keeps flags of trouble in bytes.
         """
         if tensor.dtype is torch.bool:
             return tensor.untyped_storage()._cdata in self._all and not self._padded
+        if tensor.dtype is torch.uint8:
+            return 0
         return 1.0 if tensor.dtype.is_floating_point else 1
 
 
@@ -176,13 +267,21 @@ _ON_CPU = {_aten._grouped_mm.default: _grouped_product}
 _ON_ACCELERATOR = {**_ON_CPU, _FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
 
 
-def _written_in_torch() -> dict:
-    """bitsandbytes' CPU optimizers are Python over torch operators, whose temporaries its fake kernels do not show."""
+def _written_in_torch(accelerator: bool) -> dict:
+    """bitsandbytes' operators that are Python over torch operators, whose temporaries its fake kernels do not show.
+
+    Its 4-bit product unpacks the weight first, everywhere on the CPU and beyond a few hundred tokens on CUDA
+    (_dequant_linear_fallback in bitsandbytes/backends/cuda/ops.py); its optimizers are Python on the CPU alone.
+    """
     try:
         from bitsandbytes.backends.cpu import ops
+        from bitsandbytes.backends.default import ops as everywhere
     except ImportError:
         return {}
-    return {
+    opened = {torch.ops.bitsandbytes.gemm_4bit.default: everywhere._gemm_4bit_default_impl}
+    if accelerator:
+        return opened
+    return opened | {
         torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default: ops._optimizer_update_8bit_blockwise_cpu,
         torch.ops.bitsandbytes.optimizer_update_32bit.default: ops._optimizer_update_32bit_cpu,
     }

@@ -2,30 +2,79 @@
 
 import copy
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.errors import InputError, as_input_error, one_line
-from hf_memopt.estimator.ledger import KINDS, Peak
+from hf_memopt.compatibility.launch import read_json
+from hf_memopt.errors import InputError, as_input_error, choose, one_line
+from hf_memopt.estimator import overheads
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths, with_depth
+from hf_memopt.estimator.ledger import KINDS, Ledger, Peak
+from hf_memopt.estimator.model import batch_of, make_model, task_of
+from hf_memopt.estimator.replay import reserved_peak
 from hf_memopt.estimator.report import Estimate
-from hf_memopt.estimator.trace import trace
+from hf_memopt.estimator.trace import TracedJob, trace
+from hf_memopt.files import shipped
 from hf_memopt.hardware import Hardware, get_hardware
-from hf_memopt.levers.adapters import add_adapters
 
-_TRACED_WHOLE = 6  # layers; up to this depth the model is traced as it is
-_PHASES = ("load", "forward", "backward", "optimizer", "between")
+_PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
+_PARALLEL = ("fsdp2", "ddp", "none")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, as far as memory is concerned.
+
+    Attributes:
+        fields: TrainingArguments fields that differ from their defaults; `deepspeed` is a dict.
+        engine: none, ddp, fsdp2 or deepspeed.
+        task: what the model is trained for (estimator.model.TASKS).
+    """
+
+    config: Any
+    fields: dict[str, Any]
+    seq_len: int
+    device: Hardware
+    peft_config: Any
+    quantization: Any
+    dtype: str
+    attn_implementation: str | None
+    padded: bool
+    world_size: int
+    engine: str
+    task: str
+
+    @property
+    def batch(self) -> dict:
+        """The tensors of one micro-batch: name -> (shape, dtype)."""
+        micro = self.fields["per_device_train_batch_size"]
+        return batch_of(self.task, self.config, micro, self.seq_len, self.padded)
+
+    def at(self, depth: int) -> TracedJob:
+        """The job on a model with so many layers."""
+        shallow = with_depth(self.config, depth)
+        return TracedJob(
+            make_model=lambda: make_model(
+                shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config
+            ),
+            fields=_on_host(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu", padded=self.padded,
+            world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
+        )  # fmt: skip
 
 
 def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_config=None, dtype: str = "float32",
-             attn_implementation: str | None = None, padded: bool = False) -> Estimate:  # fmt: skip
-    """Predict the peak memory of a training job on one device, without its weights and without the device.
+             attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
+             world_size: int | None = None, strategy: str | None = None, task: str | None = None) -> Estimate:  # fmt: skip
+    """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
-    The genuine Trainer takes two optimizer steps on fake tensors, on a shallow copy of the model at two depths; every
-    segment of the step grows linearly with the number of layers, so the peak at full depth is the largest of the
-    segments' own extrapolations.
+    The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
+    shallow copy of the model at two depths; every segment of the step grows linearly with the number of layers, so
+    the peak at full depth is the largest of the segments' own extrapolations.
 
     Args:
-        model: hub id, folder, config.json or PretrainedConfig of a causal language model.
-        args: TrainingArguments, or a dict of its fields.
+        model: a bundled architecture's name, hub id, folder, config.json or PretrainedConfig.
+        args: TrainingArguments, or a dict of its fields. `deepspeed`: a dict, a file, or a shipped JSON's name.
         seq_len: tokens per sample.
         hardware: a name in the catalog. "cpu" counts as the CPU's allocator does.
         peft_config: a LoraConfig; None trains all weights.
@@ -33,44 +82,99 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         attn_implementation: by default the model's own choice, sdpa where it has it. Flash attention is counted as
             sdpa's flash kernel.
         padded: samples are padded, so that an attention mask is built.
+        quantization_config: a BitsAndBytesConfig with load_in_4bit.
+        world_size: processes that train together, one device each; by default those of `args`, else 1.
+        strategy: ddp, fsdp2, or a DeepSpeed JSON as for `args`; by default what `args` says.
+        task: causal-lm, masked-lm, seq2seq-lm, sequence-classification or image-text-to-text (text only); by default
+            what the configuration is for.
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
-    device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
-    if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
-        raise InputError(f"peft_type={peft_config.peft_type} is not modelled yet: estimate LoRA, or full fine-tuning")
-    config = _load_config(model)
-    _check_length(config, seq_len)
-    fields = _fields(args)
-    peaks = _at_full_depth(config, fields, seq_len, device, peft_config, dtype, attn_implementation, padded)
-    _add_prefetched(peaks, fields, seq_len, padded)
-    _add_workspace(peaks, device)
+    job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
+                   quantization_config, world_size, strategy, task)  # fmt: skip
+    depths = shallow_depths(job.config)
+    books: list[Ledger] = []
+
+    def peaks_at(depth: int) -> dict[str, Peak]:
+        books.append(traced(job.at(depth)))
+        return books[-1].peaks
+
+    peaks = at_full_depth(job.config, peaks_at, depths)
+    added = 0 if len(depths) == 1 else (layers_of(job.config) - depths[1]) // (depths[1] - depths[0])
+    period = 1 if len(depths) == 1 else depths[1] - depths[0]
+    return report(job, peaks, books[-1], period, added)
+
+
+def traced(job: TracedJob) -> Ledger:
+    """The books of a traced job.
+
+    Raises:
+        InputError: a setting that the model or the Trainer refuses.
+    """
+    try:
+        return trace(job)
+    except (ValueError, TypeError, ImportError, AssertionError) as error:
+        raise InputError(f"the job cannot be traced: {one_line(error)}") from error
+
+
+def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int) -> Estimate:
+    """The answer, with what traces on the CPU cannot see added.
+
+    Args:
+        job: a Job, or what has its fields.
+        peaks: at full depth.
+        books: of a model with `added` × `period` layers fewer.
+    """
+    overheads.add_prefetched(peaks, job)
+    overheads.add_save(peaks)
+    overheads.add_workspace(peaks, job.device)
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
+    reserved = reserved_peak(books, period, added, peak.total, job.device)
     return Estimate(
         peak_allocated_bytes=peak.total,
-        phase=_phase(segment),
+        peak_reserved_bytes=reserved,
+        device_bytes=reserved + overheads.context(job.device),
+        host_bytes=overheads.host_bytes(peaks, job),
+        phase=phase_of(segment),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        phases={phase: max((found.total for name, found in peaks.items() if _phase(name) == phase), default=0)
+        phases={phase: max((found.total for name, found in peaks.items() if phase_of(name) == phase), default=0)
                 for phase in _PHASES},
-        capacity_bytes=device.memory,
-        training_arguments=fields,
-        notes=_notes(device, fields),
+        capacity_bytes=job.device.memory,
+        training_arguments=job.fields,
+        notes=overheads.notes(job),
     )  # fmt: skip
 
 
-def _phase(segment: str) -> str:
+def phase_of(segment: str) -> str:
+    """The phase of a segment's name."""
     phase = segment.split(":")[0]
     return "load" if phase == "start" else phase
 
 
-def _load_config(model):
-    from transformers import AutoConfig, PretrainedConfig
-
-    if isinstance(model, PretrainedConfig):
-        return model
-    with as_input_error(f"model {model!r}", OSError, ValueError, KeyError):
-        return AutoConfig.from_pretrained(model)
+def describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded, quantization_config,
+             world_size, strategy, task) -> Job:  # fmt: skip
+    """The job that estimate()'s arguments amount to, checked."""
+    device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
+    if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
+        raise InputError(f"peft_type={peft_config.peft_type} is not modelled yet: estimate LoRA, or full fine-tuning")
+    if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
+        raise InputError("quantization_config: only load_in_4bit=True of bitsandbytes is modelled")
+    config = load_config(model)
+    if quantization_config is None and getattr(config, "quantization_config", None) is not None:
+        raise InputError(
+            f"the checkpoint is quantized already ({type(config.quantization_config).__name__}): "
+            "estimate its original with quantization_config"
+        )
+    layers_of(config)
+    _check_length(config, seq_len)
+    fields = fields_of(args)
+    world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
+    engine = _engine(fields, strategy, world_size)
+    if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
+        raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
+    return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
+               world_size, engine, task or task_of(config))  # fmt: skip
 
 
 def _check_length(config, seq_len: int) -> None:
@@ -79,121 +183,79 @@ def _check_length(config, seq_len: int) -> None:
         raise InputError(f"seq_len={seq_len} must be from 1 to the model's {positions} positions")
 
 
-def _fields(args) -> dict[str, Any]:
-    """The fields that were set: those that differ from TrainingArguments' defaults."""
+def fields_of(args) -> dict[str, Any]:
+    """The TrainingArguments fields that were set: those that differ from their defaults.
+
+    Raises:
+        InputError: a field that TrainingArguments lacks.
+    """
     from transformers import TrainingArguments
 
+    kind = TrainingArguments if isinstance(args, dict) else type(args)
+    defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
     if isinstance(args, dict):
         fields = dict(args)
+        for name in fields.keys() - defaults.keys():
+            raise choose("TrainingArguments field", name, defaults)
     else:
-        defaults = {item.name: item.default for item in dataclasses.fields(TrainingArguments) if item.init}
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
-    if args_deepspeed := fields.get("deepspeed") or fields.get("fsdp"):
-        raise InputError(f"sharded jobs are not modelled yet ({args_deepspeed!r}): estimate one device without it")
-    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs", "accelerator_config", "output_dir"):
-        fields.pop(old, None)
+    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        if value := fields.pop(old, None):
+            fields.setdefault(old.replace("gradient", "activation"), value)
+    for name in ("accelerator_config", "output_dir"):
+        fields.pop(name, None)
     fields.setdefault("per_device_train_batch_size", 8)
     fields.setdefault("gradient_accumulation_steps", 1)
     optim = getattr(fields.get("optim"), "value", fields.get("optim"))
     if optim:
         fields["optim"] = optim.removeprefix("paged_")  # paged states are counted as if they stayed on the device
+    if fields.get("deepspeed"):
+        fields["deepspeed"] = deepspeed_config(fields["deepspeed"])
     return fields
 
 
-def _at_full_depth(config, fields, seq_len, device, peft_config, dtype, attn_implementation, padded):
-    """Peaks per segment at the model's own depth, from one trace or from two shallow ones."""
-    accelerator = device.backend != "cpu"
-
-    def at(depth: int) -> dict[str, Peak]:
-        shallow = _with_depth(config, depth)
-        try:
-            return trace(
-                lambda: _make_model(shallow, dtype, attn_implementation, peft_config),
-                fields, seq_len, accelerator, padded,
-            )  # fmt: skip
-        except (ValueError, TypeError) as error:
-            raise InputError(f"the job cannot be traced: {one_line(error)}") from error
-
-    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if depth is None:
-        raise InputError(
-            f"model type {config.model_type!r} has no num_hidden_layers: only layered models are estimated"
-        )
-    period = _period(config)
-    # Whole periods are added, so that the shallow models end in the same kinds of layers as the deep one.
-    shallow = next(n for n in range(max(3, period), 2 * period + 3) if (depth - n) % period == 0)
-    if depth <= max(_TRACED_WHOLE, shallow + period):
-        return at(depth)
-    low, high = at(shallow), at(shallow + period)
-    steps = (depth - shallow) // period
-    return {name: _extended(low[name], high[name], steps) for name in low.keys() & high.keys()}
+def deepspeed_config(given: dict | str) -> dict:
+    """A DeepSpeed configuration from itself, a file, or the name of a shipped JSON (zero2, zero3_offload_cpu, …)."""
+    if isinstance(given, dict):
+        return given
+    folder = shipped("accelerate_configs/deepspeed")
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    if given in names:
+        return read_json(folder / f"{given}.json")
+    if "/" not in str(given) and not str(given).endswith(".json"):
+        raise choose("deepspeed configuration", str(given), names)
+    return read_json(given)
 
 
-def _extended(low: Peak, high: Peak, steps: int) -> Peak:
-    """The line through two peaks, `steps` times their distance beyond the first."""
-    by_kind = {
-        kind: low.by_kind.get(kind, 0) + (high.by_kind.get(kind, 0) - low.by_kind.get(kind, 0)) * steps
-        for kind in low.by_kind.keys() | high.by_kind.keys()
-    }
-    by_kind = {kind: max(0, size) for kind, size in by_kind.items()}
-    return Peak(sum(by_kind.values()), by_kind)
+def _engine(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:
+    if strategy and strategy not in _PARALLEL:
+        fields["deepspeed"] = deepspeed_config(strategy)
+    if fields.get("deepspeed"):
+        return "deepspeed"
+    if world_size == 1:
+        return "none"
+    if strategy == "fsdp2" or fields.get("fsdp"):
+        return "fsdp2"
+    return "ddp"
 
 
-def _period(config) -> int:
-    """After how many layers the pattern of layer kinds repeats; 1 where all are alike."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    whole = range(1, len(kinds) // 2 + 1)
-    return next((n for n in whole if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds)))), 1)
+def _on_host(fields: dict[str, Any]) -> dict[str, Any]:
+    """What is swapped to NVMe is traced as if it stayed in host memory, which it passes through."""
+    if not fields.get("deepspeed"):
+        return fields
+    config = copy.deepcopy(fields["deepspeed"])
+    for part in ("offload_optimizer", "offload_param"):
+        offload = config.get("zero_optimization", {}).get(part, {})
+        if offload.get("device") == "nvme":
+            config["zero_optimization"][part] = {"device": "cpu", "pin_memory": offload.get("pin_memory", False)}
+    return {**fields, "deepspeed": config}
 
 
-def _with_depth(config, depth: int):
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:depth]
-    text.num_hidden_layers = depth
-    return config
+def _stage(fields: dict[str, Any]) -> int:
+    return fields["deepspeed"].get("zero_optimization", {}).get("stage", 0)
 
 
-def _make_model(config, dtype: str, attn_implementation: str | None, peft_config):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
-    )
-    return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
-
-
-def _add_prefetched(peaks: dict[str, Peak], fields: dict[str, Any], seq_len: int, padded: bool) -> None:
-    """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced."""
-    more = max(0, fields["gradient_accumulation_steps"] - 2)
-    size = more * fields["per_device_train_batch_size"] * seq_len * 8 * (3 if padded else 2)
-    for name, peak in peaks.items():
-        if _phase(name) != "load":
-            _grow(peak, "other", size)
-
-
-def _add_workspace(peaks: dict[str, Peak], device: Hardware) -> None:
-    """cuBLAS keeps a workspace from its first multiplication on: 32 MiB from Hopper on, 8,519,680 bytes before
-    (:4096:2:16:8, torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG)."""
-    if device.backend != "cuda":
-        return
-    size = 32 * 2**20 if float(device.architecture) >= 9.0 else 8_519_680
-    for name, peak in peaks.items():
-        if _phase(name) != "load":
-            _grow(peak, "workspace", size)
-
-
-def _grow(peak: Peak, kind: str, size: int) -> None:
-    peak.total += size
-    peak.by_kind[kind] = peak.by_kind.get(kind, 0) + size
-
-
-def _notes(device: Hardware, fields: dict[str, Any]) -> tuple[str, ...]:
-    notes = ["predicted for one device; sharding, evaluation and saving are not in it"]
-    if device.backend != "cpu":
-        notes.append("fragmentation and the driver's context come on top; not checked on a GPU yet")
-    if fields.get("torch_compile"):
-        notes.append("traced without torch_compile, which usually needs less")
-    return tuple(notes)
+def evaluates(fields: dict[str, Any]) -> bool:
+    """Whether the job evaluates while it trains."""
+    strategy = fields.get("eval_strategy", "no")
+    return bool(fields.get("do_eval")) or getattr(strategy, "value", strategy) != "no"

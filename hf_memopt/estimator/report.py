@@ -1,16 +1,19 @@
 """The answer: a peak, when it comes, what it consists of, and whether it fits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted memory of a training job on one device. Everything is in bytes.
+    """Predicted memory of a training job on one of its devices. Everything is in bytes.
 
     Attributes:
         peak_allocated_bytes: what `torch.cuda.max_memory_allocated` reports over a run, or the CPU allocator's peak.
-        phase: load | forward | backward | optimizer, where the peak comes.
+        peak_reserved_bytes: what the caching allocator takes from the device for it.
+        device_bytes: reserved bytes and the process's context: what nvidia-smi shows.
+        host_bytes: host memory of one process.
+        phase: load | forward | backward | optimizer | eval | save, where the peak comes.
         breakdown: kind -> bytes at the peak, which sum to it.
         phases: phase -> its own peak.
         capacity_bytes: what the device offers to a job; None where it is not known.
@@ -19,6 +22,9 @@ class Estimate:
     """
 
     peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_bytes: int
+    host_bytes: int
     phase: str
     breakdown: dict[str, int]
     phases: dict[str, int]
@@ -28,18 +34,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the allocated peak is within the capacity; None where the capacity is not known."""
-        return None if self.capacity_bytes is None else self.peak_allocated_bytes <= self.capacity_bytes
+        """Whether all that the device must hold is within its capacity; None where the capacity is not known."""
+        return None if self.capacity_bytes is None else self.device_bytes <= self.capacity_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as one JSON object."""
-        return {
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "phase": self.phase,
-            "breakdown": self.breakdown,
-            "phases": self.phases,
-            "capacity_bytes": self.capacity_bytes,
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {
             "fits": self.fits,
-            "training_arguments": self.training_arguments,
             "notes": list(self.notes),
         }

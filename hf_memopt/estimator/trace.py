@@ -1,108 +1,310 @@
-"""One traced job: the real Trainer takes two optimizer steps on a fake model of a given depth."""
+"""One traced job: the real Trainer takes two optimizer steps, and evaluates, on a fake model of a given depth."""
 
 import contextlib
+import copy
+import dataclasses
 import logging
 import random
 import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
 
+from hf_memopt.estimator.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.fake_world import fake_world
-from hf_memopt.estimator.ledger import Ledger, Peak
+from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
+from hf_memopt.estimator.ledger import Ledger
 
 _STEPS = 2  # the first makes the optimizer's states, the second is what every further step looks like
 _ACCUMULATED = 2  # more micro-batches change nothing but the number of prefetched ones
+_STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 # What cannot matter to a step's memory, or cannot run without a device or files.
 _NEUTRAL: dict[str, Any] = {
     "use_cpu": True, "max_steps": _STEPS, "num_train_epochs": 1, "save_strategy": "no", "eval_strategy": "no",
     "eval_on_start": False, "logging_strategy": "no", "report_to": "none", "disable_tqdm": True,
     "dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False,
-    "dataloader_pin_memory": False, "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
+    "dataloader_pin_memory": False, "dataloader_drop_last": False, "remove_unused_columns": False,
+    "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False,
     "tf32": None, "load_best_model_at_end": False, "push_to_hub": False, "resume_from_checkpoint": None,
-    "auto_find_batch_size": False, "deepspeed": None, "fsdp": None, "fsdp_config": None,
+    "auto_find_batch_size": False, "fsdp": None, "fsdp_config": None, "include_num_input_tokens_seen": "no",
+    "skip_memory_metrics": True, "torch_empty_cache_steps": None, "warmup_steps": 0, "ignore_data_skip": False,
 }  # fmt: skip
 
 
-def trace(
-    make_model: Callable[[], torch.nn.Module], arguments: dict[str, Any], seq_len: int, accelerator: bool, padded: bool
-) -> dict[str, Peak]:
-    """Peak per segment of a job whose model is made inside the fake world.
+@dataclasses.dataclass(frozen=True)
+class TracedJob:
+    """What is traced.
 
-    Args:
+    Attributes:
         make_model: called with fake tensors in force.
-        arguments: TrainingArguments fields of the real job.
-        seq_len: tokens of every sample.
+        fields: TrainingArguments fields of the real job; `deepspeed` is a dict.
+        batch: the tensors of one micro-batch: name -> (shape, dtype).
         accelerator: count as an accelerator's allocator does.
         padded: batches hold padding.
-
-    Returns:
-        segment -> Peak. Segments are named alike at every depth: the first and the last layer by themselves, all
-        layers between together.
+        engine: none, ddp, fsdp2 or deepspeed.
+        evaluated: the job evaluates while it trains.
+        kept_logits: evaluation batches whose logits stay on the device until metrics are computed.
+        trainer: the user's own, whose class and settings the traced one gets; None for transformers' Trainer.
     """
-    from transformers import PrinterCallback, Trainer, TrainingArguments, default_data_collator
 
-    fields = {**arguments, **_NEUTRAL}
-    fields["gradient_accumulation_steps"] = min(fields["gradient_accumulation_steps"], _ACCUMULATED)
-    samples = fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"] * _STEPS
-    row = {"input_ids": [1] * seq_len, "labels": [1] * seq_len}
-    row |= {"attention_mask": [1] * seq_len} if padded else {}
-    ledger = Ledger(padded=padded, accelerator=accelerator)
-    with tempfile.TemporaryDirectory() as folder, _quiet(), _globals_kept(), fake_world(accelerator), ledger:
-        ledger.enter("load", "parameters")
-        model = make_model()
-        for tensor in (*model.parameters(), *model.buffers()):
-            ledger.add(tensor)
-            ledger.classify(tensor, "parameters")
-        ledger.enter("start", "other")
-        _name_segments(model, ledger)
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(output_dir=folder, **fields),
-            train_dataset=[row] * samples,
-            data_collator=default_data_collator,
-            callbacks=[_phases()(ledger)],
-        )
-        trainer.remove_callback(PrinterCallback)
+    make_model: Callable[[], torch.nn.Module]
+    fields: dict[str, Any]
+    batch: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    accelerator: bool
+    padded: bool = False
+    world_size: int = 1
+    engine: str = "none"
+    evaluated: bool = False
+    kept_logits: int = 0
+    trainer: Any = None
+
+
+def trace(job: TracedJob) -> Ledger:
+    """The books of a job: peaks per segment, and every event.
+
+    Segments are named alike at every depth: the first and the last layer by themselves, all layers between together.
+    """
+    ledger = Ledger(padded=job.padded, accelerator=job.accelerator)
+    with tempfile.TemporaryDirectory() as folder, _quiet(), _globals_kept():
+        with fake_cluster(job.world_size, job.engine, ledger):
+            mesh = _mesh(job)
+            args = _arguments(job, folder)
+            with fake_world(job.accelerator), ledger:
+                _run(job, args, ledger, mesh)
+    return ledger
+
+
+def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
+    ledger.enter("load", "parameters")
+    model = job.make_model()
+    _book_weights(model, ledger)
+    stacks = repeated_layers(model)
+    ledger.restart()  # a model made from a configuration passes through other states than a loaded one
+    _load(model, ledger)
+    ledger.enter("start", "other")
+    _name_segments(model, stacks, ledger)
+    trainer = _make_trainer(job, model, args)
+    trainer.add_callback(_phases()(ledger, trainer))
+    with _sharding(job, trainer, stacks, mesh, ledger):
         trainer.train()
-    return ledger.peaks
+    if job.evaluated:
+        _evaluate(job, trainer, ledger)
 
 
-def _name_segments(model: torch.nn.Module, ledger: Ledger) -> None:
+def _book_weights(model: torch.nn.Module, ledger: Ledger) -> None:
+    for tensor in _weights(model):
+        ledger.add(tensor)
+        ledger.classify(tensor, "parameters")
+
+
+def _load(model: torch.nn.Module, ledger: Ledger) -> None:
+    """4-bit weights arrive one by one in the compute type and are packed on the device. (A checkpoint that safetensors
+    maps into host memory is not counted: its pages can be dropped.)"""
+    packed = [module.weight for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_state")]
+    if packed:
+        ledger.enter("load", "workspace")
+        sizes = [weight.quant_state.shape.numel() * weight.quant_state.dtype.itemsize for weight in packed]
+        arriving = torch.empty(max(sizes), dtype=torch.uint8)
+        del arriving
+
+
+def _mesh(job: TracedJob):
+    if job.engine != "fsdp2":
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (job.world_size,))
+
+
+def _arguments(job: TracedJob, folder: str):
+    """TrainingArguments of the traced job: the real job's, but for what is neutral, on the plain CPU."""
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    kind = TrainingArguments if job.trainer is None else type(job.trainer.args)
+    known = {item.name for item in dataclasses.fields(kind) if item.init}
+    fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
+    if job.engine != "deepspeed":
+        fields["deepspeed"] = None
+    if fields.pop("fp16", False):  # autocast to fp16 runs on accelerators only; the tensors are as large in bf16
+        fields["bf16"] = True
+    fields["gradient_accumulation_steps"] = min(fields.get("gradient_accumulation_steps", 1), _ACCUMULATED)
+    args = kind(output_dir=folder, **fields)
+    # accelerate counts CPU devices; to fake tensors cpu:0 is another device than cpu.
+    PartialState._shared_state["device"] = args.__dict__["_setup_devices"] = torch.device("cpu")
+    return args
+
+
+class _Samples(torch.utils.data.Dataset):
+    """Rows that say nothing: the collator makes the tensors."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _make_trainer(job: TracedJob, model, args):
+    """A Trainer over fake batches, or a copy of the user's own with its class and everything it was given."""
+    from transformers import PrinterCallback, Trainer
+
+    micro = args.per_device_train_batch_size
+    data = _Samples(micro * args.gradient_accumulation_steps * _STEPS * job.world_size)
+    if job.trainer is None:
+        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=_collator(job.batch))
+        trainer.remove_callback(PrinterCallback)
+    else:
+        trainer = _copied(job.trainer, model, args)
+        trainer.train_dataset, trainer.data_collator = data, _collator(job.batch)
+        trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
+    trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
+    return trainer
+
+
+def _collator(batch):
+    def collate(rows):
+        return {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in batch.items()}
+
+    return collate
+
+
+def _copied(original, model, args):
+    """The user's trainer around another model; its callbacks, which may write or send, stay behind."""
+    from transformers import TrainerControl, TrainerState
+    from transformers.trainer_callback import CallbackHandler
+
+    trainer = copy.copy(original)
+    trainer.model = trainer.model_wrapped = model
+    trainer.args, trainer.state, trainer.control = args, TrainerState(), TrainerControl()
+    trainer.eval_dataset = trainer.compute_metrics = trainer.lr_scheduler = None
+    trainer.is_in_train = False
+    trainer.place_model_on_device = False
+    trainer.create_accelerator_and_postprocess()
+    if original.optimizer is not None and not original.optimizer.state:
+        names = {id(weight): name for name, weight in original.model.named_parameters()}
+        weights = dict(model.named_parameters())
+        groups = [
+            {**group, "params": [weights[names[id(weight)]] for weight in group["params"] if names[id(weight)] in weights]}
+            for group in original.optimizer.param_groups
+        ]
+        trainer.optimizer = type(original.optimizer)(groups, **original.optimizer.defaults)
+    else:
+        trainer.optimizer = None
+    trainer.callback_handler = CallbackHandler([], model, trainer.processing_class, trainer.optimizer, None)
+    return trainer
+
+
+@contextlib.contextmanager
+def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
+    """accelerate starts FSDP2 on accelerators only: on the CPU the model is sharded where it would be wrapped."""
+    if job.engine != "fsdp2":
+        yield
+        return
+
+    class Sharded:
+        def __new__(cls, model, **_):
+            layers = [layer for stack in stacks for layer in stack]
+            fully_shard_model(model, layers, trainer.optimizer, mesh, job.fields.get("bf16"), job.fields.get("fp16"))
+            for weight in model.parameters():
+                shard = getattr(weight, "_local_tensor", weight)
+                ledger.classify(shard, "parameters")
+            ledger.restart()  # accelerate shards on the meta device: a whole model is never on the card
+            return model
+
+    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", Sharded):
+        yield
+
+
+def _name_segments(model: torch.nn.Module, stacks, ledger: Ledger) -> None:
     """Let the ledger know where in the model the job is, without touching the graph.
 
     In backward there is no hook that leaves the graph alone but a weight's: "its gradient is complete".
     """
-    layers = repeated_layers(model)
-    place = {}
-    for index, layer in enumerate(layers):
-        name = "first" if index == 0 else "last" if index == len(layers) - 1 else "between"
-        place |= {id(weight): f"layer {name}" for weight in layer.parameters()}
-        layer.register_forward_pre_hook(lambda *_, name=name: ledger.enter(f"{ledger.phase}: layer {name}"))
-        layer.register_forward_hook(lambda *_, name=name: ledger.enter(f"{ledger.phase}: after layer {name}"))
-    model.register_forward_pre_hook(lambda *_: ledger.begin("forward", "activations"))
-    model.register_forward_hook(lambda *_: ledger.begin("backward", "activations"))
+    place: dict[int, tuple[str, int | None]] = {}
+    for number, layers in enumerate(stacks):
+        for index, layer in enumerate(layers):
+            name = "first" if index == 0 else "last" if index == len(layers) - 1 else "between"
+            _name_layer(layer, f"layer {name}" + (f" of stack {number}" if number else ""), index + number * _STACK,
+                        index == len(layers) - 1, place, ledger)  # fmt: skip
+    model.register_forward_pre_hook(lambda *_: _unless_evaluating(ledger, "forward"))
+    model.register_forward_hook(lambda *_: _unless_evaluating(ledger, "backward"))
     config = model.config.get_text_config()
-    ledger.vocabulary = (config.vocab_size, config.hidden_size)
+    ledger.vocabulary = (config.vocab_size, getattr(config, "hidden_size", 0))
 
     for name, weight in model.named_parameters():
+        where, layer = place.get(id(weight), (name, None))
+        if layer is not None:
+            ledger.tag(weight, layer)
         if weight.requires_grad:
-            where = place.get(id(weight), name)
 
-            def complete(weight, where=where):
-                ledger.classify(weight.grad, "gradients")
-                ledger.enter(f"{ledger.phase}: gradients of {where}")
+            def complete(weight, where=where, layer=layer):
+                if weight.grad is not None:  # an engine may have taken it
+                    ledger.classify(weight.grad, "gradients")
+                ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 
             weight.register_post_accumulate_grad_hook(complete)
 
 
-def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The longest list of modules in a model: its decoder or encoder layers."""
+def _name_layer(layer, name: str, index: int, last: bool, place: dict, ledger: Ledger) -> None:
+    layer.place_in_model = (name, index)
+    place |= {id(weight): (name, index) for weight in layer.parameters()}
+    layer.register_forward_pre_hook(lambda *_: ledger.enter(f"{ledger.phase}: {name}", layer=index))
+    after = None if last else index
+    layer.register_forward_hook(lambda *_: ledger.enter(f"{ledger.phase}: after {name}", layer=after))
+
+
+def _unless_evaluating(ledger: Ledger, phase: str) -> None:
+    if ledger.phase != "eval":
+        ledger.begin(phase, "activations")
+
+
+def repeated_layers(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """A model's longest lists of modules of one kind: its decoder layers, or its encoder and decoder layers."""
     lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=len, default=[])
+    # Experts are lists within layers; the outermost come first.
+    inner = {id(part) for found in lists for layer in found for part in layer.modules() if part is not layer}
+    outer = [found for found in lists if found and not any(id(layer) in inner for layer in found)]
+    text = [found for found in outer if len(found) == _depth(model)] or outer
+    longest = max(map(len, text), default=0)
+    return [found for found in text if len(found) == longest]
+
+
+def _depth(model) -> int | None:
+    config = model.config.get_text_config()
+    return getattr(config, "num_hidden_layers", None)
+
+
+def _weights(model):
+    for module in model.modules():
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:  # bitsandbytes keeps scales beside the packed weight
+            nested = state.state2
+            parts = (state.absmax, state.code, state.offset, *((nested.absmax, nested.code) if nested else ()))
+            yield from (part for part in parts if isinstance(part, torch.Tensor))
+
+
+def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
+    """What Trainer.evaluate does to memory: forward without gradients, and logits that wait for the metrics."""
+    ledger.begin("eval", "activations")
+    size = trainer.args.per_device_eval_batch_size
+    batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
+    model = trainer.model if job.engine in ("none", "ddp") else trainer.model_wrapped
+    model.eval()
+    kept = []
+    for _ in range(min(job.kept_logits, 2) or 1):
+        inputs = trainer._prepare_inputs(_collator(batch)(None))
+        kept.append(trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits))
+    ledger.begin("between", "other")
 
 
 def _phases():
@@ -111,20 +313,29 @@ def _phases():
     class Phases(TrainerCallback):
         """Tells the ledger when the optimizer steps, and which tensors are its states."""
 
-        def __init__(self, ledger: Ledger):
+        def __init__(self, ledger: Ledger, trainer):
             self.ledger = ledger
+            self.trainer = trainer
+
+        def on_train_begin(self, *args, **kwargs):
+            engine = self.trainer.model_wrapped
+            if hasattr(engine, "zero_optimization"):
+                follow_engine(engine, self.ledger)
 
         def on_step_begin(self, *args, **kwargs):
             self.ledger.step += 1
 
         def on_pre_optimizer_step(self, *args, **kwargs):
+            for weight in self.trainer.model.parameters():
+                if hasattr(weight.grad, "_local_tensor"):
+                    self.ledger.classify(weight.grad._local_tensor, "gradients")
             self.ledger.begin("optimizer", "workspace")
 
         def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            for states in getattr(optimizer, "optimizer", optimizer).state.values():
-                for tensor in states.values():
-                    if isinstance(tensor, torch.Tensor):
-                        self.ledger.classify(tensor, "optimizer_states")
+            if not hasattr(self.trainer.model_wrapped, "zero_optimization"):  # DeepSpeed's are followed below
+                for states in getattr(optimizer, "optimizer", optimizer).state.values():
+                    for tensor in tensors_in(states):
+                        self.ledger.classify(getattr(tensor, "_local_tensor", tensor), "optimizer_states")
             self.ledger.begin("between", "other")
 
     return Phases
@@ -134,18 +345,23 @@ def _phases():
 def _globals_kept():
     """A Trainer seeds every generator and resets accelerate's process-wide state, which a real one may be using."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations import deepspeed
 
     shared = [
         (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
     ]
+    for state, _ in shared:
+        state.clear()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     python, numbers = random.getstate(), numpy.random.get_state()
+    zero_config = deepspeed._hf_deepspeed_config_weak_ref
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
             yield
     finally:
         random.setstate(python)
         numpy.random.set_state(numbers)
+        deepspeed._hf_deepspeed_config_weak_ref = zero_config
         for state, before in shared:
             state.clear()
             state.update(before)
@@ -158,6 +374,7 @@ def _quiet():
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
     finally:
         logging.disable(logging.NOTSET)

@@ -1,0 +1,36 @@
+"""One rank's share of a comparison: started by accelerate launch, it trains a small job and writes its true peak.
+
+Used by estimator_cpu.py and the tests; JOB.json describes the job, PEAK.json is where rank 0 writes bytes.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main(job_file: str, peak_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    from hf_memopt.estimator.truth import allocator_peak
+
+    config = AutoConfig.for_model(**job["config"])
+    row = {"input_ids": [7] * job["seq_len"], "labels": [7] * job["seq_len"]}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet, **job["fields"])
+
+        def train() -> None:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"]))
+            Trainer(model=model, args=args, train_dataset=[row] * 64, data_collator=default_data_collator).train()
+
+        peak = allocator_peak(train)
+    if args.process_index == 0:
+        Path(peak_file).write_text(json.dumps(peak))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,38 @@
+"""From what a user calls a model to its configuration."""
+
+from pathlib import Path
+
+from hf_memopt.errors import InputError, as_input_error, one_line
+
+_FOLDER = Path(__file__).parent / "architectures"
+
+
+def list_architectures() -> list[str]:
+    """Names of the bundled architectures."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def load_config(model):
+    """The configuration of a bundled architecture's name, hub id, folder, config.json, or itself.
+
+    Raises:
+        InputError: nothing of that name can be read.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(model, PretrainedConfig):
+        return model
+    bundled = _FOLDER / f"{str(model).lower()}.json"
+    if bundled.is_file() and not Path(model).exists():
+        return AutoConfig.from_pretrained(bundled)
+    if Path(model).exists() or "/" in str(model):
+        with as_input_error(f"model {model!r}", ValueError, KeyError):
+            try:
+                return AutoConfig.from_pretrained(model)
+            except OSError as error:
+                raise _unknown(model, one_line(error)) from error
+    raise _unknown(model, "no such folder or hub id")
+
+
+def _unknown(model, reason: str) -> InputError:
+    return InputError(f"model {str(model)!r}: {reason[:200]}. Bundled names: {', '.join(list_architectures())}")

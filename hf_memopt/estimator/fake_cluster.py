@@ -1,0 +1,202 @@
+"""A context in which this process is rank 0 of a job of any size, alone.
+
+The engines are the real ones: DeepSpeed's ZeRO and torch's fully_shard run their own code on fake tensors, over a
+process group whose collectives do nothing. Only torch's DistributedDataParallel, whose reducer is C++ that wants
+bytes, has a stand-in here.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch import distributed
+
+ENGINES = ("none", "ddp", "fsdp2", "deepspeed")
+_SYNC_BUFFER = 250 * 2**20  # bytes; torch broadcasts a model's start in pieces of this size (DistributedDataParallel)
+# What a launcher leaves in the environment; the traced job must not see it.
+_LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
+
+
+@contextmanager
+def fake_cluster(world_size: int, engine: str, ledger) -> Iterator[None]:
+    """Be rank 0 of `world_size` processes.
+
+    Args:
+        engine: none, ddp, fsdp2 or deepspeed.
+        ledger: is told of memory that FSDP gives back without freeing the tensor.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
+    # The traced Trainer never spreads over the GPUs that a notebook would have DataParallel use.
+    with mock.patch.dict(os.environ, environment, clear=True):
+        if engine == "none":
+            yield
+            return
+        ranks = {"WORLD_SIZE": world_size, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update({key: str(value) for key, value in ranks.items()})
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # or accelerate changes it
+        with _process_group(world_size), ExitStack() as patches:
+            if engine == "deepspeed":
+                os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+                patches.enter_context(_deepspeed())
+            elif engine == "fsdp2":
+                patches.enter_context(_fsdp(ledger))
+            else:
+                patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", Replica))
+            yield
+
+
+@contextmanager
+def _process_group(world_size: int) -> Iterator[None]:
+    """A process group of which only this process exists, beside the real one if there is one."""
+    from torch.distributed import distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with mock.patch.object(c10d, "_world", c10d._World()), mock.patch.object(c10d, "_group_count", 1_000_000):
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _deepspeed() -> Iterator[None]:
+    """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no agreement between ranks."""
+    import deepspeed
+    from deepspeed.accelerator import real_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+    from deepspeed.utils import groups, logger
+
+    backend = sys.modules["deepspeed.comm.torch"]  # `deepspeed.comm.torch` as an attribute is torch itself
+    adam = importlib.import_module("deepspeed.ops.adam")
+    groups_before, disabled = dict(vars(groups)), logger.disabled
+    logger.disabled = True
+    try:
+        with (
+            mock.patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()),
+            mock.patch.object(comm, "cdb", None),
+            mock.patch.object(backend, "build_shm_op", lambda: None),
+            mock.patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *_: None),
+            mock.patch.object(adam, "DeepSpeedCPUAdam", HostAdam),
+        ):
+            deepspeed.init_distributed(dist_backend="fake", verbose=False)
+            yield
+    finally:
+        logger.disabled = disabled
+        vars(groups).update(groups_before)
+
+
+@contextmanager
+def _fsdp(ledger) -> Iterator[None]:
+    """Three things of FSDP that the ledger would not see: gathered weights are freed by resizing their storage; DTensor
+    finds out the shape of a result by computing it once on fake tensors of the whole size; gradients come to a shard
+    without autograd's hooks."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    def told(resize):
+        def resize_and_tell(tensor):
+            resize(tensor)
+            ledger.resized(tensor)
+
+        return resize_and_tell
+
+    def unbooked(find_shape):
+        def find_shape_unbooked(*args, **kwargs):
+            ledger.paused, before = True, ledger.paused
+            try:
+                return find_shape(*args, **kwargs)
+            finally:
+                ledger.paused = before
+
+        return find_shape_unbooked
+
+    with ExitStack() as patches:
+        for module in (_fsdp_param, _fsdp_param_group):
+            for name in {"alloc_storage", "free_storage"} & set(vars(module)):
+                patches.enter_context(mock.patch.object(module, name, told(getattr(module, name))))
+        reduce = _fsdp_param_group.FSDPParamGroup.post_backward
+
+        def reduce_and_tell(group, *args, **kwargs):
+            reduce(group, *args, **kwargs)
+            where, layer = getattr(group.modules[0], "place_in_model", ("the rest", None))
+            ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
+
+        patches.enter_context(mock.patch.object(_fsdp_param_group.FSDPParamGroup, "post_backward", reduce_and_tell))
+        name = "_propagate_tensor_meta_non_cached"
+        find_shape = unbooked(getattr(ShardingPropagator, name))
+        patches.enter_context(mock.patch.object(ShardingPropagator, name, find_shape))
+        yield
+
+
+class Replica(torch.nn.Module):
+    """Stands for DistributedDataParallel: beside the gradients it keeps their copies, in buckets of its own.
+
+    (torch/csrc/distributed/c10d/reducer.cpp: every bucket is a flat tensor of its gradients' size and type, made when
+    the model is wrapped; gradient_as_bucket_view, which would share them, is off by default.)
+    """
+
+    def __init__(self, module: torch.nn.Module, **kwargs):
+        super().__init__()
+        self.module = module
+        sizes: dict[torch.dtype, int] = {}
+        for weight in module.parameters():
+            if weight.requires_grad:
+                sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+        total = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+        start = torch.empty(min(total, _SYNC_BUFFER), dtype=torch.uint8)
+        del start
+        shared = kwargs.get("gradient_as_bucket_view", False)
+        self.buckets = [] if shared else [torch.empty(size, dtype=dtype) for dtype, size in sizes.items()]
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+class HostAdam(torch.optim.AdamW):
+    """Stands for DeepSpeedCPUAdam, whose C++ wants bytes: fp32 states on the host and no temporaries."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+
+def fully_shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], optimizer, mesh, bf16, fp16) -> None:
+    """Shard a model as accelerate does under FSDP2: layers, embedding, norm with head, then the rest.
+
+    (accelerate.utils.fsdp_utils.fsdp2_prepare_model; it starts on accelerators only, so its steps are repeated here.)
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    compute = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
+    packed = {weight for weight in model.parameters() if not weight.is_floating_point()}
+    if compute and not packed:
+        for weight in model.parameters():
+            if weight.requires_grad and weight.dtype is not torch.float32:
+                weight.data = weight.data.float()
+    settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": packed}
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    kept = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    for layer in layers:
+        fully_shard(layer, **settings)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if not tied:
+        fully_shard(embedding, **settings)
+    tail = [module for module in ([embedding, head] if tied else [head]) if module is not None]
+    if tail:
+        fully_shard(tail, reshard_after_forward=False, **settings)
+    fully_shard(model, **settings)
+    sharded = dict(model.named_parameters())
+    for group, group_names in zip(optimizer.param_groups, kept, strict=True):
+        group["params"] = [sharded[name] for name in group_names]

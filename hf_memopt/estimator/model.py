@@ -1,0 +1,110 @@
+"""The model of a job, as from_pretrained and peft would leave it, made where tensors have no bytes."""
+
+import copy
+from typing import Any
+
+from hf_memopt.errors import InputError, choose
+from hf_memopt.levers.adapters import add_adapters
+
+TASKS = ("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification")
+_AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+}
+_ENDINGS = {"ForSequenceClassification": "sequence-classification", "ForMaskedLM": "masked-lm"}
+
+
+def task_of(config) -> str:
+    """What a configuration's model is trained for: what its checkpoint says, else what its type is made for."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
+
+    for name in config.architectures or ():
+        for ending, task in _ENDINGS.items():
+            if name.endswith(ending):
+                return task
+    if config.is_encoder_decoder:
+        return "seq2seq-lm"
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return "image-text-to-text"
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
+        return "masked-lm"
+    if not causal:
+        raise InputError(f"model type {config.model_type!r} has no language-model head that a Trainer could train")
+    return "causal-lm"
+
+
+def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config):
+    """Called in the fake world.
+
+    Args:
+        task: one of TASKS.
+        quantization: a BitsAndBytesConfig with load_in_4bit, or None.
+        peft_config: a LoraConfig, or None for full fine-tuning.
+
+    Raises:
+        InputError: an unknown task.
+    """
+    import torch
+    import transformers
+
+    if task not in TASKS:
+        raise choose("task", task, TASKS)
+    auto = getattr(transformers, _AUTO_CLASSES[task])
+    model = auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
+    if quantization is not None:
+        quantize(model, quantization)
+    return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
+
+
+def quantize(model, quantization) -> None:
+    """Pack a model's linear layers as from_pretrained does with a BitsAndBytesConfig, head and output projections
+    left as they are, and the same modules skipped."""
+    import bitsandbytes
+    from bitsandbytes import functional
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    before = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+    with unset_fake_temporarily():  # bitsandbytes keeps its code table for good, and its layers begin on meta tensors
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+        quantizer._process_model_before_weight_loading(model, device_map={"": "cpu"})
+    for name, module in model.named_modules():
+        if not isinstance(module, bitsandbytes.nn.Linear4bit):
+            continue
+        old = before.pop(name)
+        # transformers' Conv1D keeps its weight transposed.
+        data = old.weight.data if type(old).__name__ != "Conv1D" else old.weight.data.T.contiguous()
+        module.weight = _packed(data, module.weight)
+        if old.bias is not None:
+            module.bias = old.bias.requires_grad_(False)
+    model.is_loaded_in_4bit = True
+    model.is_quantized = True
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = quantization
+
+
+def _packed(data, template):
+    """A fake 4-bit weight with its quantization state. Params4bit itself cannot hold a fake tensor."""
+    import torch
+    from bitsandbytes import functional
+
+    names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+    settings = {name: getattr(template, name) for name in names}
+    packed, state = functional.quantize_4bit(data.contiguous(), **settings)
+    weight = torch.nn.Parameter(packed, requires_grad=False)
+    vars(weight).update(settings, quant_state=state, bnb_quantized=True)
+    return weight
+
+
+def batch_of(task: str, config, micro_batch: int, seq_len: int, padded: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """The tensors of one micro-batch: name -> (shape, dtype). Token ids are int64, as collators make them."""
+    import torch
+
+    tokens = ((micro_batch, seq_len), torch.int64)
+    labels = ((micro_batch,), torch.int64) if task == "sequence-classification" else tokens
+    return {"input_ids": tokens, "labels": labels} | ({"attention_mask": tokens} if padded else {})

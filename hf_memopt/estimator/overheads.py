@@ -1,0 +1,90 @@
+"""What a trace on the CPU cannot see: each figure with its source."""
+
+from hf_memopt.estimator.ledger import Peak
+from hf_memopt.hardware import Hardware
+
+_MIB = 2**20
+# Bytes that a process takes on a device before its first tensor: driver context and loaded kernels.
+# V100, CUDA 11.2: 1343 MiB, quoted from transformers' "Methods and tools for efficient training" (2022). CUDA 12.2
+# and later load kernels when they are first used, so the rest is smaller: assumed, not measured by this project.
+_CONTEXT = {"7.0": 1343 * _MIB, "7.5": 1343 * _MIB}
+_CONTEXT_LAZY = 512 * _MIB
+_SPARE_HOST = 2 * 2**30  # Python, torch, CUDA's host side and the data set's tables: assumed, not measured
+
+
+def context(device: Hardware) -> int:
+    """Bytes beside the allocator's: what nvidia-smi shows of a process that has only started."""
+    if device.backend not in ("cuda", "rocm"):
+        return 0
+    return _CONTEXT.get(device.architecture, _CONTEXT_LAZY)
+
+
+def add_prefetched(peaks: dict[str, Peak], job) -> None:
+    """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced."""
+    more = max(0, job.fields["gradient_accumulation_steps"] - 2)
+    size = more * batch_bytes(job)
+    for name, peak in peaks.items():
+        if not name.startswith(("load", "start")):
+            grow(peak, "other", size)
+
+
+def batch_bytes(job) -> int:
+    """Bytes of one micro-batch."""
+    total = 0
+    for shape, dtype in job.batch.values():
+        count = 1
+        for length in shape:
+            count *= length
+        total += count * dtype.itemsize
+    return total
+
+
+def add_save(peaks: dict[str, Peak]) -> None:
+    """Saving needs no more on the device than what is there between two steps."""
+    steady = peaks["between"]
+    peaks["save"] = Peak(steady.total, dict(steady.by_kind), steady.host)
+
+
+def add_workspace(peaks: dict[str, Peak], device: Hardware) -> None:
+    """cuBLAS keeps a workspace from its first multiplication on: 32 MiB from Hopper on, 8,519,680 bytes before
+    (:4096:2:16:8, torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG)."""
+    if device.backend != "cuda":
+        return
+    size = 32 * _MIB if float(device.architecture) >= 9.0 else 8_519_680
+    for name, peak in peaks.items():
+        if not name.startswith(("load", "start")):
+            grow(peak, "workspace", size)
+
+
+def grow(peak: Peak, kind: str, size: int) -> None:
+    """Add to one kind and to the total."""
+    peak.total += size
+    peak.by_kind[kind] = peak.by_kind.get(kind, 0) + size
+
+
+def host_bytes(peaks: dict[str, Peak], job) -> int:
+    """Host memory of one process: what engines offload, or the weights on their way to the device; batches waiting in
+    the data loader (workers × prefetch factor, pinned once more); and the process itself."""
+    offloaded = max(peak.host for peak in peaks.values())
+    workers = job.fields.get("dataloader_num_workers", 0)
+    waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
+    loader = (waiting + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
+    if job.device.backend in ("cpu", "mps"):  # the device's memory is the host's
+        return max(peak.total + peak.host for peak in peaks.values()) + loader + _SPARE_HOST
+    staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
+    return max(offloaded, staged) + loader + _SPARE_HOST
+
+
+def notes(job) -> tuple[str, ...]:
+    """What the numbers do and do not cover."""
+    said = []
+    if job.world_size > 1:
+        said.append(f"predicted for one of {job.world_size} devices, {job.engine}")
+    if job.device.backend != "cpu":
+        said.append("reserved and device bytes follow a model of CUDA's caching allocator; not checked on a GPU yet")
+    if job.task == "image-text-to-text":
+        said.append("text only: images and videos in the batch come on top")
+    for name, what in (("torch_compile", "torch_compile"), ("use_liger_kernel", "Liger's kernels")):
+        if job.fields.get(name):
+            said.append(f"traced without {what}, which usually need less")
+    return tuple(said)

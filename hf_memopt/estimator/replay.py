@@ -1,0 +1,263 @@
+"""Reserved memory: the events of a job replayed through a model of CUDA's caching allocator.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; up to 1 MiB they come from
+segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from a segment of their own, rounded to 2 MiB; the
+smallest free block that is large enough is taken, and split where enough remains; neighbours that are free are
+joined. With expandable_segments there is one segment for small and one for large blocks, which grows at its end.
+"""
+
+from bisect import bisect_left, insort
+
+from hf_memopt.estimator.ledger import Event, Ledger
+from hf_memopt.hardware import Hardware
+
+_MIB = 2**20
+_BLOCK = 512
+_SMALL = _MIB  # bytes; the largest request that is served from small segments
+_PAGES = {"small": 2 * _MIB, "large": 20 * _MIB}
+_OWN_SEGMENT = 10 * _MIB  # from this size on a request gets a segment of its own
+
+
+class _Block:
+    __slots__ = ("address", "free", "next", "pool", "previous", "size")
+
+    def __init__(self, address: int, size: int, pool: str):
+        self.address, self.size, self.pool = address, size, pool
+        self.free, self.previous, self.next = True, None, None
+
+
+class CachingAllocator:
+    """What the allocator has taken from the device.
+
+    Attributes:
+        reserved: bytes now.
+        peak: bytes at most.
+
+    Args:
+        expandable: expandable_segments is on.
+        limit: bytes of the device; before going beyond, free segments are given back.
+    """
+
+    def __init__(self, expandable: bool, limit: int | None = None):
+        self.reserved = 0
+        self.peak = 0
+        self._expandable = expandable
+        self._limit = limit
+        self._free: dict[str, list[tuple[int, int]]] = {"small": [], "large": []}
+        self._at: dict[int, _Block] = {}
+        self._tails: dict[str, _Block | None] = {"small": None, "large": None}
+        self._end = 0
+
+    def allocate(self, size: int) -> _Block:
+        """A block of at least `size` bytes."""
+        size = -(-max(size, 1) // _BLOCK) * _BLOCK
+        pool = "small" if size <= _SMALL else "large"
+        free = self._free[pool]
+        place = bisect_left(free, (size, -1))
+        block = self._at[free.pop(place)[1]] if place < len(free) else self._grow(size, pool)
+        block.free = False
+        self._split(block, size)
+        return block
+
+    def release(self, block: _Block) -> None:
+        """Give a block back to the cache, joined with free neighbours."""
+        block.free = True
+        before, after = block.previous, block.next
+        if after is not None and after.free:
+            self._join(block, after)
+        if before is not None and before.free:
+            self._unlist(before)
+            self._join(before, block, listed=False)
+            block = before
+        insort(self._free[block.pool], (block.size, block.address))
+
+    def _join(self, first: _Block, second: _Block, listed: bool = True) -> None:
+        """Make the second block, which follows the first, a part of it."""
+        if listed:
+            self._unlist(second)
+        first.size += second.size
+        first.next = second.next
+        if second.next is not None:
+            second.next.previous = first
+        if self._tails[first.pool] is second:
+            self._tails[first.pool] = first
+        del self._at[second.address]
+
+    def _unlist(self, block: _Block) -> None:
+        free = self._free[block.pool]
+        free.pop(bisect_left(free, (block.size, block.address)))
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = block.size - size
+        if rest < (_BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
+            return
+        after = _Block(block.address + size, rest, block.pool)
+        after.previous, after.next = block, block.next
+        if block.next is not None:
+            block.next.previous = after
+        if self._tails[block.pool] is block:
+            self._tails[block.pool] = after
+        block.size, block.next = size, after
+        self._at[after.address] = after
+        insort(self._free[block.pool], (rest, after.address))
+
+    def _grow(self, size: int, pool: str) -> _Block:
+        tail = self._tails[pool] if self._expandable else None
+        spare = tail.size if tail is not None and tail.free else 0
+        page = _PAGES[pool]
+        if self._expandable or size < _OWN_SEGMENT:
+            taken = -(-(size - spare) // page) * page
+        else:
+            taken = -(-size // (2 * _MIB)) * 2 * _MIB
+        if self._limit is not None and self.reserved + taken > self._limit:
+            self._give_back()
+        self.reserved += taken
+        self.peak = max(self.peak, self.reserved)
+        if spare:
+            self._unlist(tail)
+            tail.size += taken
+            return tail
+        block = _Block(self._end, taken, pool)
+        self._end += 2**50 if self._expandable and tail is None else taken + _BLOCK
+        if self._expandable:
+            if tail is not None:
+                block.address = tail.address + tail.size
+                block.previous, tail.next = tail, block
+            self._tails[pool] = block
+        self._at[block.address] = block
+        return block
+
+    def _give_back(self) -> None:
+        """Segments of which every byte is free go back to the device."""
+        for pool, free in self._free.items():
+            for entry in list(free):
+                block = self._at[entry[1]]
+                if block.previous is None and block.next is None and not self._expandable:
+                    self.reserved -= block.size
+                    free.remove(entry)
+                    del self._at[block.address]
+                elif self._expandable and block is self._tails[pool]:
+                    whole = block.size // _PAGES[pool] * _PAGES[pool]
+                    self.reserved -= whole
+                    self._unlist(block)
+                    block.size -= whole
+                    insort(free, (block.size, block.address))
+
+
+def reserved_peak(books: Ledger, period: int, added: int, allocated: int, device: Hardware,
+                  expandable: bool | None = None) -> int:  # fmt: skip
+    """Bytes that the allocator reserves at most; those allocated where there is no caching allocator.
+
+    Args:
+        books: of a model with `added` × `period` layers fewer.
+        allocated: the predicted peak, below which the answer never is.
+        expandable: by default as this project's presets set it, wherever CUDA has it.
+    """
+    if device.backend not in ("cuda", "rocm"):
+        return allocated
+    expandable = device.backend == "cuda" if expandable is None else expandable
+    allocator = CachingAllocator(expandable, device.memory)
+    blocks: dict[tuple[int, int], tuple[_Block, int]] = {}
+    live = highest = 0
+    for name, size in stretched(books, period, added):
+        if size:
+            blocks[name] = (allocator.allocate(size), size)
+            live += size
+            highest = max(highest, live)
+        elif name in blocks:
+            block, size = blocks.pop(name)
+            live -= size
+            allocator.release(block)
+    # What was added to the trace's peak (prefetched batches, workspaces) is reserved too.
+    return max(allocated, allocator.peak + allocated - highest)
+
+
+def stretched(books: Ledger, period: int, added: int):
+    """The events of a deep model from those of a shallow one: yields (name, bytes), 0 bytes to give it back.
+
+    Layers far from both ends are alike: the n-th allocation in one is the n-th allocation in the next. One period of
+    them, the block, is repeated: where a layer gives back what a neighbour took, its copy gives back what the
+    neighbour's copy took; outside the layers, an allocation of the block means all of its copies.
+    """
+    blocks = _blocks(books, period) if added else {}
+    place, counterpart = _places(books)
+
+    def named(event: Event, copy: int, block: range | None, here: int | None) -> list[tuple[int, int]]:
+        number = event.allocation
+        layer = place.get(number)
+        home = blocks.get(_stack(layer))
+        repeated = home is not None and layer in home
+        if block is not None:  # in the block's own stay
+            if repeated and home == block:
+                return [(number, copy)]
+            if _stack(layer) == _stack(block[0]) and layer is not None:
+                step = -1 if layer < block[0] else 1
+                if 0 <= copy + step <= added and (layer - step * period) in block:
+                    return [(counterpart(number, layer - step * period), copy + step)]
+            return [(number, 0)]
+        if not repeated:
+            return [(number, 0)]
+        if here is not None and _stack(here) == _stack(layer):  # in a neighbour's stay: the nearest copy
+            return [(number, added if here > layer else 0)]
+        return [(number, copy) for copy in range(added + 1)]
+
+    layer_before: int | None = None
+    for stay in _stays(books.events, blocks):
+        here = stay[0].layer
+        block = blocks.get(_stack(here))
+        block = block if block is not None and here in block else None
+        upwards = layer_before is None or block is None or layer_before < block[0]
+        for copy in (0,) if block is None else range(added + 1) if upwards else range(added, -1, -1):
+            for event in stay:
+                for name in named(event, copy, block, here):
+                    yield name, event.size
+        layer_before = here
+
+
+def _places(books: Ledger):
+    """Of every allocation the layer it belongs to, and how to find the one like it in another layer."""
+    place: dict[int, int] = {}
+    ordinal: dict[int, int] = {}
+    by_ordinal: dict[tuple[int, int], int] = {}
+    count: dict[int, int] = {}
+    for event in books.events:
+        if not event.size:
+            continue
+        number = event.allocation
+        layer = event.layer if event.layer is not None else books.layers.get(number)
+        if layer is None:
+            continue
+        place[number] = layer
+        if event.layer is not None:
+            ordinal[number] = count[layer] = count.get(layer, 0) + 1
+            by_ordinal[layer, ordinal[number]] = number
+    return place, lambda number, layer: by_ordinal.get((layer, ordinal.get(number, 0)), number)
+
+
+def _stack(layer: int | None) -> int | None:
+    return None if layer is None else layer // 10_000
+
+
+def _blocks(books: Ledger, period: int) -> dict[int, range]:
+    """Of every stack the layers that are repeated: the period before the last layer."""
+    deepest: dict[int, int] = {}
+    for event in books.events:
+        if event.layer is not None:
+            deepest[_stack(event.layer)] = max(deepest.get(_stack(event.layer), 0), event.layer)
+    return {stack: range(last - period, last) for stack, last in deepest.items() if last % 10_000 > period}
+
+
+def _stays(events: list[Event], blocks: dict[int, range]):
+    """Events by stay: in a block of layers, in another layer, or outside."""
+    stay: list[Event] = []
+    place: object = None
+    for event in events:
+        block = blocks.get(_stack(event.layer))
+        here = block if block is not None and event.layer in block else event.layer
+        if stay and here != place:
+            yield stay
+            stay = []
+        place = here
+        stay.append(event)
+    if stay:
+        yield stay
