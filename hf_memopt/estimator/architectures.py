@@ -22,8 +22,8 @@ def load_config(model):
 
     if isinstance(model, PretrainedConfig):
         return model
-    bundled = _FOLDER / f"{str(model).lower()}.json"
-    if bundled.is_file() and not Path(model).exists():
+    bundled = _bundled(str(model))
+    if bundled and not Path(model).exists():
         return AutoConfig.from_pretrained(bundled)
     if Path(model).exists() or "/" in str(model):
         with as_input_error(f"model {model!r}", ValueError, KeyError):
@@ -32,6 +32,15 @@ def load_config(model):
             except OSError as error:
                 raise _unknown(model, one_line(error)) from error
     raise _unknown(model, "no such folder or hub id")
+
+
+def _bundled(model: str) -> Path | None:
+    """The file of a bundled architecture, by its name or by the hub id that it was taken from."""
+    named = _FOLDER / f"{model.lower()}.json"
+    if named.is_file():
+        return named
+    source = f"https://huggingface.co/{model}/"
+    return next((path for path in sorted(_FOLDER.glob("*.json")) if source in path.read_text()), None) if "/" in model else None
 
 
 def _unknown(model, reason: str) -> InputError:

@@ -46,7 +46,8 @@ def fake_cluster(world_size: int, engine: str, ledger) -> Iterator[None]:
             elif engine == "fsdp2":
                 patches.enter_context(_fsdp(ledger))
             else:
-                patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", Replica))
+                replica = type("Replica", (Replica,), {"ledger": ledger})
+                patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", replica))
             yield
 
 
@@ -143,18 +144,25 @@ class Replica(torch.nn.Module):
     the model is wrapped; gradient_as_bucket_view, which would share them, is off by default.)
     """
 
+    ledger = None
+
     def __init__(self, module: torch.nn.Module, **kwargs):
         super().__init__()
         self.module = module
-        sizes: dict[torch.dtype, int] = {}
-        for weight in module.parameters():
-            if weight.requires_grad:
-                sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
         total = sum(weight.numel() * weight.element_size() for weight in module.parameters())
         start = torch.empty(min(total, _SYNC_BUFFER), dtype=torch.uint8)
         del start
-        shared = kwargs.get("gradient_as_bucket_view", False)
-        self.buckets = [] if shared else [torch.empty(size, dtype=dtype) for dtype, size in sizes.items()]
+        layers = {
+            id(weight): part.place_in_model[1]
+            for part in module.modules() if hasattr(part, "place_in_model") for weight in part.parameters()
+        }  # fmt: skip
+        self.buckets = []
+        for weight in module.parameters():
+            if weight.requires_grad and not kwargs.get("gradient_as_bucket_view"):
+                self.buckets.append(torch.empty(weight.numel(), dtype=weight.dtype))
+                self.ledger.classify(self.buckets[-1], "communication")
+                if id(weight) in layers:
+                    self.ledger.tag(self.buckets[-1], layers[id(weight)])
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

@@ -22,7 +22,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         accelerator: the job is meant for an accelerator, where optimizers step over all weights at once (foreach).
     """
     with (
-        mock.patch.object(torch.nn.Module, "to", _cast_in_place),
+        mock.patch.object(torch.nn.Module, "to", cast_in_place),
         # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
         mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
         _foreach(accelerator),
@@ -31,7 +31,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         yield
 
 
-def _cast_in_place(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
+def cast_in_place(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
     """Module.to without the move, which cannot swap fake weights; a cast keeps the parameter and changes its data."""
     dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
     if dtype is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -57,9 +58,11 @@ class Ledger(TorchDispatchMode):
         step: optimizer steps begun.
         peaks: segment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
         events: everything that was taken and given back on the device, in order.
+        segment_of_visit: the segment of each stay.
         layers: allocation -> index of the layer whose weight, gradient or optimizer state it holds.
         vocabulary: (vocabulary size, hidden size), by which logits are recognised.
         paused: what is made now is not booked.
+        kept_logits: bytes of one evaluation batch's logits, where they wait for metrics.
 
     Args:
         padded: batches hold padding.
@@ -73,9 +76,11 @@ class Ledger(TorchDispatchMode):
         self.step = 0
         self.peaks: dict[str, Peak] = {}
         self.events: list[Event] = []
+        self.segment_of_visit: list[str] = ["load"]
         self.layers: dict[int, int] = {}
         self.vocabulary = (0, 0)
         self.paused = False
+        self.kept_logits = 0
         self._segment = "load"
         self._layer: int | None = None
         self._visit = 0
@@ -101,6 +106,7 @@ class Ledger(TorchDispatchMode):
         self._segment = segment
         self._layer = layer
         self._visit += 1
+        self.segment_of_visit.append(segment)
         self._kind = kind or self._kind
         self._note_peak()
 
@@ -122,7 +128,9 @@ class Ledger(TorchDispatchMode):
             self.layers[booked[2]] = layer
 
     def restart(self) -> None:
-        """Drop the peaks of load and start, and begin them with what is alive now."""
+        """Drop what was booked of load and start, and begin them with what is alive now."""
+        alive = sorted((number, size) for size, kind, number in self._live.values() if kind != HOST)
+        self.events = [Event(number, size, self._visit, None) for number, size in alive]
         for segment in ("load", "start"):
             self.peaks.pop(segment, None)
             self.enter(segment)
@@ -131,7 +139,9 @@ class Ledger(TorchDispatchMode):
         """Book a tensor's storage, unless it is booked already, empty, or a real tensor without bytes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if self.paused or key in self._live or storage.nbytes() == 0 or tensor.device.type == "meta":
+        if key in self._live or self.paused or storage.nbytes() == 0:
+            return
+        if not isinstance(tensor, FakeTensor) and tensor.device.type == "meta":
             return
         kind = "logits" if self._is_logits(tensor) else self._kind
         self._book(key, storage.nbytes(), kind)
@@ -182,7 +192,9 @@ class Ledger(TorchDispatchMode):
             self.peaks[self._segment] = Peak(self._total, by_kind, max(self._totals[HOST], peak.host if peak else 0))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind.__name__ == "DTensor" for kind in types):
+        if func is _DEVICE:  # two thirds of all calls
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if types and any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a shard of a larger tensor: its own operators come here again, on the shard
         if self._fake and func in _SCALARS:
             return self._plausible(args[0])
@@ -191,7 +203,10 @@ class Ledger(TorchDispatchMode):
                 return self._opened[func](*args, **(kwargs or {}))
         out = self._replaced.get(func, func)(*args, **(kwargs or {}))
         before = self._allocations
-        tree_map_only(torch.Tensor, self.add, out)
+        if isinstance(out, torch.Tensor):
+            self.add(out)
+        else:
+            tree_map_only(torch.Tensor, self.add, out)
         if self._fake:
             if self._allocations > before and self.phase == "optimizer":
                 self._inherit(args, out)
@@ -226,6 +241,7 @@ class Ledger(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _SCALARS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
 _ALL = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
 

@@ -39,6 +39,13 @@ def batch_bytes(job) -> int:
     return total
 
 
+def add_kept_logits(peaks: dict[str, Peak], size: int) -> None:
+    """Logits that wait on the device until all of an evaluation's batches are done."""
+    for name, peak in peaks.items():
+        if size and name.startswith("eval"):
+            grow(peak, "logits", size)
+
+
 def add_save(peaks: dict[str, Peak]) -> None:
     """Saving needs no more on the device than what is there between two steps."""
     steady = peaks["between"]

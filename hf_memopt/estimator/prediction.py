@@ -12,7 +12,7 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths, with_depth
 from hf_memopt.estimator.ledger import KINDS, Ledger, Peak
 from hf_memopt.estimator.model import batch_of, make_model, task_of
-from hf_memopt.estimator.replay import reserved_peak
+from hf_memopt.estimator.replay import replay
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
 from hf_memopt.files import shipped
@@ -118,19 +118,23 @@ def traced(job: TracedJob) -> Ledger:
         raise InputError(f"the job cannot be traced: {one_line(error)}") from error
 
 
-def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int) -> Estimate:
+def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int, kept_batches: int = 0) -> Estimate:
     """The answer, with what traces on the CPU cannot see added.
 
     Args:
         job: a Job, or what has its fields.
         peaks: at full depth.
         books: of a model with `added` × `period` layers fewer.
+        kept_batches: evaluation batches, beyond those traced, whose logits wait on the device.
     """
     overheads.add_prefetched(peaks, job)
+    overheads.add_kept_logits(peaks, books.kept_logits * kept_batches)
     overheads.add_save(peaks)
     overheads.add_workspace(peaks, job.device)
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
-    reserved = reserved_peak(books, period, added, peak.total, job.device)
+    replayed = replay(books, period, added, job.device)
+    # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
+    reserved = max(peak.total, replayed.reserved + peak.total - replayed.allocated)
     return Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=reserved,
@@ -143,6 +147,7 @@ def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int) 
         capacity_bytes=job.device.memory,
         training_arguments=job.fields,
         notes=overheads.notes(job),
+        timeline=replayed.timeline,
     )  # fmt: skip
 
 
@@ -170,7 +175,7 @@ def describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementa
     _check_length(config, seq_len)
     fields = fields_of(args)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
-    engine = _engine(fields, strategy, world_size)
+    engine = engine_of(fields, strategy, world_size)
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
@@ -227,7 +232,8 @@ def deepspeed_config(given: dict | str) -> dict:
     return read_json(given)
 
 
-def _engine(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:
+def engine_of(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:
+    """none, ddp, fsdp2 or deepspeed."""
     if strategy and strategy not in _PARALLEL:
         fields["deepspeed"] = deepspeed_config(strategy)
     if fields.get("deepspeed"):

@@ -6,12 +6,17 @@ smallest free block that is large enough is taken, and split where enough remain
 joined. With expandable_segments there is one segment for small and one for large blocks, which grows at its end.
 """
 
+import re
 from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
 
 from hf_memopt.estimator.ledger import Event, Ledger
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20
+_POSITION = re.compile(r"\b(first|between|last)\b")
+_POINTS = 2000  # of a timeline
 _BLOCK = 512
 _SMALL = _MIB  # bytes; the largest request that is served from small segments
 _PAGES = {"small": 2 * _MIB, "large": 20 * _MIB}
@@ -144,36 +149,55 @@ class CachingAllocator:
                     insort(free, (block.size, block.address))
 
 
-def reserved_peak(books: Ledger, period: int, added: int, allocated: int, device: Hardware,
-                  expandable: bool | None = None) -> int:  # fmt: skip
-    """Bytes that the allocator reserves at most; those allocated where there is no caching allocator.
+@dataclass(frozen=True)
+class Replay:
+    """A job's memory over time.
+
+    Attributes:
+        allocated: bytes at most.
+        reserved: bytes that the caching allocator takes from the device at most.
+        timeline: the highest bytes of equal stretches of time, each with the segment it ended in.
+    """
+
+    allocated: int
+    reserved: int
+    timeline: tuple[tuple[str, int], ...]
+
+
+def replay(books: Ledger, period: int, added: int, device: Hardware, expandable: bool | None = None) -> Replay:
+    """Run a job's events through the allocator.
 
     Args:
         books: of a model with `added` × `period` layers fewer.
-        allocated: the predicted peak, below which the answer never is.
         expandable: by default as this project's presets set it, wherever CUDA has it.
     """
-    if device.backend not in ("cuda", "rocm"):
-        return allocated
+    caching = device.backend in ("cuda", "rocm")
     expandable = device.backend == "cuda" if expandable is None else expandable
     allocator = CachingAllocator(expandable, device.memory)
-    blocks: dict[tuple[int, int], tuple[_Block, int]] = {}
-    live = highest = 0
-    for name, size in stretched(books, period, added):
+    blocks: dict[tuple[int, int], tuple[_Block | None, int]] = {}
+    live, heights, visits = 0, [], []
+    for name, size, visit in stretched(books, period, added):
         if size:
-            blocks[name] = (allocator.allocate(size), size)
+            blocks[name] = (allocator.allocate(size) if caching else None, size)
             live += size
-            highest = max(highest, live)
         elif name in blocks:
             block, size = blocks.pop(name)
             live -= size
-            allocator.release(block)
-    # What was added to the trace's peak (prefetched batches, workspaces) is reserved too.
-    return max(allocated, allocator.peak + allocated - highest)
+            if block is not None:
+                allocator.release(block)
+        heights.append(live)
+        visits.append(visit)
+    highest = max(heights, default=0)
+    width = max(1, len(heights) // _POINTS)
+    timeline = tuple(
+        (books.segment_of_visit[visits[min(at + width, len(visits)) - 1]], max(heights[at : at + width]))
+        for at in range(0, len(heights), width)
+    )
+    return Replay(highest, max(highest, allocator.peak), timeline)
 
 
 def stretched(books: Ledger, period: int, added: int):
-    """The events of a deep model from those of a shallow one: yields (name, bytes), 0 bytes to give it back.
+    """The events of a deep model from those of a shallow one: yields (name, bytes, visit), 0 bytes to give it back.
 
     Layers far from both ends are alike: the n-th allocation in one is the n-th allocation in the next. One period of
     them, the block, is repeated: where a layer gives back what a neighbour took, its copy gives back what the
@@ -210,28 +234,34 @@ def stretched(books: Ledger, period: int, added: int):
         for copy in (0,) if block is None else range(added + 1) if upwards else range(added, -1, -1):
             for event in stay:
                 for name in named(event, copy, block, here):
-                    yield name, event.size
+                    yield name, event.size, event.visit
         layer_before = here
 
 
 def _places(books: Ledger):
-    """Of every allocation the layer it belongs to, and how to find the one like it in another layer."""
+    """Of every allocation the layer it belongs to, and how to find the one like it in another layer: the n-th of the
+    layer's m-th stay in a segment of that kind."""
     place: dict[int, int] = {}
-    ordinal: dict[int, int] = {}
-    by_ordinal: dict[tuple[int, int], int] = {}
-    count: dict[int, int] = {}
+    like: dict[int, tuple[str, int, int]] = {}
+    found: dict[tuple[int, str, int, int], int] = {}
+    stays: dict[tuple[int, str], int] = defaultdict(int)
+    visit, count, kind = -1, 0, ""
     for event in books.events:
+        number, layer = event.allocation, event.layer
+        if layer is not None and event.visit != visit:
+            visit, count = event.visit, 0
+            kind = _POSITION.sub("", books.segment_of_visit[visit])
+            stays[layer, kind] += 1
         if not event.size:
             continue
-        number = event.allocation
-        layer = event.layer if event.layer is not None else books.layers.get(number)
-        if layer is None:
-            continue
-        place[number] = layer
-        if event.layer is not None:
-            ordinal[number] = count[layer] = count.get(layer, 0) + 1
-            by_ordinal[layer, ordinal[number]] = number
-    return place, lambda number, layer: by_ordinal.get((layer, ordinal.get(number, 0)), number)
+        if layer is not None:
+            place[number] = layer
+            like[number] = (kind, stays[layer, kind], count)
+            found[layer, *like[number]] = number
+            count += 1
+        elif number in books.layers:
+            place[number] = books.layers[number]
+    return place, lambda number, layer: found.get((layer, *like.get(number, ("", 0, 0))), number)
 
 
 def _stack(layer: int | None) -> int | None:

@@ -1,6 +1,6 @@
 """The answer: a peak, when it comes, what it consists of, and whether it fits."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -19,6 +19,7 @@ class Estimate:
         capacity_bytes: what the device offers to a job; None where it is not known.
         training_arguments: as resolved.
         notes: what the number does and does not cover.
+        timeline: bytes over two steps in equal stretches, each with its phase; not part of to_dict().
     """
 
     peak_allocated_bytes: int
@@ -31,6 +32,7 @@ class Estimate:
     capacity_bytes: int | None
     training_arguments: dict[str, Any]
     notes: tuple[str, ...]
+    timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property
     def fits(self) -> bool | None:
@@ -39,7 +41,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as one JSON object."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {
+        told = (item.name for item in fields(self) if item.name != "timeline")
+        return {name: getattr(self, name) for name in told} | {
             "fits": self.fits,
             "notes": list(self.notes),
         }

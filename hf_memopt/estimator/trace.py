@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import logging
 import random
 import tempfile
@@ -214,8 +215,10 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
             layers = [layer for stack in stacks for layer in stack]
             fully_shard_model(model, layers, trainer.optimizer, mesh, job.fields.get("bf16"), job.fields.get("fp16"))
             for weight in model.parameters():
-                shard = getattr(weight, "_local_tensor", weight)
-                ledger.classify(shard, "parameters")
+                ledger.classify(getattr(weight, "_local_tensor", weight), "parameters")
+            for layer in layers:
+                for weight in layer.parameters():
+                    ledger.tag(getattr(weight, "_local_tensor", weight), layer.place_in_model[1])
             ledger.restart()  # accelerate shards on the meta device: a whole model is never on the card
             return model
 
@@ -300,10 +303,13 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
     model = trainer.model if job.engine in ("none", "ddp") else trainer.model_wrapped
     model.eval()
+    reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
     kept = []
     for _ in range(min(job.kept_logits, 2) or 1):
         inputs = trainer._prepare_inputs(_collator(batch)(None))
-        kept.append(trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits))
+        _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
+        kept.append(logits if reduce is None or logits is None else reduce(logits, labels))
+    ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(kept[0]))
     ledger.begin("between", "other")
 
 
@@ -352,6 +358,7 @@ def _globals_kept():
     ]
     for state, _ in shared:
         state.clear()
+    gc.freeze()  # the Trainer collects garbage several times, each time looking at every module that was imported
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     python, numbers = random.getstate(), numpy.random.get_state()
     zero_config = deepspeed._hf_deepspeed_config_weak_ref
@@ -359,6 +366,7 @@ def _globals_kept():
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
             yield
     finally:
+        gc.unfreeze()
         random.setstate(python)
         numpy.random.set_state(numbers)
         deepspeed._hf_deepspeed_config_weak_ref = zero_config

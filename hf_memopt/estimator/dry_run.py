@@ -1,0 +1,123 @@
+"""Run someone's training script up to trainer.train(), with weights never loaded."""
+
+import contextlib
+import os
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.fake_world import cast_in_place
+from hf_memopt.estimator.model import quantize
+
+
+class Ready(BaseException):
+    """The script called train(). Not an Exception, so that a script's own handlers let it pass."""
+
+    def __init__(self, trainer):
+        super().__init__()
+        self.trainer = trainer
+
+
+def trainer_of(script: str, arguments: list[str]):
+    """The Trainer that a script builds, caught when it is about to train.
+
+    from_pretrained and from_config give models of fake tensors; evaluation before training is skipped; the folders
+    that a Trainer makes for its output are removed again.
+
+    Raises:
+        InputError: there is no such script, it fails, or it never trains.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise InputError(f"{script}: no such file")
+    with _script_environment(path, arguments), _fake_models(), _caught():
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except Ready as ready:
+            return ready.trainer
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise InputError(f"{script} ended with exit code {left.code} before trainer.train()") from left
+    raise InputError(f"{script} ended without calling train() of a transformers Trainer")
+
+
+@contextlib.contextmanager
+def _script_environment(path: Path, arguments: list[str]):
+    """Arguments, import path and standard output as the script would have them, its output on standard error."""
+    with (
+        mock.patch.object(sys, "argv", [str(path), *arguments]),
+        mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_models():
+    from transformers import PreTrainedModel
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    real = PreTrainedModel._from_config.__func__
+
+    def from_config(cls, config, **kwargs):
+        with mode, mock.patch.object(torch.nn.Module, "to", cast_in_place):
+            return real(cls, config, **kwargs)
+
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, dtype="auto", torch_dtype=None,
+                        attn_implementation=None, quantization_config=None, **kwargs):  # fmt: skip
+        if config is None:
+            config = cls.config_class.from_pretrained(pretrained_model_name_or_path)
+        dtype = torch_dtype or dtype or "auto"
+        dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        model = from_config(cls, config, dtype=dtype, **attention)
+        if quantization_config is not None:
+            with mode:
+                quantize(model, quantization_config)
+        model.name_or_path = str(pretrained_model_name_or_path)
+        return model.eval()
+
+    with (
+        mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+        mock.patch.object(PreTrainedModel, "_from_config", classmethod(from_config)),
+        mock.patch.object(torch.nn.Module, "to", cast_in_place),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _caught():
+    from transformers import Trainer
+
+    start = Trainer.__init__
+
+    def init(self, *args, **kwargs):
+        made: list[Path] = []
+        makedirs = os.makedirs
+
+        def remember(name, *rest, **more):
+            folder = Path(name)
+            made.extend(part for part in (folder, *folder.parents) if not part.exists())
+            makedirs(name, *rest, **more)
+
+        with mock.patch.object(os, "makedirs", remember):
+            start(self, *args, **kwargs)
+        for folder in made:
+            with contextlib.suppress(OSError):  # something else is in it by now
+                folder.rmdir()
+
+    def train(self, *args, **kwargs):
+        raise Ready(self)
+
+    with (
+        mock.patch.object(Trainer, "__init__", init),
+        mock.patch.object(Trainer, "train", train),
+        mock.patch.object(Trainer, "evaluate", lambda self, *args, **kwargs: {}),
+    ):
+        yield

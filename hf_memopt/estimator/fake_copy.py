@@ -1,0 +1,48 @@
+"""A copy of a model, real or fake, that has shapes and no bytes, and as many layers as are wanted."""
+
+import copy
+
+import torch
+
+from hf_memopt.estimator.depth import layers_of, with_depth
+
+
+def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: int) -> torch.nn.Module:
+    """Called in the fake world.
+
+    Args:
+        lists: the model's lists of repeated layers.
+        depth: layers that are kept of each, from the first on.
+    """
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = _fake(tensor)
+    if depth < layers_of(model.config):
+        for config in {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values():
+            if getattr(config, "num_hidden_layers", None) == layers_of(model.config):
+                memo[id(config)] = with_depth(config, depth)
+        for layers in lists:
+            memo[id(layers)] = torch.nn.ModuleList(copy.deepcopy(layer, memo) for layer in layers[:depth])
+    return copy.deepcopy(model, memo)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return empty
+    weight = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:  # a 4-bit weight of bitsandbytes
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+        vars(weight).update({name: getattr(tensor, name) for name in names}, quant_state=_fake_state(state))
+    return weight
+
+
+def _fake_state(state):
+    state = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            setattr(state, name, torch.empty(value.size(), dtype=value.dtype))
+    if getattr(state, "state2", None) is not None:
+        state.state2 = _fake_state(state.state2)
+    return state

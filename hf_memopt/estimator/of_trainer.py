@@ -1,0 +1,130 @@
+"""estimate_trainer(): the peak of a Trainer that stands ready to train."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
+from hf_memopt.estimator.fake_copy import fake_copy
+from hf_memopt.estimator.prediction import engine_of, evaluates, fields_of, report, traced
+from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.trace import TracedJob, repeated_layers
+from hf_memopt.hardware import Hardware, get_hardware
+
+_ROWS_LOOKED_AT = 10_000
+
+
+@dataclass(frozen=True)
+class TrainerJob:
+    """A Trainer's job, as far as memory is concerned (the fields are those of prediction.Job)."""
+
+    config: Any
+    fields: dict[str, Any]
+    device: Hardware
+    quantization: Any
+    world_size: int
+    engine: str
+    batch: dict
+    task: str = "the trainer's own"
+
+
+def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int | None = None,
+                     strategy: str | None = None) -> Estimate:  # fmt: skip
+    """Predict the peak memory of `trainer.train()`, for any Trainer or subclass, which stays as it is.
+
+    A copy of the trainer, with its class, arguments, optimizer and collator, trains a fake copy of its model on the
+    largest batch that its data set gives. Its callbacks are left out: they may write or send.
+
+    Args:
+        trainer: a transformers.Trainer that has not been trained yet.
+        hardware: a name in the catalog.
+        world_size, strategy: as in estimate(); by default those of the trainer's arguments.
+
+    Raises:
+        InputError: the trainer has no model or no data, or is of a kind that is not modelled.
+    """
+    device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
+    model, args = trainer.model, trainer.args
+    if model is None or not hasattr(model, "config"):
+        raise InputError("trainer.model must be a transformers or peft model")
+    fields = fields_of(args)
+    world_size = world_size or args.world_size
+    batch, padded = _largest_batch(trainer)
+    job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
+                     engine_of(fields, strategy, world_size), batch)  # fmt: skip
+    lists = _layer_lists(model)
+    kept_batches = _batches_kept_for_metrics(trainer)
+
+    def at(depth: int) -> TracedJob:
+        return TracedJob(
+            make_model=lambda: fake_copy(model, lists, depth), fields=fields, batch=batch,
+            accelerator=device.backend != "cpu", padded=padded, world_size=world_size, engine=job.engine,
+            evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
+            trainer=trainer,
+        )  # fmt: skip
+
+    depths = shallow_depths(model.config) if lists else (layers_of(model.config),)
+    books = []
+
+    def peaks_at(depth: int):
+        books.append(traced(at(depth)))
+        return books[-1].peaks
+
+    peaks = at_full_depth(model.config, peaks_at, depths)
+    period = 1 if len(depths) == 1 else depths[1] - depths[0]
+    added = (layers_of(model.config) - depths[-1]) // period
+    return report(job, peaks, books[-1], period, added, max(0, kept_batches - 2))
+
+
+def _layer_lists(model) -> list[torch.nn.ModuleList]:
+    """The ModuleLists that hold the repeated layers; none where they are not as many as the configuration says."""
+    stacks = [{id(layer) for layer in stack} for stack in repeated_layers(model)]
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    found = [module for module in lists if {id(layer) for layer in module} in stacks]
+    return found if all(len(module) == layers_of(model.config) for module in found) else []
+
+
+def _largest_batch(trainer) -> tuple[dict, bool]:
+    """The tensors of the micro-batch with the longest samples, and whether it holds padding."""
+    if trainer.train_dataset is None:
+        raise InputError("trainer.train_dataset is None: the estimate needs samples to know the batch's size")
+    loader = trainer.get_train_dataloader()
+    trainer.accelerator._dataloaders.clear()
+    micro = trainer.args.per_device_train_batch_size
+    data = loader.dataset
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        rows = [data[index] for index in _longest(data, micro)]
+        batch = loader.collate_fn(rows)
+    else:
+        batch = next(iter(loader), None)
+    tensors = {name: value for name, value in dict(batch or {}).items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise InputError("the trainer's collator returns no tensors for its longest samples")
+    mask = tensors.get("attention_mask")
+    padded = mask is not None and not bool(mask.all())
+    return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}, padded
+
+
+def _longest(data, count: int) -> list[int]:
+    """Indices of the samples with the most tokens, the largest tensors where there are no tokens."""
+    looked_at = min(len(data), _ROWS_LOOKED_AT)
+
+    def length(index: int) -> int:
+        row = data[index]
+        ids = row.get("input_ids") if hasattr(row, "get") else None
+        return len(ids) if ids is not None else 0
+
+    order = sorted(range(looked_at), key=length, reverse=True)
+    return (order * math.ceil(count / max(1, len(order))))[:count]
+
+
+def _batches_kept_for_metrics(trainer) -> int:
+    """Evaluation batches whose logits wait on the device for compute_metrics; 0 where none do."""
+    if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
+        return 0
+    size = trainer.args.per_device_eval_batch_size
+    batches = math.ceil(len(trainer.eval_dataset) / size) if hasattr(trainer.eval_dataset, "__len__") else 1
+    return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))
