@@ -13,6 +13,8 @@ _HOME = {
     "Preset": "hf_memopt.presets",
     "estimate": "hf_memopt.estimator",
     "Estimate": "hf_memopt.estimator",
+    "estimate_trainer": "hf_memopt.estimator",
+    "list_architectures": "hf_memopt.estimator",
     "detect": "hf_memopt.hardware",
     "get_hardware": "hf_memopt.hardware",
     "list_hardware": "hf_memopt.hardware",

@@ -44,25 +44,55 @@ def show(
     show_one(preset, method, strategy, json)
 
 
-@app.command(epilog="Example: hf-memopt estimate Qwen/Qwen3-8B --preset a100_80gb --method lora --seq-len 4096")
+Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a file.")]
+
+
+@app.command(epilog="Example: hf-memopt estimate llama-3.1-8b --preset a100_80gb --method lora --seq-len 4096")
 def estimate(
-    model: Annotated[str, typer.Argument(help="Hub id, folder or config.json of a causal language model.")],
+    model: Annotated[
+        str, typer.Argument(help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json.")
+    ],
     preset: Annotated[str, typer.Option(help="A name from `hf-memopt presets`, or auto.")] = "auto",
     method: Method = "full",
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Devices that train together. Default: the preset's.")] = None,
+    strategy: Strategy = None,
     hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="TrainingArguments field, dtype, attn_implementation or lora.KEY."
-        ),
+            "--set", metavar="KEY=VALUE",
+            help="TrainingArguments field, dtype, attn_implementation, task, lora.KEY, quantization.KEY, or deepspeed "
+                 "(a shipped JSON's name, or a file).",
+        ),  # fmt: skip
     ] = None,
+    levers: Annotated[
+        bool, typer.Option("--levers", help="Also say what would save most; always said where the job does not fit.")
+    ] = False,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Predict the peak memory of a job on one device, without its weights; exit code 1 if it does not fit."""
+    """Predict the peak memory of a job, without its weights or its device; exit code 1 if it does not fit."""
     from hf_memopt.cli.estimate import run_estimate
 
-    raise typer.Exit(run_estimate(model, preset, method, seq_len, hardware, settings or [], json))
+    done = run_estimate(model, preset, method, seq_len, world_size, strategy, hardware, settings or [], levers, plot,
+                        json)  # fmt: skip
+    raise typer.Exit(done)
+
+
+@app.command(epilog="Example: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16")
+def dry_run(
+    script: Annotated[str, typer.Argument(help="A training script that uses transformers' Trainer, unchanged.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
+    hardware: Annotated[str, typer.Option(help="Device to fit on. Default: this machine's.")] = "auto",
+    world_size: Annotated[int | None, typer.Option(help="Devices that train together. Default: the script's.")] = None,
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
+    """Run a script up to trainer.train(), with weights never loaded, and predict the peak memory of its job."""
+    from hf_memopt.cli.estimate import run_dry_run
+
+    raise typer.Exit(run_dry_run(script, arguments or [], hardware, world_size, plot, json))
 
 
 @app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")

@@ -1,6 +1,6 @@
-"""`hf-memopt estimate`: will it fit, before anything runs."""
+"""`hf-memopt estimate` and `hf-memopt dry-run`: will it fit, before anything runs."""
 
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import yaml
@@ -10,63 +10,106 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.presets import DTYPES, Preset, get_preset
 
-_OWN = ("dtype", "attn_implementation")
+_OWN = ("dtype", "attn_implementation", "task")
 
 
-def run_estimate(model, preset_name, method, seq_len, hardware, settings, as_json) -> int:
+def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
+                 as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
-    from hf_memopt.estimator import estimate
+    from hf_memopt.estimator.prediction import describe, estimate_job
+    from hf_memopt.estimator.savings import largest_savings
     from hf_memopt.hardware import get_hardware
     from hf_memopt.presets.arguments import resolve
 
-    preset = get_preset(preset_name, method)
-    if method == "qlora" or preset.processes > 1:
-        what = "4-bit weights are" if method == "qlora" else f"{preset.processes} devices are"
-        raise InputError(f"{what} not modelled yet: estimate method full or lora on one device")
-    fields, lora, own = _split(settings)
+    preset = get_preset(preset_name, method, strategy)
+    given, lora, quantization, own = _split(settings)
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
-    length = seq_len or preset.seq_len
     device = get_hardware(hardware) if hardware else preset.hardware
-    resolved = resolve(preset, preset.processes, fields)
-    peft_config = preset.peft_config(**lora)
-    found = estimate(model, resolved, length, device, peft_config, preset.dtype, own.get("attn_implementation"))
+    world_size = preset.processes if world_size is None else world_size
+    if world_size < 1:
+        raise InputError(f"--world-size {world_size} must be at least 1")
+    zero = given.pop("deepspeed", None)
+    resolved = resolve(preset, world_size, given) | ({"deepspeed": zero} if zero else {})
+    resolved.setdefault("deepspeed", preset.deepspeed_config())
+    job = describe(
+        model, resolved, seq_len or preset.seq_len, device, preset.peft_config(**lora), preset.dtype,
+        own.get("attn_implementation"), False, _quantization_config(preset, quantization), world_size,
+        preset.strategy if preset.strategy in ("ddp", "fsdp2") else None, own.get("task"),
+    )  # fmt: skip
+    found = estimate_job(job)
+    savings = largest_savings(job, found) if levers or found.fits is False else []
+    if plot_file:
+        from hf_memopt.estimator.plot import plot
+
+        plot(found, plot_file, f"{model}, {method}, {job.seq_len} tokens, {device.label}")
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | {"levers": [asdict(saving) for saving in savings]})
     else:
-        _print(model, preset, length, device, found)
+        batch = f"{job.fields['per_device_train_batch_size']} × {job.seq_len} tokens"
+        devices = f"{world_size} × " if world_size > 1 else ""
+        _print(f"{model}, {preset.method}, {batch} on {devices}{device.label}", found, savings)
     return 1 if found.fits is False else 0
 
 
-def _split(settings: list[str]) -> tuple[dict, dict, dict]:
-    """KEY=VALUE words into TrainingArguments fields, LoraConfig fields and what is neither."""
-    fields: dict[str, Any] = {}
-    lora: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> int:
+    """Print the estimate of a script's job; 0 if it fits or cannot be told, 1 if it does not fit."""
+    from hf_memopt.estimator import estimate_trainer
+    from hf_memopt.estimator.dry_run import trainer_of
+
+    found = estimate_trainer(trainer_of(script, arguments), hardware, world_size)
+    if plot_file:
+        from hf_memopt.estimator.plot import plot
+
+        plot(found, plot_file, script)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print(script, found, [])
+    return 1 if found.fits is False else 0
+
+
+def _quantization_config(preset: Preset, changed: dict[str, Any]):
+    if preset.method != "qlora":
+        if changed:
+            raise InputError("quantization.* applies to method=qlora only")
+        return None
+    from transformers import BitsAndBytesConfig
+
+    settings = {**preset.quantization(), **changed}
+    known = set(BitsAndBytesConfig().to_dict())
+    for name in changed.keys() - known:
+        raise choose("key of quantization", name, known)
+    return BitsAndBytesConfig(**settings)
+
+
+def _split(settings: list[str]) -> tuple[dict, dict, dict, dict]:
+    """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, and what is neither."""
+    found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}}
     for word in settings:
         key, equals, text = word.partition("=")
         if not equals:
             raise InputError(f"--set {word}: write it as KEY=VALUE")
-        value = yaml.safe_load(text)
-        if key.startswith("lora."):
-            lora[key.removeprefix("lora.")] = value
-        elif key in _OWN:
-            own[key] = value
-        else:
-            fields[key] = value
-    if "dtype" in own and own["dtype"] not in DTYPES:
-        raise choose("dtype", str(own["dtype"]), DTYPES)
-    return fields, lora, own
+        prefix, dot, name = key.partition(".")
+        if dot and prefix not in ("lora", "quantization"):
+            raise InputError(f"--set {word}: only lora. and quantization. have keys of their own")
+        group = prefix if dot else "own" if key in _OWN else ""
+        found[group][name if dot else key] = yaml.safe_load(text)
+    dtype = found["own"].get("dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise choose("dtype", str(dtype), DTYPES)
+    return found[""], found["lora"], found["quantization"], found["own"]
 
 
-def _print(model, preset: Preset, length: int, device, found) -> None:
+def _print(job: str, found, savings) -> None:
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[found.fits]
-    print(
-        f"{model}, {preset.method}, {found.training_arguments['per_device_train_batch_size']} × {length} tokens "
-        f"on {device.label}: {gib(found.peak_allocated_bytes)} of {gib(found.capacity_bytes)} predicted, {verdict}"
-    )
-    print_table(
-        f"at the peak, in {found.phase}", ("what", "predicted"),
-        [(kind.replace("_", " "), gib(size)) for kind, size in found.breakdown.items() if size],
-    )  # fmt: skip
+    print(f"{job}: {gib(found.device_bytes)} of {gib(found.capacity_bytes)} predicted, {verdict}")
+    rows = [(kind.replace("_", " "), gib(size)) for kind, size in found.breakdown.items() if size]
+    print_table(f"at the peak, in {found.phase}", ("what", "predicted"), rows)
+    names = [item.name for item in fields(found) if item.name.endswith("_bytes") and item.name != "capacity_bytes"]
+    totals = [(name.removesuffix("_bytes").replace("_", " "), gib(getattr(found, name))) for name in names]
+    print_table("altogether", ("what", "predicted"), totals)
+    if savings:
+        rows = [(one.change, gib(one.saved_bytes), {True: "yes", False: "no", None: ""}[one.fits]) for one in savings]
+        print_table("what would save most", ("change", "predicted saving", "then it fits"), rows)
     for note in found.notes:
         print(f"note: {note}")

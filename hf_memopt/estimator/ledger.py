@@ -121,11 +121,16 @@ class Ledger(TorchDispatchMode):
         self._totals[kind] += size
         self._total += size * ((old == HOST) - (kind == HOST))
 
-    def tag(self, tensor: torch.Tensor, layer: int) -> None:
+    def tag(self, tensor: torch.Tensor, layer: int | None) -> None:
         """Say which layer's weight, gradient or optimizer state a storage holds."""
         booked = self._live.get(tensor.untyped_storage()._cdata)
-        if booked:
+        if booked and layer is not None:
             self.layers[booked[2]] = layer
+
+    def layer_of(self, tensor: torch.Tensor) -> int | None:
+        """The layer that a storage was said to belong to."""
+        booked = self._live.get(tensor.untyped_storage()._cdata)
+        return self.layers.get(booked[2]) if booked else None
 
     def restart(self) -> None:
         """Drop what was booked of load and start, and begin them with what is alive now."""

@@ -9,7 +9,7 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
-from hf_memopt.estimator.prediction import engine_of, evaluates, fields_of, report, traced
+from hf_memopt.estimator.prediction import engine_of, evaluates, fields_of, missing_layers, report, traced
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware
@@ -74,9 +74,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
         return books[-1].peaks
 
     peaks = at_full_depth(model.config, peaks_at, depths)
-    period = 1 if len(depths) == 1 else depths[1] - depths[0]
-    added = (layers_of(model.config) - depths[-1]) // period
-    return report(job, peaks, books[-1], period, added, max(0, kept_batches - 2))
+    return report(job, peaks, books[-1], *missing_layers(model.config, depths), max(0, kept_batches - 2))
 
 
 def _layer_lists(model) -> list[torch.nn.ModuleList]:

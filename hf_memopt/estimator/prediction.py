@@ -93,17 +93,26 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
     """
     job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
                    quantization_config, world_size, strategy, task)  # fmt: skip
-    depths = shallow_depths(job.config)
+    return estimate_job(job)
+
+
+def estimate_job(job: Job) -> Estimate:
+    """estimate() of a job that is described already."""
     books: list[Ledger] = []
 
     def peaks_at(depth: int) -> dict[str, Peak]:
         books.append(traced(job.at(depth)))
         return books[-1].peaks
 
+    depths = shallow_depths(job.config)
     peaks = at_full_depth(job.config, peaks_at, depths)
-    added = 0 if len(depths) == 1 else (layers_of(job.config) - depths[1]) // (depths[1] - depths[0])
+    return report(job, peaks, books[-1], *missing_layers(job.config, depths))
+
+
+def missing_layers(config, depths: tuple[int, ...]) -> tuple[int, int]:
+    """The period of a model's layers, and how many periods the deepest of its traces lacks."""
     period = 1 if len(depths) == 1 else depths[1] - depths[0]
-    return report(job, peaks, books[-1], period, added)
+    return period, (layers_of(config) - depths[-1]) // period
 
 
 def traced(job: TracedJob) -> Ledger:

@@ -20,12 +20,14 @@ from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
 from hf_memopt.estimator.ledger import Ledger
 
-_STEPS = 2  # the first makes the optimizer's states, the second is what every further step looks like
+# The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
+# optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
+_STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "deepspeed": 2}
 _ACCUMULATED = 2  # more micro-batches change nothing but the number of prefetched ones
 _STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 # What cannot matter to a step's memory, or cannot run without a device or files.
 _NEUTRAL: dict[str, Any] = {
-    "use_cpu": True, "max_steps": _STEPS, "num_train_epochs": 1, "save_strategy": "no", "eval_strategy": "no",
+    "use_cpu": True, "num_train_epochs": 1, "save_strategy": "no", "eval_strategy": "no",
     "eval_on_start": False, "logging_strategy": "no", "report_to": "none", "disable_tqdm": True,
     "dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False,
     "dataloader_pin_memory": False, "dataloader_drop_last": False, "remove_unused_columns": False,
@@ -129,6 +131,7 @@ def _arguments(job: TracedJob, folder: str):
     kind = TrainingArguments if job.trainer is None else type(job.trainer.args)
     known = {item.name for item in dataclasses.fields(kind) if item.init}
     fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
+    fields["max_steps"] = _STEPS[job.engine]
     if job.engine != "deepspeed":
         fields["deepspeed"] = None
     if fields.pop("fp16", False):  # autocast to fp16 runs on accelerators only; the tensors are as large in bf16
@@ -158,7 +161,7 @@ def _make_trainer(job: TracedJob, model, args):
     from transformers import PrinterCallback, Trainer
 
     micro = args.per_device_train_batch_size
-    data = _Samples(micro * args.gradient_accumulation_steps * _STEPS * job.world_size)
+    data = _Samples(micro * args.gradient_accumulation_steps * args.max_steps * job.world_size)
     if job.trainer is None:
         trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=_collator(job.batch))
         trainer.remove_callback(PrinterCallback)
@@ -323,10 +326,23 @@ def _phases():
             self.ledger = ledger
             self.trainer = trainer
 
-        def on_train_begin(self, *args, **kwargs):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
             engine = self.trainer.model_wrapped
             if hasattr(engine, "zero_optimization"):
                 follow_engine(engine, self.ledger)
+            elif args.max_steps == 1:
+                self._make_states(optimizer, args, state, control)
+
+        def _make_states(self, optimizer, *state) -> None:
+            self.ledger.begin("backward", "gradients")
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.grad = torch.empty_like(weight)
+                    self.ledger.tag(weight.grad, self.ledger.layer_of(weight))
+            self.on_pre_optimizer_step()
+            optimizer.optimizer.step()
+            self.on_optimizer_step(*state, optimizer=optimizer)
+            optimizer.optimizer.zero_grad()
 
         def on_step_begin(self, *args, **kwargs):
             self.ledger.step += 1

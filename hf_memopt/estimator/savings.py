@@ -1,0 +1,71 @@
+"""What would save most: the job estimated again with one setting changed."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.prediction import Job, estimate_job
+from hf_memopt.estimator.report import Estimate
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One change and what it is predicted to save.
+
+    Attributes:
+        change: in the words of TrainingArguments.
+        saved_bytes: of the device's peak.
+        fits: whether the job fits with it.
+    """
+
+    change: str
+    saved_bytes: int
+    fits: bool | None
+
+
+def largest_savings(job: Job, found: Estimate, count: int = 3) -> list[Saving]:
+    """The changes that save most, best first; those that save nothing are left out.
+
+    Each is a whole estimate of its own, so this takes a few seconds.
+    """
+    savings = []
+    for change, changed in _changes(job):
+        try:
+            other = estimate_job(changed)
+        except InputError:
+            continue
+        saved = found.device_bytes - other.device_bytes
+        if saved > 0:
+            savings.append(Saving(change, saved, other.fits))
+    return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
+
+
+def _changes(job: Job) -> Iterator[tuple[str, Job]]:
+    fields = job.fields
+
+    def with_fields(**changed: Any) -> Job:
+        return dataclasses.replace(job, fields={**fields, **changed})
+
+    micro, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
+    if not fields.get("activation_checkpointing"):
+        kwargs = {"use_reentrant": False}
+        yield "activation_checkpointing=true", with_fields(
+            activation_checkpointing=True, activation_checkpointing_kwargs=kwargs
+        )
+    if micro > 1:
+        changed = {
+            "per_device_train_batch_size": micro // 2,
+            "gradient_accumulation_steps": accumulation * micro // (micro // 2),
+        }
+        yield ", ".join(f"{name}={value}" for name, value in changed.items()), with_fields(**changed)
+    if fields.get("eval_strategy") and fields.get("per_device_eval_batch_size", 8) > 1:
+        yield "per_device_eval_batch_size=1", with_fields(per_device_eval_batch_size=1)
+    optim = str(fields.get("optim", "adamw_torch_fused"))
+    if job.peft_config is None and optim.startswith("adamw_torch") and job.engine in ("none", "ddp"):
+        yield "optim=adamw_8bit", with_fields(optim="adamw_8bit")
+    if job.seq_len > 512:
+        yield f"seq_len={job.seq_len // 2}", dataclasses.replace(job, seq_len=job.seq_len // 2)
+    if job.world_size > 1 and job.engine == "ddp":
+        yield "strategy=fsdp2", dataclasses.replace(job, engine="fsdp2")
