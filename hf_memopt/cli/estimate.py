@@ -1,5 +1,6 @@
 """`hf-memopt estimate` and `hf-memopt dry-run`: will it fit, before anything runs."""
 
+import gc
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -10,12 +11,13 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.presets import DTYPES, Preset, get_preset
 
-_OWN = ("dtype", "attn_implementation", "task")
+_OWN = ("dtype", "attn_implementation", "task", "kbit_preparation")
 
 
 def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
                  as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
+    _import_libraries()
     from hf_memopt.estimator.prediction import describe, estimate_job
     from hf_memopt.estimator.savings import largest_savings
     from hf_memopt.hardware import get_hardware
@@ -35,6 +37,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
         model, resolved, seq_len or preset.seq_len, device, preset.peft_config(**lora), preset.dtype,
         own.get("attn_implementation"), False, _quantization_config(preset, quantization), world_size,
         preset.strategy if preset.strategy in ("ddp", "fsdp2") else None, own.get("task"),
+        bool(own.get("kbit_preparation")),
     )  # fmt: skip
     found = estimate_job(job)
     savings = largest_savings(job, found) if levers or found.fits is False else []
@@ -66,6 +69,17 @@ def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> 
     else:
         _print(script, found, [])
     return 1 if found.fits is False else 0
+
+
+def _import_libraries() -> None:
+    """Collecting garbage while thousands of modules are made takes half a second and finds none."""
+    gc.disable()
+    try:
+        import peft  # noqa: F401
+        from transformers import Trainer  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _quantization_config(preset: Preset, changed: dict[str, Any]):

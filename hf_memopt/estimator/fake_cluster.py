@@ -127,6 +127,9 @@ def _fsdp(ledger) -> Iterator[None]:
 
         def reduce_and_tell(group, *args, **kwargs):
             reduce(group, *args, **kwargs)
+            for weight in group.fsdp_params:
+                if weight.sharded_param.grad is not None:
+                    ledger.classify(weight.sharded_param.grad._local_tensor, "gradients")
             where, layer = getattr(group.modules[0], "place_in_model", ("the rest", None))
             ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 

@@ -3,6 +3,7 @@
 Three things that real code does differently when it meets fake tensors are put right for as long as the context lasts.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -26,6 +27,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
         mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
         _foreach(accelerator),
+        _packed_weights(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -39,6 +41,21 @@ def cast_in_place(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
             if weight.is_floating_point() and weight.dtype is not dtype:
                 weight.data = weight.data.to(dtype)
     return module
+
+
+@contextmanager
+def _packed_weights() -> Iterator[None]:
+    """bitsandbytes wraps a 4-bit weight that FSDP gathered in its own class, which cannot hold a fake tensor."""
+
+    def restore(module) -> None:
+        if getattr(module.weight, "quant_state", None) is None:
+            module.weight.quant_state = module.quant_state
+
+    if "bitsandbytes" not in sys.modules:
+        yield
+        return
+    with mock.patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", restore):
+        yield
 
 
 @contextmanager

@@ -37,13 +37,15 @@ def task_of(config) -> str:
     return "causal-lm"
 
 
-def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config):
+def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config,
+               kbit_preparation: bool = False):  # fmt: skip
     """Called in the fake world.
 
     Args:
         task: one of TASKS.
         quantization: a BitsAndBytesConfig with load_in_4bit, or None.
         peft_config: a LoraConfig, or None for full fine-tuning.
+        kbit_preparation: peft's prepare_model_for_kbit_training is called, which this project's recipes avoid.
 
     Raises:
         InputError: an unknown task.
@@ -57,6 +59,10 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     model = auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
     if quantization is not None:
         quantize(model, quantization)
+    if kbit_preparation:
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
 
 
@@ -80,6 +86,7 @@ def quantize(model, quantization) -> None:
         # transformers' Conv1D keeps its weight transposed.
         data = old.weight.data if type(old).__name__ != "Conv1D" else old.weight.data.T.contiguous()
         module.weight = _packed(data, module.weight)
+        module.quant_state = module.weight.quant_state  # from where it is taken up again after sharding
         if old.bias is not None:
             module.bias = old.bias.requires_grad_(False)
     model.is_loaded_in_4bit = True

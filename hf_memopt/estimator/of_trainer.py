@@ -66,7 +66,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
             trainer=trainer,
         )  # fmt: skip
 
-    depths = shallow_depths(model.config) if lists else (layers_of(model.config),)
+    depths = shallow_depths(model.config, job.engine) if lists else (layers_of(model.config),)
     books = []
 
     def peaks_at(depth: int):

@@ -30,6 +30,7 @@ class Job:
         fields: TrainingArguments fields that differ from their defaults; `deepspeed` is a dict.
         engine: none, ddp, fsdp2 or deepspeed.
         task: what the model is trained for (estimator.model.TASKS).
+        kbit_preparation: peft's prepare_model_for_kbit_training is called.
     """
 
     config: Any
@@ -44,6 +45,7 @@ class Job:
     world_size: int
     engine: str
     task: str
+    kbit_preparation: bool = False
 
     @property
     def batch(self) -> dict:
@@ -56,7 +58,8 @@ class Job:
         shallow = with_depth(self.config, depth)
         return TracedJob(
             make_model=lambda: make_model(
-                shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config
+                shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
+                self.kbit_preparation,
             ),
             fields=_on_host(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu", padded=self.padded,
             world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
@@ -65,7 +68,8 @@ class Job:
 
 def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_config=None, dtype: str = "float32",
              attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
-             world_size: int | None = None, strategy: str | None = None, task: str | None = None) -> Estimate:  # fmt: skip
+             world_size: int | None = None, strategy: str | None = None, task: str | None = None,
+             kbit_preparation: bool = False) -> Estimate:  # fmt: skip
     """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
     The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
@@ -87,12 +91,13 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         strategy: ddp, fsdp2, or a DeepSpeed JSON as for `args`; by default what `args` says.
         task: causal-lm, masked-lm, seq2seq-lm, sequence-classification or image-text-to-text (text only); by default
             what the configuration is for.
+        kbit_preparation: peft's prepare_model_for_kbit_training is called on the model.
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
     job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
-                   quantization_config, world_size, strategy, task)  # fmt: skip
+                   quantization_config, world_size, strategy, task, kbit_preparation)  # fmt: skip
     return estimate_job(job)
 
 
@@ -104,7 +109,7 @@ def estimate_job(job: Job) -> Estimate:
         books.append(traced(job.at(depth)))
         return books[-1].peaks
 
-    depths = shallow_depths(job.config)
+    depths = shallow_depths(job.config, job.engine)
     peaks = at_full_depth(job.config, peaks_at, depths)
     return report(job, peaks, books[-1], *missing_layers(job.config, depths))
 
@@ -167,7 +172,7 @@ def phase_of(segment: str) -> str:
 
 
 def describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded, quantization_config,
-             world_size, strategy, task) -> Job:  # fmt: skip
+             world_size=None, strategy=None, task=None, kbit_preparation=False) -> Job:  # fmt: skip
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
@@ -188,7 +193,7 @@ def describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementa
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
-               world_size, engine, task or task_of(config))  # fmt: skip
+               world_size, engine, task or task_of(config), kbit_preparation)  # fmt: skip
 
 
 def _check_length(config, seq_len: int) -> None:
