@@ -1,15 +1,18 @@
 """A context in which models and trainers run on tensors that have shapes and no bytes.
 
-Three things that real code does differently when it meets fake tensors are put right for as long as the context lasts.
+What real code does differently when it meets fake tensors, or would do differently on an accelerator, is put right
+for as long as the context lasts.
 """
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_memopt.estimator.cuda_autocast import cuda_autocast
 
 
 @contextmanager
@@ -28,6 +31,8 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
         _foreach(accelerator),
         _packed_weights(),
+        _attention_without_dropout(accelerator),
+        cuda_autocast() if accelerator else nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -55,6 +60,21 @@ def _packed_weights() -> Iterator[None]:
         yield
         return
     with mock.patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", restore):
+        yield
+
+
+@contextmanager
+def _attention_without_dropout(accelerator: bool) -> Iterator[None]:
+    """Flash attention draws dropout inside its kernel; on a CPU it would take the path that keeps all scores."""
+    if not accelerator:
+        yield
+        return
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def without(query, key, value, attn_mask=None, dropout_p=0.0, **kwargs):
+        return attend(query, key, value, attn_mask, **kwargs)
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", without):
         yield
 
 

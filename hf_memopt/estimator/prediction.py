@@ -148,11 +148,12 @@ def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int, 
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
     replayed = replay(books, period, added, job.device)
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
-    reserved = max(peak.total, replayed.reserved + peak.total - replayed.allocated)
+    reserved = {name: max(peak.total, size + peak.total - replayed.allocated) for name, size in replayed.reserved.items()}
+    usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
     return Estimate(
         peak_allocated_bytes=peak.total,
-        peak_reserved_bytes=reserved,
-        device_bytes=reserved + overheads.context(job.device),
+        peak_reserved_bytes=usual,
+        device_bytes=usual + overheads.context(job.device),
         host_bytes=overheads.host_bytes(peaks, job),
         phase=phase_of(segment),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
@@ -161,6 +162,7 @@ def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int, 
         capacity_bytes=job.device.memory,
         training_arguments=job.fields,
         notes=overheads.notes(job),
+        reserved_bytes=reserved,
         timeline=replayed.timeline,
     )  # fmt: skip
 

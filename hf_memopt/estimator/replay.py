@@ -155,35 +155,34 @@ class Replay:
 
     Attributes:
         allocated: bytes at most.
-        reserved: bytes that the caching allocator takes from the device at most.
+        reserved: bytes that the caching allocator takes from the device at most, with expandable segments
+            ("expandable") and without ("segments"); those allocated where there is no caching allocator.
         timeline: the highest bytes of equal stretches of time, each with the segment it ended in.
     """
 
     allocated: int
-    reserved: int
+    reserved: dict[str, int]
     timeline: tuple[tuple[str, int], ...]
 
 
-def replay(books: Ledger, period: int, added: int, device: Hardware, expandable: bool | None = None) -> Replay:
+def replay(books: Ledger, period: int, added: int, device: Hardware) -> Replay:
     """Run a job's events through the allocator.
 
     Args:
         books: of a model with `added` × `period` layers fewer.
-        expandable: by default as this project's presets set it, wherever CUDA has it.
     """
     caching = device.backend in ("cuda", "rocm")
-    expandable = device.backend == "cuda" if expandable is None else expandable
-    allocator = CachingAllocator(expandable, device.memory)
-    blocks: dict[tuple[int, int], tuple[_Block | None, int]] = {}
+    allocators = [CachingAllocator(expandable, device.memory) for expandable in (True, False)] if caching else []
+    blocks: dict[tuple[int, int], tuple[list[_Block], int]] = {}
     live, heights, visits = 0, [], []
     for name, size, visit in stretched(books, period, added):
         if size:
-            blocks[name] = (allocator.allocate(size) if caching else None, size)
+            blocks[name] = ([allocator.allocate(size) for allocator in allocators], size)
             live += size
         elif name in blocks:
-            block, size = blocks.pop(name)
+            taken, size = blocks.pop(name)
             live -= size
-            if block is not None:
+            for allocator, block in zip(allocators, taken, strict=True):
                 allocator.release(block)
         heights.append(live)
         visits.append(visit)
@@ -193,7 +192,8 @@ def replay(books: Ledger, period: int, added: int, device: Hardware, expandable:
         (books.segment_of_visit[visits[min(at + width, len(visits)) - 1]], max(heights[at : at + width]))
         for at in range(0, len(heights), width)
     )
-    return Replay(highest, max(highest, allocator.peak), timeline)
+    peaks = [max(highest, allocator.peak) for allocator in allocators] or [highest, highest]
+    return Replay(highest, dict(zip(("expandable", "segments"), peaks, strict=True)), timeline)
 
 
 def stretched(books: Ledger, period: int, added: int):

@@ -10,7 +10,9 @@ class Estimate:
 
     Attributes:
         peak_allocated_bytes: what `torch.cuda.max_memory_allocated` reports over a run, or the CPU allocator's peak.
-        peak_reserved_bytes: what the caching allocator takes from the device for it.
+        peak_reserved_bytes: what the caching allocator takes from the device for it, as this project's presets set it
+            (with expandable segments on CUDA).
+        reserved_bytes: the same with expandable segments ("expandable") and without ("segments").
         device_bytes: reserved bytes and the process's context: what nvidia-smi shows.
         host_bytes: host memory of one process.
         phase: load | forward | backward | optimizer | eval | save, where the peak comes.
@@ -32,6 +34,7 @@ class Estimate:
     capacity_bytes: int | None
     training_arguments: dict[str, Any]
     notes: tuple[str, ...]
+    reserved_bytes: dict[str, int] = field(default_factory=dict)
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property
