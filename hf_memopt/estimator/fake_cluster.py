@@ -57,7 +57,12 @@ def _process_group(world_size: int) -> Iterator[None]:
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with mock.patch.object(c10d, "_world", c10d._World()), mock.patch.object(c10d, "_group_count", 1_000_000):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(c10d, "_world", c10d._World()))
+        patches.enter_context(mock.patch.object(c10d, "_group_count", 1_000_000))
+        for name, value in vars(c10d).copy().items():  # what is known of real groups, which destroying would clear
+            if name.startswith(("_pg_", "_tags_to_pg")) and isinstance(value, dict):
+                patches.enter_context(mock.patch.object(c10d, name, type(value)()))
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield
@@ -72,11 +77,14 @@ def _deepspeed() -> Iterator[None]:
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.utils import groups, logger
 
     backend = sys.modules["deepspeed.comm.torch"]  # `deepspeed.comm.torch` as an attribute is torch itself
     adam = importlib.import_module("deepspeed.ops.adam")
+    register = DeepSpeedZeRoOffload._register_deepspeed_module
     groups_before, disabled = dict(vars(groups)), logger.disabled
     logger.disabled = True
     try:
@@ -86,6 +94,9 @@ def _deepspeed() -> Iterator[None]:
             mock.patch.object(backend, "build_shm_op", lambda: None),
             mock.patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *_: None),
             mock.patch.object(adam, "DeepSpeedCPUAdam", HostAdam),
+            # By these numbers real ranks know their weights and modules; one rank's must not run ahead.
+            mock.patch.object(partition_parameters.Init, "param_id", 0),
+            mock.patch.object(register, "__defaults__", ([0],)),
         ):
             deepspeed.init_distributed(dist_backend="fake", verbose=False)
             yield

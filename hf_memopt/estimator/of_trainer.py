@@ -9,7 +9,7 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
-from hf_memopt.estimator.prediction import engine_of, evaluates, fields_of, missing_layers, report, traced
+from hf_memopt.estimator.prediction import engine_of, evaluates, fields_of, missing_layers, report, traceable, traced
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware
@@ -60,7 +60,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
 
     def at(depth: int) -> TracedJob:
         return TracedJob(
-            make_model=lambda: fake_copy(model, lists, depth), fields=fields, batch=batch,
+            make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields), batch=batch,
             accelerator=device.backend != "cpu", padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
             trainer=trainer,

@@ -61,7 +61,7 @@ class Job:
                 shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
                 self.kbit_preparation,
             ),
-            fields=_on_host(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu", padded=self.padded,
+            fields=traceable(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu", padded=self.padded,
             world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
         )  # fmt: skip
 
@@ -261,8 +261,9 @@ def engine_of(fields: dict[str, Any], strategy: str | None, world_size: int) -> 
     return "ddp"
 
 
-def _on_host(fields: dict[str, Any]) -> dict[str, Any]:
-    """What is swapped to NVMe is traced as if it stayed in host memory, which it passes through."""
+def traceable(fields: dict[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed configuration that can be traced: what is swapped to NVMe stays in host memory, which it passes
+    through, and batch sizes follow the Trainer's, of which fewer micro-batches are traced."""
     if not fields.get("deepspeed"):
         return fields
     config = copy.deepcopy(fields["deepspeed"])
@@ -270,6 +271,8 @@ def _on_host(fields: dict[str, Any]) -> dict[str, Any]:
         offload = config.get("zero_optimization", {}).get(part, {})
         if offload.get("device") == "nvme":
             config["zero_optimization"][part] = {"device": "cpu", "pin_memory": offload.get("pin_memory", False)}
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config[name] = "auto"
     return {**fields, "deepspeed": config}
 
 

@@ -1,5 +1,6 @@
 """What a recipe tells: the job before it starts, and memory, loss and samples when it ends."""
 
+import copy
 import json
 import platform
 import sys
@@ -23,7 +24,7 @@ def announce(job: Job, trainer, length: int):
         length: tokens per sample, at most.
 
     Returns:
-        The Estimate; None for jobs that are not modelled yet, and on other processes.
+        The Estimate; None where the job cannot be traced, and on other processes.
     """
     args, preset, model = job.args, job.preset, trainer.model
     if args.process_index:
@@ -46,8 +47,8 @@ def announce(job: Job, trainer, length: int):
     ]  # fmt: skip
     estimated = predict(job, trainer, length)
     if estimated is not None:
-        capacity = f"of {gib(estimated.capacity_bytes)}, peak in {estimated.phase}"
-        rows.append(("memory", f"{gib(estimated.peak_allocated_bytes)} {capacity} (predicted)"))
+        capacity = f"of {gib(estimated.capacity_bytes)}, allocated peak {gib(estimated.peak_allocated_bytes)}"
+        rows.append(("memory", f"{gib(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted)"))
     for name, value in rows:
         print(f"{name:>8}  {value}")
     if job.recipe.dry_run:
@@ -79,23 +80,25 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated) -> None:
 
 
 def predict(job: Job, trainer, length: int):
-    """The job's Estimate on its device, at the length of its longest sample.
-
-    None where the job is not modelled yet: several processes, engines, 4-bit weights.
-    """
-    if job.args.world_size > 1 or job.args.deepspeed_plugin is not None or job.preset.method == "qlora":
-        return None
+    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced."""
     from hf_memopt.estimator import estimate
+    from hf_memopt.estimator.prediction import fields_of
 
     data = trainer.train_dataset
     if hasattr(data, "__len__"):
         longest = max(map(len, data["input_ids"]))
         length = min(length, -(-longest // 8) * 8)
-    config = trainer.model.config
+    config = copy.deepcopy(trainer.model.config)
+    quantization = config.__dict__.pop("quantization_config", None)
     try:
+        fields = fields_of(job.args)
+        if job.args.deepspeed_plugin is not None:
+            fields["deepspeed"] = job.args.deepspeed_plugin.hf_ds_config.config
+        strategy = "fsdp2" if job.preset.strategy == "fsdp2" else None
         return estimate(
-            config, job.args, length, job.preset.hardware, job.peft_config, job.preset.dtype,
+            config, fields, length, job.preset.hardware, job.peft_config, job.preset.dtype,
             config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
+            quantization_config=quantization, world_size=job.args.world_size, strategy=strategy,
         )  # fmt: skip
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
