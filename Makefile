@@ -4,7 +4,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test bench lint format configs clean
+.PHONY: help train test bench lint format configs estimates clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -36,6 +36,9 @@ format: $(INSTALLED)
 
 configs: $(INSTALLED)
 	python -m hf_memopt.presets.shipped_configs
+
+estimates: $(INSTALLED)
+	python -m hf_memopt.estimator.reference
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

@@ -1,12 +1,19 @@
 """The estimator against the truth on the CPU: python benchmarks/estimator_cpu.py
 
 Truth is the real Trainer, trained for two optimizer steps on real tensors; its peak is the sum of the allocator's
-events as the profiler recorded them. Every row has another family, length, vocabulary or setting.
+events as the profiler recorded them. Every row has another family, length, vocabulary or setting. Rows of two
+processes are started by accelerate launch under DDP and DeepSpeed; there the truth is every live tensor of rank 0
+(see sharded_truth.py). Beside each prediction stands what accelerate's estimate-memory and DeepSpeed's formula say.
 """
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 from record import record
 from rich.progress import track
@@ -37,6 +44,8 @@ EVERY_SECOND = {
     "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
 }
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+SAVED = {**EVALUATED, "save_strategy": "steps", "save_steps": 1}
 # name -> (TrainingArguments fields, dtype, LoRA rank or 0, attention, layers)
 SETTINGS = {
     "full fp32": ({}, "float32", 0, None, 4),
@@ -53,6 +62,9 @@ SETTINGS = {
     "eager attention": ({}, "float32", 0, "eager", 7),
     "no clipping": ({"max_grad_norm": 0.0}, "float32", 0, None, 8),
     "SGD": ({"optim": "sgd"}, "float32", 0, None, 8),
+    "evaluated": (EVALUATED, "float32", 0, None, 7),
+    "evaluated and saved": ({**SAVED, **CHECKPOINTED, "bf16": True}, "float32", 0, None, 8),
+    "8-bit Lion": ({"optim": "lion_8bit"}, "float32", 0, None, 8),
 }
 LENGTHS = (64, 256, 512, 1024)
 VOCABULARIES = (1000, 4000, 16000, 64000)
@@ -81,6 +93,131 @@ def peft_config(rank: int):
     return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM") if rank else None
 
 
+# What is trained with 4-bit weights: (TrainingArguments fields, double quantization, length)
+PACKED = {
+    "QLoRA": ({}, True, 64),
+    "QLoRA, checkpointed": (CHECKPOINTED, True, 128),
+    "QLoRA, single quantization": (CHECKPOINTED, False, 256),
+    "QLoRA, 8-bit AdamW, evaluated": ({**CHECKPOINTED, **EVALUATED, "optim": "adamw_8bit"}, True, 256),
+    "QLoRA, accumulation 4": ({**CHECKPOINTED, "gradient_accumulation_steps": 4}, True, 512),
+    "QLoRA, saved": ({**CHECKPOINTED, **SAVED}, True, 512),
+}
+# Two processes: name -> (accelerate YAML, strategy, fields)
+SHARDED = {
+    "DDP": ("cpu_x2", "ddp", {}),
+    "DDP, checkpointed, bf16": ("cpu_x2", "ddp", {**CHECKPOINTED, "bf16": True}),
+    "ZeRO-2": ("cpu_x2_zero2", "zero2", {}),
+    "ZeRO-2, bf16": ("cpu_x2_zero2", "zero2", {"bf16": True}),
+    "ZeRO-2, accumulation 4": ("cpu_x2_zero2", "zero2", {**CHECKPOINTED, "bf16": True,
+                                                         "gradient_accumulation_steps": 4}),
+    "ZeRO-3": ("cpu_x2_zero3", "zero3", {}),
+    "ZeRO-3, bf16": ("cpu_x2_zero3", "zero3", {"bf16": True}),
+    "ZeRO-3, checkpointed": ("cpu_x2_zero3", "zero3", {**CHECKPOINTED, "bf16": True}),
+}  # fmt: skip
+
+
+def packed_rows():
+    import torch
+    from peft import LoraConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        BitsAndBytesConfig,
+        Trainer,
+        TrainingArguments,
+        default_data_collator,
+    )
+
+    from hf_memopt.estimator import estimate
+    from hf_memopt.estimator.trace import weights_of
+    from hf_memopt.estimator.truth import allocator_peak
+    from hf_memopt.levers.adapters import add_adapters
+
+    for number, (setting, (fields, double, length)) in enumerate(PACKED.items()):
+        family, vocabulary = ("llama", "qwen2", "mistral")[number % 3], VOCABULARIES[number % 3]
+        config = config_of(family, vocabulary, 8)
+        packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
+                                     bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+        lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        fields = {"per_device_train_batch_size": 2, "bf16": True, **fields}
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=packing)
+            # Loading is left out: on a CPU the checkpoint, mapped into memory, would be the peak of so small a model.
+            loaded = {
+                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in weights_of(model)
+            }
+
+            def train(model=model, folder=folder, fields=fields, length=length, lora=lora):
+                rows = [{"input_ids": [7] * length, "labels": [7] * length}] * 16
+                quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+                saving = {"save_strategy": "no"} | fields
+                args = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, max_steps=2, **quiet, **saving)
+                Trainer(add_adapters(model, lora), args, train_dataset=rows, eval_dataset=rows[:8],
+                        data_collator=default_data_collator).train()  # fmt: skip
+
+            measured = allocator_peak(train) + sum(loaded.values())
+        found = estimate(config, fields, length, "cpu", lora, "bfloat16", quantization_config=packing)
+        yield row_of(family, setting, length, vocabulary, config, found, measured, 1)
+
+
+def sharded_rows():
+    from hf_memopt.estimator import estimate
+
+    shape = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 704,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
+    from transformers import AutoConfig
+
+    for number, (setting, (yaml, strategy, fields)) in enumerate(SHARDED.items()):
+        length, vocabulary = (128, 256)[number % 2], (8000, 4000)[number % 2]
+        config = {**shape, "vocab_size": vocabulary}
+        fields = {"per_device_train_batch_size": 2, **fields}
+        measured = sharded_truth(yaml, {"config": config, "fields": fields, "seq_len": length, "dtype": "float32"})
+        config = AutoConfig.for_model(**config)
+        found = estimate(config, fields, length, "cpu", world_size=2, strategy=strategy)
+        row = row_of("llama", setting, length, vocabulary, config, found, measured["tensors"], 2)
+        yield {**row, "allocator_bytes": measured["allocator"]}
+
+
+def sharded_truth(yaml: str, job: dict) -> dict[str, int]:
+    """Bytes on rank 0 of two real processes."""
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        described, peak = Path(folder, "job.json"), Path(folder, "peak.json")
+        described.write_text(json.dumps(job))
+        subprocess.run(
+            [Path(sys.executable).parent / "accelerate", "launch", "--config_file",
+             root / f"accelerate_configs/{yaml}.yaml", root / "benchmarks/sharded_truth.py", described, peak],
+            check=True, cwd=root, env=environment, capture_output=True, timeout=600,
+        )  # fmt: skip
+        return json.loads(peak.read_text())
+
+
+def row_of(family, setting, length, vocabulary, config, found, measured, processes) -> dict:
+    """One row: predicted, measured, and what the two best-known formulas say of the model."""
+    import torch
+    from accelerate.commands.estimate import estimate_training_usage
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = sum(weight.numel() for weight in model.parameters())
+    widest = max(sum(weight.numel() for weight in part.parameters(recurse=False)) for part in model.modules())
+    accelerate = max(estimate_training_usage(weights * 4, "float32").values())
+    _, deepspeed, _ = estimate_zero3_model_states_mem_needs(
+        weights, widest, num_gpus_per_node=processes, num_nodes=1, cpu_offload=False, cpu_offload_params=False,
+        zero_init=True,
+    )  # fmt: skip
+    return {
+        "family": family, "setting": setting, "seq_len": length, "vocab_size": vocabulary,
+        "layers": config.num_hidden_layers, "processes": processes,
+        "predicted_bytes": found.peak_allocated_bytes, "measured_bytes": measured,
+        "error": round(found.peak_allocated_bytes / measured - 1, 6), "phase": found.phase,
+        "accelerate_error": round(accelerate / measured - 1, 4), "deepspeed_error": round(deepspeed / measured - 1, 4),
+    }  # fmt: skip
+
+
 def truth(config, fields, length, dtype, rank, attention) -> int:
     """Bytes: the allocator's peak over model, two steps and all between."""
     import torch
@@ -90,13 +227,14 @@ def truth(config, fields, length, dtype, rank, attention) -> int:
     from hf_memopt.levers.adapters import add_adapters
 
     rows = [{"input_ids": [7] * length, "labels": [7] * length}] * 32
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"} | fields
 
     def train():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         model = add_adapters(model, peft_config(rank)) if rank else model
-        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet, **fields)
-        Trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator).train()
+        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet)
+        Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8],
+                data_collator=default_data_collator).train()  # fmt: skip
 
     with tempfile.TemporaryDirectory() as folder:
         return allocator_peak(train)
@@ -111,24 +249,22 @@ def main() -> None:
         fields = {"per_device_train_batch_size": 2, **fields}
         config = config_of(family, vocabulary, layers)
         start = time.perf_counter()
-        try:
-            found = estimate(config, fields, length, "cpu", peft_config(rank), dtype, attention)
-        except Exception as failure:
-            print(f"not traced: {family}, {setting}: {str(failure)[:150]}")
-            continue
+        found = estimate(config, fields, length, "cpu", peft_config(rank), dtype, attention)
         seconds = time.perf_counter() - start
         measured = truth(config, fields, length, dtype, rank, attention)
-        rows.append({
-            "family": family, "setting": setting, "seq_len": length, "vocab_size": vocabulary, "layers": layers,
-            "predicted_bytes": found.peak_allocated_bytes, "measured_bytes": measured,
-            "error": round(found.peak_allocated_bytes / measured - 1, 6), "phase": found.phase,
-            "estimating_s": round(seconds, 2),
-        })  # fmt: skip
+        row = row_of(family, setting, length, vocabulary, config, found, measured, 1)
+        rows.append({**row, "estimating_s": round(seconds, 2)})
+    for more in (packed_rows(), sharded_rows()):
+        rows += list(more)
     for row in sorted(rows, key=lambda row: -abs(row["error"]))[:12]:
         print(f"{row['error']:+9.3%}  {row['family']:>12}  {row['setting']}, {row['seq_len']} × {row['vocab_size']}")
     errors = [row["error"] for row in rows]
     print(f"{len(rows)} jobs: median |error| {statistics.median(map(abs, errors)):.4%}, "
           f"lowest {min(errors):+.3%}, highest {max(errors):+.3%}")  # fmt: skip
+    for tool in ("accelerate", "deepspeed"):
+        others = [row[f"{tool}_error"] for row in rows]
+        print(f"{tool}'s formula: median |error| {statistics.median(map(abs, others)):.1%}, "
+              f"lowest {min(others):+.1%}, highest {max(others):+.1%}")  # fmt: skip
     record("estimator_cpu", "python benchmarks/estimator_cpu.py", rows)
 
 

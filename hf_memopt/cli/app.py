@@ -61,10 +61,11 @@ def estimate(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE",
+            "--set",
+            metavar="KEY=VALUE",
             help="TrainingArguments field, dtype, attn_implementation, task, lora.KEY, quantization.KEY, or deepspeed "
-                 "(a shipped JSON's name, or a file).",
-        ),  # fmt: skip
+            "(a shipped JSON's name, or a file).",
+        ),
     ] = None,
     levers: Annotated[
         bool, typer.Option("--levers", help="Also say what would save most; always said where the job does not fit.")

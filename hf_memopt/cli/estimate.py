@@ -18,10 +18,10 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
                  as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     _import_libraries()
-    from hf_memopt.estimator.prediction import describe, estimate_job
+    from hf_memopt.estimator.prediction import estimate_job
+    from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.savings import largest_savings
     from hf_memopt.hardware import get_hardware
-    from hf_memopt.presets.arguments import resolve
 
     preset = get_preset(preset_name, method, strategy)
     given, lora, quantization, own = _split(settings)
@@ -30,14 +30,10 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     world_size = preset.processes if world_size is None else world_size
     if world_size < 1:
         raise InputError(f"--world-size {world_size} must be at least 1")
-    zero = given.pop("deepspeed", None)
-    resolved = resolve(preset, world_size, given) | ({"deepspeed": zero} if zero else {})
-    resolved.setdefault("deepspeed", preset.deepspeed_config())
-    job = describe(
-        model, resolved, seq_len or preset.seq_len, device, preset.peft_config(**lora), preset.dtype,
-        own.get("attn_implementation"), False, _quantization_config(preset, quantization), world_size,
-        preset.strategy if preset.strategy in ("ddp", "fsdp2") else None, own.get("task"),
-        bool(own.get("kbit_preparation")),
+    job = job_of(
+        preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
+        attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
+        quantization_config=_quantization_config(preset, quantization),
     )  # fmt: skip
     found = estimate_job(job)
     savings = largest_savings(job, found) if levers or found.fits is False else []

@@ -6,6 +6,7 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.hardware.catalog import Hardware, gib
 from hf_memopt.presets import Preset, get_preset, list_presets
+from hf_memopt.presets.reference import reference_estimate, told
 
 
 def list_all(method: str, as_json: bool) -> None:
@@ -40,6 +41,8 @@ def show_one(name: str, method: str, strategy: str | None, as_json: bool) -> Non
     rows = [(key, value) for key, value in preset.settings().items()]
     rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
+    if estimated := reference_estimate(preset):
+        rows.append(("memory on it", told(estimated)))
     rows += [(f"${key}", value) for key, value in preset.environment.items()]
     rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
     rows += [
@@ -61,6 +64,7 @@ def describe(preset: Preset) -> dict[str, Any]:
         "accelerate_config": preset.accelerate_config(),
         "deepspeed_config": preset.deepspeed_config(),
         "environment": dict(preset.environment),
+        "reference_estimate": reference_estimate(preset),
         "hardware": {item.name: getattr(preset.hardware, item.name) for item in fields(Hardware)}
         | {"sources": dict(preset.hardware.sources)},
     }

@@ -40,7 +40,11 @@ def _bundled(model: str) -> Path | None:
     if named.is_file():
         return named
     source = f"https://huggingface.co/{model}/"
-    return next((path for path in sorted(_FOLDER.glob("*.json")) if source in path.read_text()), None) if "/" in model else None
+    return (
+        next((path for path in sorted(_FOLDER.glob("*.json")) if source in path.read_text()), None)
+        if "/" in model
+        else None
+    )
 
 
 def _unknown(model, reason: str) -> InputError:

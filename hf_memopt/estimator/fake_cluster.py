@@ -107,9 +107,9 @@ def _deepspeed() -> Iterator[None]:
 
 @contextmanager
 def _fsdp(ledger) -> Iterator[None]:
-    """Three things of FSDP that the ledger would not see: gathered weights are freed by resizing their storage; DTensor
-    finds out the shape of a result by computing it once on fake tensors of the whole size; gradients come to a shard
-    without autograd's hooks."""
+    """Three things of FSDP that the ledger would not see: gathered weights are freed by resizing their storage;
+    DTensor finds out the shape of a result by computing it once on fake tensors of the whole size; gradients come to
+    a shard without autograd's hooks."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 

@@ -18,7 +18,9 @@ def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: i
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = _fake(tensor)
     if depth < layers_of(model.config):
-        for config in {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values():
+        for config in {
+            id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+        }.values():
             if getattr(config, "num_hidden_layers", None) == layers_of(model.config):
                 memo[id(config)] = with_depth(config, depth)
         for layers in lists:

@@ -17,7 +17,11 @@ _HELD = {
     "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer": "communication",
 }
 # Where the optimizer is offloaded, these are host memory too.
-_STAGING = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload", "offload_gradient_dict")
+_STAGING = (
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "temp_grad_buffer_for_cpu_offload",
+    "offload_gradient_dict",
+)
 
 
 def follow_engine(engine, ledger: Ledger) -> None:

@@ -108,7 +108,9 @@ def _packed(data, template):
     return weight
 
 
-def batch_of(task: str, config, micro_batch: int, seq_len: int, padded: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
+def batch_of(
+    task: str, config, micro_batch: int, seq_len: int, padded: bool
+) -> dict[str, tuple[tuple[int, ...], Any]]:
     """The tensors of one micro-batch: name -> (shape, dtype). Token ids are int64, as collators make them."""
     import torch
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.compatibility.launch import read_json
-from hf_memopt.errors import InputError, as_input_error, choose, one_line
+from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths, with_depth
@@ -61,8 +61,8 @@ class Job:
                 shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
                 self.kbit_preparation,
             ),
-            fields=traceable(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu", padded=self.padded,
-            world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
+            fields=traceable(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu",
+            padded=self.padded, world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
         )  # fmt: skip
 
 
@@ -148,7 +148,9 @@ def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int, 
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
     replayed = replay(books, period, added, job.device)
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
-    reserved = {name: max(peak.total, size + peak.total - replayed.allocated) for name, size in replayed.reserved.items()}
+    reserved = {
+        name: max(peak.total, size + peak.total - replayed.allocated) for name, size in replayed.reserved.items()
+    }
     usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
     return Estimate(
         peak_allocated_bytes=peak.total,
@@ -173,8 +175,9 @@ def phase_of(segment: str) -> str:
     return "load" if phase == "start" else phase
 
 
-def describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded, quantization_config,
-             world_size=None, strategy=None, task=None, kbit_preparation=False) -> Job:  # fmt: skip
+def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="float32", attn_implementation=None,
+             padded=False, quantization_config=None, world_size=None, strategy=None, task=None,
+             kbit_preparation=False) -> Job:  # fmt: skip
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):

@@ -51,8 +51,9 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     micro, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
     if not fields.get("activation_checkpointing"):
         kwargs = {"use_reentrant": False}
-        yield "activation_checkpointing=true", with_fields(
-            activation_checkpointing=True, activation_checkpointing_kwargs=kwargs
+        yield (
+            "activation_checkpointing=true",
+            with_fields(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs),
         )
     if micro > 1:
         changed = {

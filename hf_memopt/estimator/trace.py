@@ -72,12 +72,16 @@ def trace(job: TracedJob) -> Ledger:
     Segments are named alike at every depth: the first and the last layer by themselves, all layers between together.
     """
     ledger = Ledger(padded=job.padded, accelerator=job.accelerator)
-    with tempfile.TemporaryDirectory() as folder, _quiet(), _globals_kept():
-        with fake_cluster(job.world_size, job.engine, ledger):
-            mesh = _mesh(job)
-            args = _arguments(job, folder)
-            with fake_world(job.accelerator), ledger:
-                _run(job, args, ledger, mesh)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _quiet(),
+        _globals_kept(),
+        fake_cluster(job.world_size, job.engine, ledger),
+    ):
+        mesh = _mesh(job)
+        args = _arguments(job, folder)
+        with fake_world(job.accelerator), ledger:
+            _run(job, args, ledger, mesh)
     return ledger
 
 
@@ -99,7 +103,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
 
 
 def _book_weights(model: torch.nn.Module, ledger: Ledger) -> None:
-    for tensor in _weights(model):
+    for tensor in weights_of(model):
         ledger.add(tensor)
         ledger.classify(tensor, "parameters")
 
@@ -195,10 +199,10 @@ def _copied(original, model, args):
     if original.optimizer is not None and not original.optimizer.state:
         names = {id(weight): name for name, weight in original.model.named_parameters()}
         weights = dict(model.named_parameters())
-        groups = [
-            {**group, "params": [weights[names[id(weight)]] for weight in group["params"] if names[id(weight)] in weights]}
-            for group in original.optimizer.param_groups
-        ]
+        groups = []
+        for group in original.optimizer.param_groups:
+            kept = [names[id(weight)] for weight in group["params"]]  # of layers that the copy has
+            groups.append({**group, "params": [weights[name] for name in kept if name in weights]})
         trainer.optimizer = type(original.optimizer)(groups, **original.optimizer.defaults)
     else:
         trainer.optimizer = None
@@ -288,7 +292,8 @@ def _depth(model) -> int | None:
     return getattr(config, "num_hidden_layers", None)
 
 
-def _weights(model):
+def weights_of(model):
+    """Every tensor that a model keeps: parameters, buffers, and bitsandbytes' scales."""
     for module in model.modules():
         yield from module.parameters(recurse=False)
         yield from module.buffers(recurse=False)

@@ -1,0 +1,30 @@
+"""The predicted memory of every preset on its reference model, from a file that estimator.reference writes."""
+
+import json
+from pathlib import Path
+
+from hf_memopt.hardware.catalog import gib
+from hf_memopt.presets.preset import Preset
+
+REFERENCE_FILE = Path(__file__).parent / "reference_estimates.json"
+
+
+def reference_estimate(preset: Preset) -> dict | None:
+    """model, seq_len, device_bytes, peak_allocated_bytes, host_bytes, capacity_bytes, phase, fits; None where the
+    preset was changed or the file does not have it."""
+    if not REFERENCE_FILE.is_file():
+        return None
+    found = json.loads(REFERENCE_FILE.read_text(encoding="utf-8"))["estimates"].get(f"{preset.name} {preset.method}")
+    return found if found and found["model"] == preset.reference_model and preset.strategy == _usual(preset) else None
+
+
+def _usual(preset: Preset) -> str:
+    from hf_memopt.presets.catalog import get_preset
+
+    return get_preset(preset.name, preset.method).strategy
+
+
+def told(found: dict) -> str:
+    """The estimate in one line."""
+    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[found["fits"]]
+    return f"{gib(found['device_bytes'])} of {gib(found['capacity_bytes'])} (predicted, not measured), {verdict}"
