@@ -1,7 +1,7 @@
 """`hf-memopt estimate` and `hf-memopt dry-run`: will it fit, before anything runs."""
 
 import gc
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
@@ -115,7 +115,7 @@ def _print(job: str, found, savings) -> None:
     print(f"{job}: {gib(found.device_bytes)} of {gib(found.capacity_bytes)} predicted, {verdict}")
     rows = [(kind.replace("_", " "), gib(size)) for kind, size in found.breakdown.items() if size]
     print_table(f"at the peak, in {found.phase}", ("what", "predicted"), rows)
-    names = [item.name for item in fields(found) if item.name.endswith("_bytes") and item.name != "capacity_bytes"]
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
     totals = [(name.removesuffix("_bytes").replace("_", " "), gib(getattr(found, name))) for name in names]
     print_table("altogether", ("what", "predicted"), totals)
     if savings:

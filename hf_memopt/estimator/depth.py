@@ -8,7 +8,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.ledger import Peak
 
 _TRACED_WHOLE = 6  # layers; up to this depth the model is traced as it is
-_FEWEST = {"none": 3, "ddp": 3, "fsdp2": 6, "deepspeed": 6}  # layers
+FEWEST = {"none": 3, "ddp": 3, "fsdp2": 6, "deepspeed": 6}  # layers that are traced, at least, by engine
+FEWEST_IN_PARTITIONS = 10  # ZeRO-1 and 2 cut all weights into flat partitions, where embeddings must not dominate
 # Settings that make every n-th layer of another kind, and those that say how many come first.
 _EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period")
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -28,18 +29,21 @@ def layers_of(config) -> int:
     return depth
 
 
-def shallow_depths(config, engine: str = "none") -> tuple[int, ...]:
+def shallow_depths(config, fewest: int = FEWEST["none"]) -> tuple[int, ...]:
     """The depths to trace: the model's own, or two that are whole periods of its pattern apart from it and each other.
 
-    With whole periods added, the shallow models end in the same kinds of layers as the deep one. Engines that gather
-    and reduce while neighbouring layers compute have a longer way into their stride.
+    With whole periods added, the shallow models end in the same kinds of layers as the deep one.
+
+    Args:
+        fewest: layers of the shallower one, at least. Engines that gather and reduce while neighbouring layers compute
+            have a longer way into their stride.
     """
     depth = layers_of(config)
     text = config.get_text_config()
     if config.is_encoder_decoder and depth != getattr(text, "num_decoder_layers", depth):
         return (depth,)
     prefix, period = _pattern(text, depth)
-    least = max(_FEWEST[engine], period) + prefix
+    least = max(fewest, period) + prefix
     low = next(n for n in range(least, least + period) if (depth - n) % period == 0)
     if depth <= max(_TRACED_WHOLE, low + period):
         return (depth,)

@@ -146,7 +146,9 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self._live or self.paused or storage.nbytes() == 0:
             return
-        if not isinstance(tensor, FakeTensor) and tensor.device.type == "meta":
+        # A fake tensor's `device` is an operator's answer, which comes through here again: two thirds of all calls.
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type == "meta":
             return
         kind = "logits" if self._is_logits(tensor) else self._kind
         self._book(key, storage.nbytes(), kind)
@@ -197,7 +199,7 @@ class Ledger(TorchDispatchMode):
             self.peaks[self._segment] = Peak(self._total, by_kind, max(self._totals[HOST], peak.host if peak else 0))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE:  # two thirds of all calls
+        if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if types and any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a shard of a larger tensor: its own operators come here again, on the shard

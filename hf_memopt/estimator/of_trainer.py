@@ -9,7 +9,16 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
-from hf_memopt.estimator.prediction import engine_of, evaluates, fields_of, missing_layers, report, traceable, traced
+from hf_memopt.estimator.prediction import (
+    engine_of,
+    evaluates,
+    fewest_layers,
+    fields_of,
+    missing_layers,
+    report,
+    traceable,
+    traced,
+)
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware
@@ -66,7 +75,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
             trainer=trainer,
         )  # fmt: skip
 
-    depths = shallow_depths(model.config, job.engine) if lists else (layers_of(model.config),)
+    depths = shallow_depths(model.config, fewest_layers(job)) if lists else (layers_of(model.config),)
     books = []
 
     def peaks_at(depth: int):

@@ -9,7 +9,14 @@ from hf_memopt.compatibility.launch import read_json
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths, with_depth
+from hf_memopt.estimator.depth import (
+    FEWEST,
+    FEWEST_IN_PARTITIONS,
+    at_full_depth,
+    layers_of,
+    shallow_depths,
+    with_depth,
+)
 from hf_memopt.estimator.ledger import KINDS, Ledger, Peak
 from hf_memopt.estimator.model import batch_of, make_model, task_of
 from hf_memopt.estimator.replay import replay
@@ -109,9 +116,14 @@ def estimate_job(job: Job) -> Estimate:
         books.append(traced(job.at(depth)))
         return books[-1].peaks
 
-    depths = shallow_depths(job.config, job.engine)
+    depths = shallow_depths(job.config, fewest_layers(job))
     peaks = at_full_depth(job.config, peaks_at, depths)
     return report(job, peaks, books[-1], *missing_layers(job.config, depths))
+
+
+def fewest_layers(job) -> int:
+    """Layers that a shallow model of this job needs, at least."""
+    return FEWEST_IN_PARTITIONS if job.engine == "deepspeed" and _stage(job.fields) < 3 else FEWEST[job.engine]
 
 
 def missing_layers(config, depths: tuple[int, ...]) -> tuple[int, int]:
@@ -193,6 +205,8 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     layers_of(config)
     _check_length(config, seq_len)
     fields = fields_of(args)
+    if fields.get("bf16") and fields.get("fp16"):
+        raise InputError("bf16 and fp16 exclude each other: set one of them")
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_of(fields, strategy, world_size)
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
