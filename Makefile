@@ -25,6 +25,7 @@ bench: $(INSTALLED)
 	python benchmarks/main_job.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_published.py
+	-python benchmarks/estimator_cuda.py
 
 lint: $(INSTALLED)
 	ruff check .

@@ -207,6 +207,26 @@ def test_4_bit_weights_are_right_to_one_percent(tmp_path):
     assert found.breakdown["parameters"] < 0.8 * whole
 
 
+def test_fp16_takes_what_bf16_takes():
+    """Cards without bf16 compute in fp16, which the CPU's autocast cannot."""
+    half = estimate(_config(4), {"fp16": True}, 32, "t4", _lora(), "float16")
+    assert (
+        half.peak_allocated_bytes
+        == estimate(_config(4), {"bf16": True}, 32, "t4", _lora(), "bfloat16").peak_allocated_bytes
+    )
+
+
+def test_experts_that_stay_unpacked_are_told():
+    from transformers import BitsAndBytesConfig
+
+    packing = BitsAndBytesConfig(load_in_4bit=True)
+    experts = _config(4, family="mixtral", num_local_experts=4)
+    told = estimate(experts, {}, 32, "cpu", _lora(), "bfloat16", quantization_config=packing).notes
+    assert any("experts stay in 16 bits" in note for note in told)
+    told = estimate(_config(4), {}, 32, "cpu", _lora(), "bfloat16", quantization_config=packing).notes
+    assert not any("experts" in note for note in told)
+
+
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification", "seq2seq-lm"])
 def test_other_heads_than_causal_ones(task, tmp_path):
     import transformers

@@ -63,6 +63,8 @@ def _process_group(world_size: int) -> Iterator[None]:
         for name, value in vars(c10d).copy().items():  # what is known of real groups, which destroying would clear
             if name.startswith(("_pg_", "_tags_to_pg")) and isinstance(value, dict):
                 patches.enter_context(mock.patch.object(c10d, name, type(value)()))
+        # init_process_group makes uncaught errors say the rank; this process's are its own.
+        patches.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

@@ -5,6 +5,7 @@ import copy
 import torch
 
 from hf_memopt.estimator.depth import layers_of, with_depth
+from hf_memopt.estimator.model import traceable
 
 
 def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: int) -> torch.nn.Module:
@@ -29,7 +30,7 @@ def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: i
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=traceable(tensor.dtype))
     if not isinstance(tensor, torch.nn.Parameter):
         return empty
     weight = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)

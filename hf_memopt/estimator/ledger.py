@@ -62,6 +62,7 @@ class Ledger(TorchDispatchMode):
         layers: allocation -> index of the layer whose weight, gradient or optimizer state it holds.
         vocabulary: (vocabulary size, hidden size), by which logits are recognised.
         paused: what is made now is not booked.
+        unpacked_experts: the model is in 4 bits, but for its experts.
         kept_logits: bytes of one evaluation batch's logits, where they wait for metrics.
 
     Args:
@@ -80,6 +81,7 @@ class Ledger(TorchDispatchMode):
         self.layers: dict[int, int] = {}
         self.vocabulary = (0, 0)
         self.paused = False
+        self.unpacked_experts = False
         self.kept_logits = 0
         self._segment = "load"
         self._layer: int | None = None

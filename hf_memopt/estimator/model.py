@@ -56,14 +56,23 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     if task not in TASKS:
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
-    model = auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
+    model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), attn_implementation=attn_implementation)
     if quantization is not None:
+        quantization = copy.deepcopy(quantization)
+        quantization.bnb_4bit_compute_dtype = traceable(quantization.bnb_4bit_compute_dtype)
         quantize(model, quantization)
     if kbit_preparation:
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
+
+
+def traceable(dtype):
+    """The CPU's autocast does not know fp16; bf16 takes as many bytes."""
+    import torch
+
+    return torch.bfloat16 if dtype is torch.float16 else dtype
 
 
 def quantize(model, quantization) -> None:

@@ -1,6 +1,6 @@
 """What a trace on the CPU cannot see: each figure with its source."""
 
-from hf_memopt.estimator.ledger import Peak
+from hf_memopt.estimator.ledger import Ledger, Peak
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20
@@ -82,13 +82,17 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     return max(offloaded, staged) + loader + _SPARE_HOST
 
 
-def notes(job) -> tuple[str, ...]:
+def notes(job, books: Ledger) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
     if job.world_size > 1:
         said.append(f"predicted for one of {job.world_size} devices, {job.engine}")
     if job.device.backend != "cpu":
         said.append("reserved and device bytes follow a model of CUDA's caching allocator; not checked on a GPU yet")
+    if books.unpacked_experts:
+        said.append(
+            "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
+        )
     if job.task == "image-text-to-text":
         said.append("text only: images and videos in the batch come on top")
     for name, what in (("torch_compile", "torch_compile"), ("use_liger_kernel", "Liger's kernels")):

@@ -19,7 +19,7 @@ from hf_memopt.estimator.depth import (
 )
 from hf_memopt.estimator.ledger import KINDS, Ledger, Peak
 from hf_memopt.estimator.model import batch_of, make_model, task_of
-from hf_memopt.estimator.replay import replay
+from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
 from hf_memopt.files import shipped
@@ -158,11 +158,10 @@ def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int, 
     overheads.add_save(peaks)
     overheads.add_workspace(peaks, job.device)
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
-    replayed = replay(books, period, added, job.device)
+    replayed = _replayed(books, period, added, job, peak.total)
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
-    reserved = {
-        name: max(peak.total, size + peak.total - replayed.allocated) for name, size in replayed.reserved.items()
-    }
+    beside = peak.total - replayed.allocated
+    reserved = {name: max(peak.total, size + beside) for name, size in replayed.reserved.items()}
     usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
     return Estimate(
         peak_allocated_bytes=peak.total,
@@ -175,10 +174,24 @@ def report(job, peaks: dict[str, Peak], books: Ledger, period: int, added: int, 
                 for phase in _PHASES},
         capacity_bytes=job.device.memory,
         training_arguments=job.fields,
-        notes=overheads.notes(job),
+        notes=overheads.notes(job, books),
         reserved_bytes=reserved,
         timeline=replayed.timeline,
     )  # fmt: skip
+
+
+def _replayed(books: Ledger, period: int, added: int, job, peak: int) -> Replay:
+    """The job's events replayed. DeepSpeed's flat tensors grow with the model instead of becoming more, so the shallow
+    model's own replay is scaled to the peak."""
+    if job.engine != "deepspeed":
+        return replay(books, period, added, job.device)
+    shallow = replay(books, period, 0, job.device)
+    scale = peak / max(1, shallow.allocated)
+    return Replay(
+        peak,
+        {name: int(size * scale) for name, size in shallow.reserved.items()},
+        tuple((segment, int(size * scale)) for segment, size in shallow.timeline),
+    )
 
 
 def phase_of(segment: str) -> str:

@@ -91,6 +91,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     _book_weights(model, ledger)
     stacks = repeated_layers(model)
     ledger.restart()  # a model made from a configuration passes through other states than a loaded one
+    ledger.unpacked_experts = _unpacked_experts(model)
     _load(model, ledger)
     ledger.enter("start", "other")
     _name_segments(model, stacks, ledger)
@@ -106,6 +107,13 @@ def _book_weights(model: torch.nn.Module, ledger: Ledger) -> None:
     for tensor in weights_of(model):
         ledger.add(tensor)
         ledger.classify(tensor, "parameters")
+
+
+def _unpacked_experts(model: torch.nn.Module) -> bool:
+    """Whether a 4-bit model's experts stayed as they were: transformers 5 keeps all of a layer's in one tensor, which
+    is not a linear layer, and bitsandbytes packs nothing else."""
+    packed = any(hasattr(weight, "quant_state") for weight in model.parameters())
+    return packed and any(weight.dim() == 3 for weight in model.parameters())
 
 
 def _load(model: torch.nn.Module, ledger: Ledger) -> None:

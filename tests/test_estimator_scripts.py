@@ -1,0 +1,190 @@
+"""A Trainer that stands ready, and whole scripts: estimated as they are, and left as they are."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from conftest import run
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator import estimate_trainer
+from hf_memopt.estimator.truth import allocator_peak
+
+CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+def _config(layers=9):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=352, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=layers, vocab_size=3000, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def _pad(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
+        for name, value in fill.items()
+    }
+
+
+def _rows(lengths):
+    return [{"input_ids": [7] * n, "labels": [7] * n, "attention_mask": [1] * n} for n in lengths]
+
+
+def _trainer(tmp_path, lengths=(40,) * 20 + (200,) * 2, **more):
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    class Doubled(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            outputs = model(**inputs)
+            held = outputs.logits.float() * 2  # memory that only this trainer takes
+            loss = outputs.loss + 0 * held.sum()
+            return (loss, outputs) if return_outputs else loss
+
+    fields = {"per_device_train_batch_size": 2, **CHECKPOINTED, **more.pop("fields", {})}
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, max_steps=2, report_to="none", save_strategy="no",
+                             **fields)  # fmt: skip
+    model = more.pop("model", None) or AutoModelForCausalLM.from_config(_config())
+    return Doubled(model, args, train_dataset=_rows(lengths), data_collator=_pad, **more)
+
+
+def test_a_subclass_with_its_own_loss_and_collator(tmp_path):
+    """The prediction is for the longest batch; so the truth trains on nothing else."""
+    found = estimate_trainer(_trainer(tmp_path), "cpu")
+    truth = allocator_peak(lambda: _trainer(tmp_path, lengths=(200,) * 22).train())
+    assert found.peak_allocated_bytes == pytest.approx(truth, rel=0.01)
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path):
+    trainer = _trainer(tmp_path)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    optimizer, accelerator = trainer.optimizer, trainer.accelerator
+    estimate_trainer(trainer, "a100_80gb")
+    assert trainer.optimizer is optimizer and trainer.accelerator is accelerator and trainer.state.global_step == 0
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.model.named_parameters())
+    assert type(next(trainer.model.parameters()).data) is torch.Tensor
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_the_users_own_optimizer_is_followed(tmp_path):
+    trainer = _trainer(tmp_path)
+    own = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    plain = _trainer(tmp_path, optimizers=(own, None), model=trainer.model)
+    assert estimate_trainer(plain, "cpu").breakdown["optimizer_states"] == 0
+    assert estimate_trainer(trainer, "cpu").breakdown["optimizer_states"] > 0
+
+
+def test_logits_that_wait_for_metrics(tmp_path):
+    """Without eval_accumulation_steps every batch's logits stay on the device."""
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    data = {"eval_dataset": _rows((200,) * 40)}
+    without = estimate_trainer(_trainer(tmp_path, fields=fields, **data), "cpu")
+    kept = estimate_trainer(_trainer(tmp_path, fields=fields, compute_metrics=lambda _: {}, **data), "cpu")
+    logits = 40 * 200 * 3000 * 4
+    assert kept.phase == "eval"
+    assert kept.phases["eval"] - without.phases["eval"] == pytest.approx(logits, rel=0.1)
+
+
+def test_a_trainer_without_data_is_refused(tmp_path):
+    trainer = _trainer(tmp_path)
+    trainer.train_dataset = None
+    with pytest.raises(InputError, match="train_dataset is None"):
+        estimate_trainer(trainer, "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(_config()).save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+PLAIN = """
+    import sys
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+    args = TrainingArguments(sys.argv[2], per_device_train_batch_size=2, report_to="none", use_cpu=True)
+    rows = [{"input_ids": [7] * 64, "labels": [7] * 64}] * 8
+    print("words of the script")
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=default_data_collator)
+    trainer.train()
+    raise SystemExit("trained")
+"""
+SUBCLASS = """
+    import sys, torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Writes(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            open(sys.argv[2] + "-written", "w").write("x")
+
+    class Mine(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    def collate(rows):
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).to("cpu")
+    args = TrainingArguments(sys.argv[2], per_device_train_batch_size=2, report_to="none", use_cpu=True)
+    trainer = Mine(model, args, train_dataset=[{"input_ids": [7] * 64}] * 8, data_collator=collate,
+                   callbacks=[Writes()])
+    trainer.evaluate(eval_dataset=[])
+    try:
+        trainer.train()
+    except Exception:
+        print("a script's own handler")
+    trainer.save_model()
+"""
+ADAPTERS = """
+    import sys, torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+    from transformers import default_data_collator
+
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, quantization_config=packed)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    args = TrainingArguments(sys.argv[2], per_device_train_batch_size=2, report_to="none", use_cpu=True, bf16=True)
+    rows = [{"input_ids": [7] * 64, "labels": [7] * 64}] * 8
+    if __name__ == "__main__":
+        Trainer(model, args, train_dataset=rows, data_collator=default_data_collator).train()
+"""
+
+
+@pytest.mark.parametrize("script", [PLAIN, SUBCLASS, ADAPTERS], ids=["plain", "subclass", "adapters"])
+def test_unmodified_scripts(script, folder):
+    """Nothing is trained or written, not even the output folder, and the weights are never read."""
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    (folder / "model" / "model.safetensors").unlink()
+    before = sorted(folder.rglob("*"))
+    done = run("hf-memopt", "dry-run", folder / "train.py", "--hardware", "rtx_3060", "--json", "--", folder / "model",
+               folder / "out")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] is True and sum(found["breakdown"].values()) == found["peak_allocated_bytes"]
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('nothing to train')", "without calling train()"),
+        ("raise SystemExit(3)", "exit code 3"),
+        (None, "no such file"),
+    ],
+)
+def test_scripts_that_never_train(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    done = run("hf-memopt", "dry-run", tmp_path / "train.py")
+    assert done.returncode == 2 and message in done.stderr
