@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from hf_memopt.estimator import estimate
@@ -177,6 +179,27 @@ def test_fragments_of_the_caching_allocator():
 
     assert churn(False) == (8 * 12 + 40) * MIB, "free segments of 12 MiB cannot serve 40 MiB"
     assert churn(True) == 100 * MIB, "neighbours that are free are one block; pages are of 20 MiB"
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.booleans(), st.sampled_from([1, MIB, 3 * MIB, 15 * MIB, 40 * MIB, 70 * MIB])), max_size=60
+    )
+)
+def test_the_books_of_the_caching_allocator_balance(expandable, requests):
+    """Whatever is taken and given back, below the limit or beyond: nothing is reserved that is not there."""
+    cache, live = CachingAllocator(expandable, limit=100 * MIB), []
+    for take, size in requests:
+        if take or not live:
+            live.append((cache.allocate(size), size))
+        else:
+            cache.release(live.pop(size % len(live))[0])
+        taken = sum(block.size for block, _ in live)
+        free = sum(size for pool in cache._free.values() for size, _ in pool)
+        assert cache.reserved == taken + free
+        assert taken >= sum(size for _, size in live)
 
 
 def test_cached_segments_are_given_back_before_the_limit():

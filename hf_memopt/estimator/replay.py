@@ -107,15 +107,11 @@ class CachingAllocator:
         insort(self._free[block.pool], (rest, after.address))
 
     def _grow(self, size: int, pool: str) -> _Block:
-        tail = self._tails[pool] if self._expandable else None
-        spare = tail.size if tail is not None and tail.free else 0
-        page = _PAGES[pool]
-        if self._expandable or size < _OWN_SEGMENT:
-            taken = -(-(size - spare) // page) * page
-        else:
-            taken = -(-size // (2 * _MIB)) * 2 * _MIB
-        if self._limit is not None and self.reserved + taken > self._limit:
+        if self._limit is not None and self.reserved + self._needed(size, pool) > self._limit:
             self._give_back()
+        tail = self._tails[pool]
+        spare = tail.size if tail is not None and tail.free else 0
+        taken = self._needed(size, pool)
         self.reserved += taken
         self.peak = max(self.peak, self.reserved)
         if spare:
@@ -132,21 +128,36 @@ class CachingAllocator:
         self._at[block.address] = block
         return block
 
+    def _needed(self, size: int, pool: str) -> int:
+        """Bytes to take from the device for a request."""
+        tail = self._tails[pool]
+        spare = tail.size if tail is not None and tail.free else 0
+        page = _PAGES[pool] if self._expandable or size < _OWN_SEGMENT else 2 * _MIB
+        return -(-(size - spare) // page) * page
+
     def _give_back(self) -> None:
-        """Segments of which every byte is free go back to the device."""
+        """Segments of which every byte is free, or free pages at the end of an expandable one, go back."""
         for pool, free in self._free.items():
-            for entry in list(free):
-                block = self._at[entry[1]]
-                if block.previous is None and block.next is None and not self._expandable:
-                    self.reserved -= block.size
-                    free.remove(entry)
-                    del self._at[block.address]
+            for _, address in list(free):
+                block = self._at[address]
+                if not self._expandable and block.previous is None and block.next is None:
+                    self._remove(block)
                 elif self._expandable and block is self._tails[pool]:
                     whole = block.size // _PAGES[pool] * _PAGES[pool]
-                    self.reserved -= whole
-                    self._unlist(block)
-                    block.size -= whole
-                    insort(free, (block.size, block.address))
+                    if whole == block.size and block.previous is not None:
+                        self._tails[pool] = block.previous
+                        block.previous.next = None
+                        self._remove(block)
+                    elif 0 < whole < block.size:
+                        self.reserved -= whole
+                        self._unlist(block)
+                        block.size -= whole
+                        insort(free, (block.size, block.address))
+
+    def _remove(self, block: _Block) -> None:
+        self.reserved -= block.size
+        self._unlist(block)
+        del self._at[block.address]
 
 
 @dataclass(frozen=True)
