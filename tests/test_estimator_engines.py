@@ -72,6 +72,24 @@ def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
     assert extended.host_bytes == pytest.approx(whole.host_bytes, rel=0.002)
 
 
+def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
+    """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
+    zero = {"stage": 3, "sub_group_size": 1_000_000, "stage3_max_live_parameters": 3_000_000,
+            "stage3_max_reuse_distance": 3_000_000, "stage3_prefetch_bucket_size": "auto",
+            "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}  # fmt: skip
+    fields = {"per_device_train_batch_size": 1, "bf16": True, "deepspeed": {"zero_optimization": zero,
+              "bf16": {"enabled": "auto"}}}  # fmt: skip
+
+    def phases():
+        return estimate(_config(24), fields, 32, "a100_80gb", world_size=4).phases
+
+    extended = phases()
+    monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
+    whole = phases()
+    for phase in ("forward", "backward", "optimizer"):
+        assert extended[phase] == pytest.approx(whole[phase], rel=0.03), phase
+
+
 def test_sharding_divides_what_it_says():
     """Bytes a weight in fp32 with AdamW: 4 for the weight, 8 for two states; ZeRO-2 keeps the weights whole."""
     fields = {"bf16": True, "per_device_train_batch_size": 1}

@@ -10,6 +10,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
 from hf_memopt.estimator.prediction import (
+    bound_by_groups,
     engine_of,
     evaluates,
     fewest_layers,
@@ -37,7 +38,12 @@ class TrainerJob:
     world_size: int
     engine: str
     batch: dict
+    layer: Any
     task: str = "the trainer's own"
+
+    def layer_elements(self) -> int:
+        """Weights of one layer."""
+        return sum(weight.numel() for weight in self.layer.parameters())
 
 
 def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int | None = None,
@@ -62,9 +68,9 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     fields = fields_of(args)
     world_size = world_size or args.world_size
     batch, padded = _largest_batch(trainer)
-    job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
-                     engine_of(fields, strategy, world_size), batch)  # fmt: skip
     lists = _layer_lists(model)
+    job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
+                     engine_of(fields, strategy, world_size), batch, lists[0][0] if lists else model)  # fmt: skip
     kept_batches = _batches_kept_for_metrics(trainer)
 
     def at(depth: int) -> TracedJob:
@@ -83,6 +89,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
         return books[-1].peaks
 
     peaks = at_full_depth(model.config, peaks_at, depths)
+    bound_by_groups(peaks, books, job)
     return report(job, peaks, books[-1], *missing_layers(model.config, depths), max(0, kept_batches - 2))
 
 

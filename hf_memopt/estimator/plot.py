@@ -39,7 +39,7 @@ def plot(found: Estimate, path: str | Path, title: str) -> None:
     axes.axhline(found.peak_allocated_bytes / GIB, color="black", lw=0.8, ls=":", label="peak, allocated")
     if found.capacity_bytes and found.capacity_bytes < 3 * found.device_bytes:
         axes.axhline(found.capacity_bytes / GIB, color="red", lw=0.8, ls="--", label="capacity")
-    axes.set(title=title, xlabel="allocations over load, two steps and evaluation", ylabel="GiB, predicted", xticks=[])
+    axes.set(title=title, xlabel="allocations in order: load, steps, evaluation", ylabel="GiB, predicted", xticks=[])
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left", ncols=4, fontsize=8)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)

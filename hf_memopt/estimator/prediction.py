@@ -26,6 +26,7 @@ from hf_memopt.files import shipped
 from hf_memopt.hardware import Hardware, get_hardware
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
+_MOST_LAYERS = 16
 _PARALLEL = ("fsdp2", "ddp", "none")
 
 
@@ -59,6 +60,17 @@ class Job:
         """The tensors of one micro-batch: name -> (shape, dtype)."""
         micro = self.fields["per_device_train_batch_size"]
         return batch_of(self.task, self.config, micro, self.seq_len, self.padded)
+
+    def layer_elements(self) -> int:
+        """Weights of one layer."""
+        import torch
+
+        def elements(depth: int) -> int:
+            with torch.device("meta"):
+                model = make_model(with_depth(self.config, depth), self.task, self.dtype, None, None, None)
+            return sum(weight.numel() for weight in model.parameters())
+
+        return max(1, elements(2) - elements(1))
 
     def at(self, depth: int) -> TracedJob:
         """The job on a model with so many layers."""
@@ -118,12 +130,47 @@ def estimate_job(job: Job) -> Estimate:
 
     depths = shallow_depths(job.config, fewest_layers(job))
     peaks = at_full_depth(job.config, peaks_at, depths)
+    bound_by_groups(peaks, books, job)
     return report(job, peaks, books[-1], *missing_layers(job.config, depths))
+
+
+def bound_by_groups(peaks: dict[str, Peak], books: list[Ledger], job) -> None:
+    """ZeRO-3's optimizer works through groups of weights. Beyond the first full group its temporaries grow no more,
+    while the last group, which two depths fill differently, would make any line through them a guess."""
+    if len(books) == 1 or job.engine != "deepspeed" or _stage(job.fields) < 3 or not _groups_are_full(job):
+        return
+    peak = peaks["optimizer"]
+    bound = max(book.peaks["optimizer"].by_kind.get("workspace", 0) for book in books)
+    peak.total += bound - peak.by_kind.get("workspace", 0)
+    peak.by_kind["workspace"] = bound
+
+
+def _groups_are_full(job) -> bool:
+    group = _limit(job.fields, "sub_group_size") * job.world_size
+    return job.layer_elements() * layers_of(job.config) > group
+
+
+def _limit(fields: dict[str, Any], name: str) -> float:
+    value = fields["deepspeed"].get("zero_optimization", {}).get(name, 1e9)
+    return 1e9 if value == "auto" else float(value)
 
 
 def fewest_layers(job) -> int:
     """Layers that a shallow model of this job needs, at least."""
-    return FEWEST_IN_PARTITIONS if job.engine == "deepspeed" and _stage(job.fields) < 3 else FEWEST[job.engine]
+    if job.engine != "deepspeed":
+        return FEWEST[job.engine]
+    return FEWEST_IN_PARTITIONS if _stage(job.fields) < 3 else _beyond_the_limits(job)
+
+
+def _beyond_the_limits(job) -> int:
+    """ZeRO-3 keeps gathered weights up to a limit and steps over them in groups: where the whole model is beyond these
+    limits, the shallow one must be too, as far as that takes no more than 16 layers (with fewer it needs too much)."""
+    live = max(_limit(job.fields, f"stage3_max_{name}") for name in ("live_parameters", "reuse_distance"))
+    limits = [live, _limit(job.fields, "sub_group_size") * job.world_size]
+    layer = job.layer_elements()
+    reached = [most for most in limits if layer * layers_of(job.config) > most]
+    needed = max((int(2 * most / layer) + 2 for most in reached), default=0)  # twice: groups fill unevenly
+    return max(FEWEST["deepspeed"], min(needed, _MOST_LAYERS))
 
 
 def missing_layers(config, depths: tuple[int, ...]) -> tuple[int, int]:
