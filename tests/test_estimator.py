@@ -362,7 +362,11 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
     from hf_memopt.presets import get_preset
 
     found = json.loads(run("hf-memopt", "show", "rtx_3070", "--json").stdout)["reference_estimate"]
-    assert found == pytest.approx(reference_estimate(get_preset("rtx_3070")), rel=0.01)
+    anew = reference_estimate(get_preset("rtx_3070"))
+    assert (found["model"], found["phase"], found["fits"]) == (anew["model"], anew["phase"], anew["fits"])
+    assert found["peak_allocated_bytes"] == pytest.approx(anew["peak_allocated_bytes"], rel=0.001)
+    # Fragments depend on when Python collects its garbage, which is another moment in another process.
+    assert found["device_bytes"] == pytest.approx(anew["device_bytes"], rel=0.1)
     assert "predicted, not measured" in run("hf-memopt", "show", "a100_80gb", "--method", "lora").stdout
 
 

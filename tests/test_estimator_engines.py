@@ -131,6 +131,7 @@ def test_packed_weights_and_zero_3_are_refused():
 
 def test_nothing_of_the_fake_cluster_stays():
     """A real job in this process finds its process group, DeepSpeed's numbering and its environment as they were."""
+    import torch
     import torch.distributed as dist
     from deepspeed.comm import comm
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -142,7 +143,13 @@ def test_nothing_of_the_fake_cluster_stays():
         register = DeepSpeedZeRoOffload._register_deepspeed_module
 
         def state():
-            numbers = (Init.param_id, list(register.__defaults__[0]), comm.cdb, dict(os.environ))
+            numbers = (
+                torch.nn.functional.linear,
+                Init.param_id,
+                list(register.__defaults__[0]),
+                comm.cdb,
+                dict(os.environ),
+            )
             return dist.get_world_size(), dist.get_process_group_ranks(dist.group.WORLD), numbers
 
         before = state()

@@ -1,5 +1,6 @@
 """The commands: how arguments are read. What they do stands in this folder's other files, imported when asked for."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -93,7 +94,12 @@ def dry_run(
     """Run a script up to trainer.train(), with weights never loaded, and predict the peak memory of its job."""
     from hf_memopt.cli.estimate import run_dry_run
 
-    raise typer.Exit(run_dry_run(script, arguments or [], hardware, world_size, plot, json))
+    code = run_dry_run(script, arguments or [], hardware, world_size, plot, json)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # the script's fake weights live as long as its globals; torch can crash when Python tears them down
 
 
 @app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
