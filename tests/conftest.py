@@ -64,7 +64,7 @@ def recipe():
     return load
 
 
-def run(*command, cwd=ROOT, env=None, timeout=540) -> subprocess.CompletedProcess:
+def run(*command, cwd=ROOT, env=None, timeout=300) -> subprocess.CompletedProcess:
     """Run a command with the test environment's programs first on the path; output is kept as text."""
     environment = {**os.environ, **(env or {})}
     environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"

@@ -1,6 +1,8 @@
 """The model of a job, as from_pretrained and peft would leave it, made where tensors have no bytes."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
@@ -66,6 +68,18 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
+
+
+@contextmanager
+def outside_zero3() -> Iterator[None]:
+    """Models made in here stay whole and ask no other process, also in a job that runs under ZeRO-3."""
+    from transformers.integrations import deepspeed
+
+    config, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config
 
 
 def traceable(dtype):

@@ -18,7 +18,7 @@ from hf_memopt.estimator.depth import (
     with_depth,
 )
 from hf_memopt.estimator.ledger import KINDS, Ledger, Peak
-from hf_memopt.estimator.model import batch_of, make_model, task_of
+from hf_memopt.estimator.model import batch_of, make_model, outside_zero3, task_of
 from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
@@ -66,7 +66,7 @@ class Job:
         import torch
 
         def elements(depth: int) -> int:
-            with torch.device("meta"):
+            with torch.device("meta"), outside_zero3():
                 model = make_model(with_depth(self.config, depth), self.task, self.dtype, None, None, None)
             return sum(weight.numel() for weight in model.parameters())
 

@@ -19,6 +19,7 @@ from hf_memopt.estimator.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
 from hf_memopt.estimator.ledger import Ledger
+from hf_memopt.estimator.model import outside_zero3
 
 # The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
@@ -380,7 +381,6 @@ def _phases():
 def _globals_kept():
     """A Trainer seeds every generator and resets accelerate's process-wide state, which a real one may be using."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers.integrations import deepspeed
 
     shared = [
         (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
@@ -390,15 +390,13 @@ def _globals_kept():
     gc.freeze()  # the Trainer collects garbage several times, each time looking at every module that was imported
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     python, numbers = random.getstate(), numpy.random.get_state()
-    zero_config = deepspeed._hf_deepspeed_config_weak_ref
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
+        with outside_zero3(), torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
             yield
     finally:
         gc.unfreeze()
         random.setstate(python)
         numpy.random.set_state(numbers)
-        deepspeed._hf_deepspeed_config_weak_ref = zero_config
         for state, before in shared:
             state.clear()
             state.update(before)
