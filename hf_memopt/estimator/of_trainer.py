@@ -14,7 +14,7 @@ from hf_memopt.estimator.prediction import (
     engine_of,
     evaluates,
     fewest_layers,
-    fields_of,
+    fields_of_trainer,
     missing_layers,
     report,
     traceable,
@@ -38,12 +38,21 @@ class TrainerJob:
     world_size: int
     engine: str
     batch: dict
+    model: Any
     layer: Any
     task: str = "the trainer's own"
 
-    def layer_elements(self) -> int:
-        """Weights of one layer."""
-        return sum(weight.numel() for weight in self.layer.parameters())
+    def elements(self, trained: bool = False) -> tuple[int, int]:
+        """Weights outside and within one layer; only those that are trained."""
+
+        def count(module) -> int:
+            weights = [weight for weight in module.parameters() if weight.requires_grad or not trained]
+            return sum(
+                getattr(weight, "ds_numel", weight.numel()) for weight in weights
+            )  # ZeRO-3 leaves none in place
+
+        layer = max(1, count(self.layer))
+        return count(self.model) - layer * layers_of(self.config), layer
 
 
 def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int | None = None,
@@ -65,17 +74,18 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     model, args = trainer.model, trainer.args
     if model is None or not hasattr(model, "config"):
         raise InputError("trainer.model must be a transformers or peft model")
-    fields = fields_of(args)
+    fields = fields_of_trainer(trainer)
     world_size = world_size or args.world_size
     batch, padded = _largest_batch(trainer)
     lists = _layer_lists(model)
+    layer = lists[0][0] if lists else model
     job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
-                     engine_of(fields, strategy, world_size), batch, lists[0][0] if lists else model)  # fmt: skip
+                     engine_of(fields, strategy, world_size), batch, model, layer)  # fmt: skip
     kept_batches = _batches_kept_for_metrics(trainer)
 
     def at(depth: int) -> TracedJob:
         return TracedJob(
-            make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields), batch=batch,
+            make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields, job.engine), batch=batch,
             accelerator=device.backend != "cpu", padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
             trainer=trainer,
@@ -89,7 +99,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
         return books[-1].peaks
 
     peaks = at_full_depth(model.config, peaks_at, depths)
-    bound_by_groups(peaks, books, job)
+    bound_by_groups(peaks, books[-1], job, depths[-1])
     return report(job, peaks, books[-1], *missing_layers(model.config, depths), max(0, kept_batches - 2))
 
 

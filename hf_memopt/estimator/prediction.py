@@ -61,16 +61,19 @@ class Job:
         micro = self.fields["per_device_train_batch_size"]
         return batch_of(self.task, self.config, micro, self.seq_len, self.padded)
 
-    def layer_elements(self) -> int:
-        """Weights of one layer."""
+    def elements(self, trained: bool = False) -> tuple[int, int]:
+        """Weights outside and within one layer; only those that are trained."""
         import torch
 
-        def elements(depth: int) -> int:
+        def count(depth: int) -> int:
             with torch.device("meta"), outside_zero3():
-                model = make_model(with_depth(self.config, depth), self.task, self.dtype, None, None, None)
-            return sum(weight.numel() for weight in model.parameters())
+                adapters = self.peft_config if trained else None
+                model = make_model(with_depth(self.config, depth), self.task, self.dtype, None, None, adapters)
+            return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
-        return max(1, elements(2) - elements(1))
+        one = count(1)
+        layer = max(1, count(2) - one)
+        return one - layer, layer
 
     def at(self, depth: int) -> TracedJob:
         """The job on a model with so many layers."""
@@ -80,7 +83,7 @@ class Job:
                 shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
                 self.kbit_preparation,
             ),
-            fields=traceable(self.fields), batch=self.batch, accelerator=self.device.backend != "cpu",
+            fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
             padded=self.padded, world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
         )  # fmt: skip
 
@@ -130,24 +133,28 @@ def estimate_job(job: Job) -> Estimate:
 
     depths = shallow_depths(job.config, fewest_layers(job))
     peaks = at_full_depth(job.config, peaks_at, depths)
-    bound_by_groups(peaks, books, job)
+    bound_by_groups(peaks, books[-1], job, depths[-1])
     return report(job, peaks, books[-1], *missing_layers(job.config, depths))
 
 
-def bound_by_groups(peaks: dict[str, Peak], books: list[Ledger], job) -> None:
-    """ZeRO-3's optimizer works through groups of weights. Beyond the first full group its temporaries grow no more,
-    while the last group, which two depths fill differently, would make any line through them a guess."""
-    if len(books) == 1 or job.engine != "deepspeed" or _stage(job.fields) < 3 or not _groups_are_full(job):
+def bound_by_groups(peaks: dict[str, Peak], books: Ledger, job, depth: int) -> None:
+    """ZeRO-3's optimizer works through groups of weights: beyond the first full group its temporaries grow no more.
+
+    Args:
+        books: of the deepest trace.
+        depth: of that trace.
+    """
+    if job.engine != "deepspeed" or _stage(job.fields) < 3 or depth == layers_of(job.config):
         return
+    rest, layer = job.elements(trained=True)
+    group = _limit(job.fields, "sub_group_size") * job.world_size
+    if rest + layer * layers_of(job.config) <= group:
+        return
+    traced_group = min(group, rest + layer * depth)
+    bound = int(books.peaks["optimizer"].by_kind.get("workspace", 0) * group / traced_group)
     peak = peaks["optimizer"]
-    bound = max(book.peaks["optimizer"].by_kind.get("workspace", 0) for book in books)
     peak.total += bound - peak.by_kind.get("workspace", 0)
     peak.by_kind["workspace"] = bound
-
-
-def _groups_are_full(job) -> bool:
-    group = _limit(job.fields, "sub_group_size") * job.world_size
-    return job.layer_elements() * layers_of(job.config) > group
 
 
 def _limit(fields: dict[str, Any], name: str) -> float:
@@ -163,13 +170,11 @@ def fewest_layers(job) -> int:
 
 
 def _beyond_the_limits(job) -> int:
-    """ZeRO-3 keeps gathered weights up to a limit and steps over them in groups: where the whole model is beyond these
-    limits, the shallow one must be too, as far as that takes no more than 16 layers (with fewer it needs too much)."""
+    """ZeRO-3 keeps gathered weights up to a limit: where the whole model is beyond it, the shallow one must be too, as
+    far as that takes no more than 16 layers (with fewer it needs too much)."""
     live = max(_limit(job.fields, f"stage3_max_{name}") for name in ("live_parameters", "reuse_distance"))
-    limits = [live, _limit(job.fields, "sub_group_size") * job.world_size]
-    layer = job.layer_elements()
-    reached = [most for most in limits if layer * layers_of(job.config) > most]
-    needed = max((int(2 * most / layer) + 2 for most in reached), default=0)  # twice: groups fill unevenly
+    _, layer = job.elements()
+    needed = int(2 * live / layer) + 2 if layer * layers_of(job.config) > live else 0
     return max(FEWEST["deepspeed"], min(needed, _MOST_LAYERS))
 
 
@@ -312,6 +317,17 @@ def fields_of(args) -> dict[str, Any]:
     return fields
 
 
+def fields_of_trainer(trainer) -> dict[str, Any]:
+    """fields_of() a Trainer's arguments, with the engine that `accelerate launch` gave it."""
+    fields = fields_of(trainer.args)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        fields |= {"fsdp": True, "fsdp_config": {"activation_checkpointing": plugin.activation_checkpointing}}
+    if trainer.args.deepspeed_plugin is not None:
+        fields["deepspeed"] = trainer.args.deepspeed_plugin.hf_ds_config.config
+    return fields
+
+
 def deepspeed_config(given: dict | str) -> dict:
     """A DeepSpeed configuration from itself, a file, or the name of a shipped JSON (zero2, zero3_offload_cpu, …)."""
     if isinstance(given, dict):
@@ -338,10 +354,17 @@ def engine_of(fields: dict[str, Any], strategy: str | None, world_size: int) -> 
     return "ddp"
 
 
-def traceable(fields: dict[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration that can be traced: what is swapped to NVMe stays in host memory, which it passes
-    through, and batch sizes follow the Trainer's, of which fewer micro-batches are traced."""
-    if not fields.get("deepspeed"):
+def traceable(fields: dict[str, Any], engine: str) -> dict[str, Any]:
+    """Fields of which every one can be traced: accelerate's activation checkpointing under FSDP2 is transformers' own,
+    what DeepSpeed swaps to NVMe stays in host memory, which it passes through, and its batch sizes follow the
+    Trainer's, of which fewer micro-batches are traced."""
+    if engine == "fsdp2" and fsdp_checkpoints(fields):
+        return {
+            **fields,
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": False},
+        }
+    if engine != "deepspeed":
         return fields
     config = copy.deepcopy(fields["deepspeed"])
     for part in ("offload_optimizer", "offload_param"):
@@ -351,6 +374,11 @@ def traceable(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[name] = "auto"
     return {**fields, "deepspeed": config}
+
+
+def fsdp_checkpoints(fields: dict[str, Any]) -> bool:
+    """Whether accelerate is to checkpoint the activations of the layers that it shards."""
+    return bool((fields.get("fsdp_config") or {}).get("activation_checkpointing"))
 
 
 def _stage(fields: dict[str, Any]) -> int:

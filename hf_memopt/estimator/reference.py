@@ -11,6 +11,7 @@ from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.estimator.prediction import Job, describe, estimate_job
 from hf_memopt.files import write_whole
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
+from hf_memopt.presets.accelerate_config import FSDP2
 from hf_memopt.presets.arguments import resolve
 from hf_memopt.presets.reference import REFERENCE_FILE
 
@@ -29,6 +30,8 @@ def job_of(preset: Preset, model=None, seq_len: int | None = None, world_size: i
     world_size = preset.processes if world_size is None else world_size
     deepspeed = given.pop("deepspeed", None) or preset.deepspeed_config()
     resolved = resolve(preset, world_size, given) | ({"deepspeed": deepspeed} if deepspeed else {})
+    if preset.strategy == "fsdp2":
+        resolved.setdefault("fsdp_config", {"activation_checkpointing": FSDP2["fsdp_activation_checkpointing"]})
     if model is None:
         model = preset.reference_model
         model = builtin_model() if model == "builtin" else model

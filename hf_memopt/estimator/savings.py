@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.prediction import Job, estimate_job
+from hf_memopt.estimator.prediction import Job, estimate_job, fsdp_checkpoints
 from hf_memopt.estimator.report import Estimate
 
 
@@ -49,7 +49,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         return dataclasses.replace(job, fields={**fields, **changed})
 
     micro, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
-    if not fields.get("activation_checkpointing"):
+    if not (fields.get("activation_checkpointing") or fsdp_checkpoints(fields)):
         kwargs = {"use_reentrant": False}
         yield (
             "activation_checkpointing=true",

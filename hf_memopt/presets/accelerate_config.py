@@ -28,13 +28,13 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
     else:
         config["mixed_precision"] = "no" if precision == "fp32" else precision
     if strategy == "fsdp2":
-        config["fsdp_config"] = dict(_FSDP2)
+        config["fsdp_config"] = dict(FSDP2)
     config |= {"num_machines": 1, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
     return config
 
 
 # Without fsdp_version accelerate runs FSDP1, and without a wrap policy it wraps nothing.
-_FSDP2 = {
+FSDP2 = {
     "fsdp_version": 2,
     "fsdp_reshard_after_forward": True,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

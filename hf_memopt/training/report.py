@@ -82,7 +82,7 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated) -> None:
 def predict(job: Job, trainer, length: int):
     """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced."""
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.prediction import fields_of
+    from hf_memopt.estimator.prediction import fields_of_trainer
 
     data = trainer.train_dataset
     if hasattr(data, "__len__"):
@@ -91,14 +91,10 @@ def predict(job: Job, trainer, length: int):
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
     try:
-        fields = fields_of(job.args)
-        if job.args.deepspeed_plugin is not None:
-            fields["deepspeed"] = job.args.deepspeed_plugin.hf_ds_config.config
-        strategy = "fsdp2" if job.preset.strategy == "fsdp2" else None
         return estimate(
-            config, fields, length, job.preset.hardware, job.peft_config, job.preset.dtype,
+            config, fields_of_trainer(trainer), length, job.preset.hardware, job.peft_config, job.preset.dtype,
             config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
-            quantization_config=quantization, world_size=job.args.world_size, strategy=strategy,
+            quantization_config=quantization, world_size=job.args.world_size,
         )  # fmt: skip
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
