@@ -46,25 +46,26 @@ EVERY_SECOND = {
 }
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 SAVED = {**EVALUATED, "save_strategy": "steps", "save_steps": 1}
-# name -> (TrainingArguments fields, dtype, LoRA rank or 0, attention, layers)
+# name -> (TrainingArguments fields, dtype, LoraConfig fields or None, attention, layers)
 SETTINGS = {
-    "full fp32": ({}, "float32", 0, None, 4),
-    "full bf16 over fp32": ({"bf16": True}, "float32", 0, None, 9),
-    "full, checkpointed": (CHECKPOINTED, "float32", 0, None, 10),
-    "pure bf16, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", 0, None, 12),
-    "every second layer": ({**EVERY_SECOND, "bf16": True}, "float32", 0, None, 6),
-    "LoRA bf16": ({"bf16": True}, "bfloat16", 8, None, 9),
-    "LoRA, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", 8, None, 10),
-    "adafactor": ({"optim": "adafactor"}, "float32", 0, None, 8),
-    "8-bit AdamW": ({"optim": "adamw_8bit"}, "float32", 0, None, 8),
-    "AdamW over a loop": ({"optim": "adamw_torch"}, "float32", 0, None, 5),
-    "accumulation 4": ({"gradient_accumulation_steps": 4}, "float32", 0, None, 7),
-    "eager attention": ({}, "float32", 0, "eager", 7),
-    "no clipping": ({"max_grad_norm": 0.0}, "float32", 0, None, 8),
-    "SGD": ({"optim": "sgd"}, "float32", 0, None, 8),
-    "evaluated": (EVALUATED, "float32", 0, None, 7),
-    "evaluated and saved": ({**SAVED, **CHECKPOINTED, "bf16": True}, "float32", 0, None, 8),
-    "8-bit Lion": ({"optim": "lion_8bit"}, "float32", 0, None, 8),
+    "full fp32": ({}, "float32", None, None, 4),
+    "full bf16 over fp32": ({"bf16": True}, "float32", None, None, 9),
+    "full, checkpointed": (CHECKPOINTED, "float32", None, None, 10),
+    "pure bf16, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", None, None, 12),
+    "every second layer": ({**EVERY_SECOND, "bf16": True}, "float32", None, None, 6),
+    "LoRA bf16": ({"bf16": True}, "bfloat16", {"r": 8}, None, 9),
+    "LoRA, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", {"r": 8}, None, 10),
+    "adafactor": ({"optim": "adafactor"}, "float32", None, None, 8),
+    "8-bit AdamW": ({"optim": "adamw_8bit"}, "float32", None, None, 8),
+    "AdamW over a loop": ({"optim": "adamw_torch"}, "float32", None, None, 5),
+    "accumulation 4": ({"gradient_accumulation_steps": 4}, "float32", None, None, 7),
+    "eager attention": ({}, "float32", None, "eager", 7),
+    "no clipping": ({"max_grad_norm": 0.0}, "float32", None, None, 8),
+    "SGD": ({"optim": "sgd"}, "float32", None, None, 8),
+    "evaluated": (EVALUATED, "float32", None, None, 7),
+    "evaluated and saved": ({**SAVED, **CHECKPOINTED, "bf16": True}, "float32", None, None, 8),
+    "DoRA": ({"bf16": True}, "bfloat16", {"r": 8, "use_dora": True}, None, 8),
+    "8-bit Lion": ({"optim": "lion_8bit"}, "float32", None, None, 8),
 }
 LENGTHS = (64, 256, 512, 1024)
 VOCABULARIES = (1000, 4000, 16000, 64000)
@@ -87,10 +88,10 @@ def config_of(family: str, vocabulary: int, layers: int):
     return AutoConfig.for_model(family, vocab_size=vocabulary, **{depth: layers}, **FAMILIES[family])
 
 
-def peft_config(rank: int):
+def peft_config(adapter: dict | None):
     from peft import LoraConfig
 
-    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM") if rank else None
+    return LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **adapter) if adapter else None
 
 
 # What is trained with 4-bit weights: (TrainingArguments fields, double quantization, length)
@@ -218,7 +219,7 @@ def row_of(family, setting, length, vocabulary, config, found, measured, process
     }  # fmt: skip
 
 
-def truth(config, fields, length, dtype, rank, attention) -> int:
+def truth(config, fields, length, dtype, adapter, attention) -> int:
     """Bytes: the allocator's peak over model, two steps and all between."""
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -231,7 +232,7 @@ def truth(config, fields, length, dtype, rank, attention) -> int:
 
     def train():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
-        model = add_adapters(model, peft_config(rank)) if rank else model
+        model = add_adapters(model, peft_config(adapter)) if adapter else model
         args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet)
         Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8],
                 data_collator=default_data_collator).train()  # fmt: skip
@@ -245,13 +246,13 @@ def main() -> None:
 
     rows = []
     for family, setting, length, vocabulary in track(list(jobs()), description="jobs"):
-        fields, dtype, rank, attention, layers = SETTINGS[setting]
+        fields, dtype, adapter, attention, layers = SETTINGS[setting]
         fields = {"per_device_train_batch_size": 2, **fields}
         config = config_of(family, vocabulary, layers)
         start = time.perf_counter()
-        found = estimate(config, fields, length, "cpu", peft_config(rank), dtype, attention)
+        found = estimate(config, fields, length, "cpu", peft_config(adapter), dtype, attention)
         seconds = time.perf_counter() - start
-        measured = truth(config, fields, length, dtype, rank, attention)
+        measured = truth(config, fields, length, dtype, adapter, attention)
         row = row_of(family, setting, length, vocabulary, config, found, measured, 1)
         rows.append({**row, "estimating_s": round(seconds, 2)})
     for more in (packed_rows(), sharded_rows()):

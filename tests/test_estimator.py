@@ -33,14 +33,14 @@ def _config(layers=4, vocabulary=3000, family="llama", **more):
     )  # fmt: skip
 
 
-def _lora(rank=8):
+def _lora(rank=8, **more):
     from peft import LoraConfig
 
-    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", **more)
 
 
-def _truth(config, fields, peft_config=None, dtype="float32", padded=False) -> int:
-    """The allocator's peak of a real run."""
+def _truth(config, fields, peft_config=None, dtype="float32", padded=False, resumed=False) -> int:
+    """The allocator's peak of a real run, or of one that goes on from a checkpoint."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
     from hf_memopt.levers.adapters import add_adapters
@@ -49,14 +49,18 @@ def _truth(config, fields, peft_config=None, dtype="float32", padded=False) -> i
     row |= {"attention_mask": [1] * (LENGTH - 1) + [0]} if padded else {}
     quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
 
-    def train():
+    def train(steps=2, **more):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         model = add_adapters(model, peft_config) if peft_config else model
-        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet, **fields)
-        Trainer(model=model, args=args, train_dataset=[row] * 16, data_collator=default_data_collator).train()
+        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=steps, **(quiet | fields | more))
+        trainer = Trainer(model=model, args=args, train_dataset=[row] * 16, data_collator=default_data_collator)
+        trainer.train(resume_from_checkpoint=steps == 3)
+        assert trainer.state.global_step == steps
 
     with tempfile.TemporaryDirectory() as folder:
-        return allocator_peak(train)
+        if resumed:
+            train(steps=1, save_strategy="steps", save_steps=1)
+        return allocator_peak(lambda: train(steps=3 if resumed else 2))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,7 @@ def _truth(config, fields, peft_config=None, dtype="float32", padded=False) -> i
         (_config(9), {"bf16": True}, None, "float32", False),
         (_config(9), {**CHECKPOINTED, "bf16": True}, None, "bfloat16", False),
         (_config(9), {**CHECKPOINTED, "bf16": True}, _lora(), "bfloat16", False),
+        (_config(9), {"bf16": True}, _lora(use_dora=True), "bfloat16", False),
         (_config(4), {"optim": "adamw_8bit", "gradient_accumulation_steps": 4}, None, "float32", False),
         (_config(4), {"optim": "adafactor"}, None, "float32", False),
         (_config(4), {}, None, "float32", True),
@@ -81,6 +86,12 @@ def test_within_one_percent_of_a_real_run(config, fields, lora, dtype, padded):
     assert found.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
     assert sum(found.breakdown.values()) == found.peak_allocated_bytes
     assert found.phases[found.phase] == found.peak_allocated_bytes
+
+
+def test_going_on_from_a_checkpoint_takes_no_more():
+    found = estimate(_config(4), {"per_device_train_batch_size": 2}, LENGTH, "cpu")
+    measured = _truth(_config(4), {"per_device_train_batch_size": 2}, resumed=True)
+    assert found.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("fields", [{}, {**CHECKPOINTED, "bf16": True}, {"optim": "adamw_torch"}])

@@ -108,6 +108,18 @@ def test_sharding_divides_what_it_says():
     assert zero3.breakdown["optimizer_states"] == pytest.approx(12 * weights / 8, rel=0.1), "with fp32 master weights"
 
 
+def test_fsdp_checkpoints_by_its_own_configuration():
+    """accelerate's wrapper around each layer saves what transformers' own checkpointing saves."""
+    fields = {"bf16": True, "per_device_train_batch_size": 4}
+
+    def activations(**more):
+        found = estimate(_config(12), {**fields, **more}, 512, "a100_80gb", world_size=2, strategy="fsdp2")
+        return found.breakdown["activations"]
+
+    by_fsdp = activations(fsdp_config={"activation_checkpointing": True})
+    assert by_fsdp == activations(**CHECKPOINTED) < activations() / 2
+
+
 def test_offload_moves_states_to_the_host():
     fields = {"bf16": True, "per_device_train_batch_size": 1}
     here = estimate(_config(), fields, 32, "a100_80gb", world_size=2, strategy="zero2")
