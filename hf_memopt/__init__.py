@@ -19,6 +19,11 @@ _HOME = {
     "get_hardware": "hf_memopt.hardware",
     "list_hardware": "hf_memopt.hardware",
     "InputError": "hf_memopt.errors",
+    "MemoryArguments": "hf_memopt.levers.arguments",
+    "MemoryTrainer": "hf_memopt.training.memory_trainer",
+    "MemoryTrainerMixin": "hf_memopt.training.memory_trainer",
+    "TrainingOutOfMemory": "hf_memopt.training.exhausted",
+    "classify_oom": "hf_memopt.training.oom",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -1,0 +1,83 @@
+"""MemoryArguments: what TrainingArguments has no word for."""
+
+from dataclasses import dataclass, field, fields
+
+from hf_memopt.errors import InputError, choose
+
+# Shares of capacity: what to aim at, when to warn, when to act, when to free at once.
+PROFILES = {
+    "aggressive": (0.92, 0.94, 0.96, 0.98),
+    "balanced": (0.90, 0.92, 0.95, 0.97),
+    "conservative": (0.85, 0.88, 0.92, 0.95),
+}
+THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
+
+
+@dataclass
+class MemoryArguments:
+    """How memory is watched and kept, parsed by HfArgumentParser beside TrainingArguments.
+
+    What TrainingArguments has a word for stays there: the micro-batch is per_device_train_batch_size, the allocator's
+    cache is emptied every torch_empty_cache_steps, layers are recomputed with activation_checkpointing.
+
+    Raises:
+        InputError: a value that cannot be.
+    """
+
+    oom_recovery: bool = field(
+        default=True, metadata={"help": "When memory runs out inside a step, go on in smaller pieces."}
+    )
+    probe_worst_batch: bool = field(
+        default=False, metadata={"help": "Before the first step, try the largest batch that is going to come."}
+    )
+    min_batch_size: int = field(default=1, metadata={"help": "Samples that a piece of a micro-batch has, at least."})
+    max_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Samples that a micro-batch may grow to while memory is free; the effective batch stays."},
+    )
+    adjustment_frequency: int = field(
+        default=100, metadata={"help": "Optimizer steps without trouble before a smaller micro-batch grows again."}
+    )
+    memory_profile: str = field(
+        default="balanced", metadata={"help": "Thresholds: aggressive, balanced or conservative."}
+    )
+    target_memory_utilization: float | None = field(
+        default=None, metadata={"help": "Share of the memory to aim at. Default: the profile's, like the next three."}
+    )
+    warning_threshold: float | None = field(default=None, metadata={"help": "Share of the memory to warn at."})
+    critical_threshold: float | None = field(
+        default=None, metadata={"help": "Share of the memory at which the micro-batch is made smaller."}
+    )
+    emergency_threshold: float | None = field(
+        default=None, metadata={"help": "Share of the memory at which caches are freed first."}
+    )
+    max_memory_gib: float | None = field(
+        default=None, metadata={"help": "Hard limit of this process on its device, in GiB."}
+    )
+    silent_mode: bool = field(default=True, metadata={"help": "Say only what changed, not every step's memory."})
+    reduce_eval_logits: bool = field(
+        default=True,
+        metadata={"help": "Keep the likeliest token instead of all logits while a language model is evaluated."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.memory_profile not in PROFILES:
+            raise choose("memory_profile", self.memory_profile, PROFILES)
+        for name, usual in zip(THRESHOLDS, PROFILES[self.memory_profile], strict=True):
+            if getattr(self, name) is None:
+                setattr(self, name, usual)
+        values = [getattr(self, name) for name in THRESHOLDS]
+        if not 0 < values[0] <= values[1] <= values[2] <= values[3] <= 1:
+            told = ", ".join(f"{name}={value}" for name, value in zip(THRESHOLDS, values, strict=True))
+            raise InputError(f"thresholds must rise and lie between 0 and 1: {told}")
+        for name in ("min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"{name}={value} must be above 0")
+        if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
+            raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields' names."""
+        return [item.name for item in fields(cls)]

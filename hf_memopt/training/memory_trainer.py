@@ -1,0 +1,146 @@
+"""MemoryTrainer: a transformers Trainer that memory does not end."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from hf_memopt.errors import InputError
+from hf_memopt.files import write_whole
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.training.batch_limit import BatchLimit
+from hf_memopt.training.eval_recovery import EvalRecovery
+from hf_memopt.training.exhausted import TrainingOutOfMemory
+from hf_memopt.training.oom import Diagnosis
+from hf_memopt.training.oom_report import oom_report, told
+from hf_memopt.training.peers import Peers
+from hf_memopt.training.pieces import shapes_of
+from hf_memopt.training.safe_checkpoints import SafeCheckpoints
+from hf_memopt.training.sample_order import batch_indices
+from hf_memopt.training.step_recovery import StepRecovery, Window
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
+    """Makes a Trainer subclass survive running out of memory: `class MyTrainer(MemoryTrainerMixin, SomeTrainer)`.
+
+    Steps, schedule, optimizer, order of samples and effective batch stay those of an uninterrupted run; a micro-batch
+    that does not fit runs in smaller pieces, whose gradients add up to its own. What is a mean over a micro-batch but
+    not of its labels or samples (batch normalization, a router's balance, a contrastive loss) is one over each piece.
+
+    Attributes:
+        memory_args: MemoryArguments.
+        memory_events: what happened, oldest first: dicts with `event` and `step`.
+    """
+
+    def __init__(self, *args, memory_args: MemoryArguments | None = None, **kwargs) -> None:
+        """Args:
+            memory_args: MemoryArguments; by default their defaults. Everything else is the Trainer's.
+
+        Raises:
+            InputError: auto_find_batch_size is set too: it would restart the schedule with a smaller effective batch.
+        """
+        self.memory_args = memory_args or MemoryArguments()
+        self.memory_events: list[dict[str, Any]] = []
+        self.limit = BatchLimit(self.memory_args.adjustment_frequency, self.memory_args.min_batch_size)
+        self._window, self._running = Window(), (None, 0)
+        self._stage, self._share = "start", 1.0
+        self._loss_is_a_sum: bool | None = None
+        super().__init__(*args, **kwargs)
+        if self.args.auto_find_batch_size:
+            raise InputError(
+                "auto_find_batch_size=True restarts the schedule and shrinks the effective batch: leave it out, "
+                "MemoryTrainer recovers within the step"
+            )
+        self._peers = Peers(self.accelerator)
+
+    def train(self, *args, **kwargs):
+        self._peers.watch(self._save_for_others)
+        try:
+            return super().train(*args, **kwargs)
+        except TrainingOutOfMemory as end:
+            self._say(end)
+            if not self._peers.alone:
+                self._peers.leave("its own memory ran out")
+            raise
+        except Exception:
+            if not self._peers.alone and (said := self._peers.ended()):
+                self._peers.leave(said)
+            raise
+
+    def get_train_dataloader(self):
+        """Batches stay on the host until their micro-batch runs: the Trainer fetches a whole window of them."""
+        loader = super().get_train_dataloader()
+        if getattr(loader, "device", None) is not None and self._recovers():
+            loader.device = None
+        self._train_loader = loader
+        return loader
+
+    # ---- what the parts call
+
+    def _event(self, name: str, **details: Any) -> None:
+        """Remember something that happened, and say it loudly."""
+        event = {"event": name, "step": self.state.global_step, "process": self.args.process_index, **details}
+        self.memory_events.append(event)
+        logger.warning("%s", told(event))
+
+    def _agree_on_limit(self) -> None:
+        """All processes take over the smallest limit before anything of a window is run."""
+        if self.args.world_size > 1 and self._recovers():
+            self.limit.agree(self._peers.smallest(self.limit.elements))
+
+    def _dataset_indices(self, micro) -> list[int] | None:
+        """Positions in the data set of a micro-batch's samples; None where the sampler's order cannot be known."""
+        per_epoch = len(self._train_loader) if hasattr(self._train_loader, "__len__") else 0
+        if not per_epoch:
+            return None
+        accumulation = self.args.gradient_accumulation_steps
+        windows = -(-per_epoch // accumulation)
+        epoch, window = divmod(self.state.global_step, windows)
+        return batch_indices(self._train_loader, epoch, window * accumulation + micro.number)
+
+    def _exhausted(self, stage: str, found: Diagnosis, micro, why: str = "", intact: bool = True) -> None:
+        """Save the last good step, and end the run with a diagnosis.
+
+        Args:
+            intact: weights and optimizer states are those of the last good step.
+
+        Raises:
+            TrainingOutOfMemory: always.
+        """
+        if self.args.world_size > 1:
+            self._peers.announce(found.message)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        report = oom_report(self, stage, found, shapes_of(micro.inputs), self._dataset_indices(micro), why)
+        if intact and self.is_in_train and self.state.global_step > 0:
+            self._window.began.restore()
+            report["checkpoint"] = self.emergency_checkpoint()
+        raise TrainingOutOfMemory(told(report), report)
+
+    def _say(self, end: TrainingOutOfMemory) -> None:
+        logger.error("%s", end.message)
+        if self.args.should_save and end.report:
+            path = Path(self.args.output_dir) / "oom_report.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(end.report, indent=2, default=str) + "\n")
+
+    def _save_for_others(self) -> None:
+        """What a process does when another one cannot go on: its part of the last good step's checkpoint."""
+        if self._window.began is not None and self.state.global_step > 0:
+            self._window.began.restore()
+            self.emergency_checkpoint()
+
+    def _exhausted_in_eval(self, found: Diagnosis) -> None:
+        raise TrainingOutOfMemory(f"out of memory in evaluation with one sample: {found.message}")
+
+    def _end_together(self, found: Diagnosis) -> None:
+        """A process that failed while gradients were being reduced leaves the others waiting: all end."""
+        self._exhausted("backward, while gradients were reduced over processes", found, self._running[0])
+
+
+class MemoryTrainer(MemoryTrainerMixin, Trainer):
+    """transformers.Trainer with MemoryTrainerMixin."""

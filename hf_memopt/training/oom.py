@@ -1,0 +1,126 @@
+"""Is this failure about memory, whose memory, and would a smaller micro-batch help?
+
+The table holds messages as the libraries print them (torch's allocators, CUDA, cuBLAS, cuDNN, NCCL, HIP, XPU, Metal,
+bitsandbytes, DeepSpeed, numpy, the kernel). accelerate's own list knows five of the seventeen that research collected.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hf_memopt.errors import one_line
+
+
+class OomKind(StrEnum):
+    """Whose memory ran out."""
+
+    DEVICE = "device"
+    LIBRARY_WORKSPACE = "library workspace"
+    HOST = "host"
+    COMMUNICATION = "communication"
+    NOT_MEMORY = "not memory"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a failure is.
+
+    Attributes:
+        kind: whose memory.
+        smaller_batch_helps: whether a step may be taken again in smaller pieces.
+        cause: in words; "" where the failure has nothing to do with memory or resources.
+        message: the exception's own text, on one line.
+    """
+
+    kind: OomKind
+    smaller_batch_helps: bool
+    cause: str
+    message: str
+
+
+# (kind, whether a smaller micro-batch helps, pattern, cause). The first match wins: what must not be tried again with
+# a smaller batch comes first, since its text often contains a more general one.
+_TABLE = [
+    (OomKind.NOT_MEMORY, False, r"out of resources?: shared memory|OutOfResources.*shared memory",
+     "a Triton kernel asks for more shared memory than this card has, whatever the batch: use another attention "
+     "implementation or a kernel of smaller blocks"),
+    (OomKind.HOST, False, r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)",
+     "the system killed a data loading worker, for host memory or /dev/shm: set dataloader_num_workers or "
+     "dataloader_prefetch_factor lower"),
+    (OomKind.HOST, False, r"in DataLoader worker process.*(MemoryError|can't allocate memory|Cannot allocate memory)",
+     "a data loading worker found no host memory: set dataloader_num_workers or dataloader_prefetch_factor lower"),
+    (OomKind.COMMUNICATION, False, r"(NCCL|RCCL|nccl\w*Error|rccl\w*Error|Cuda failure|Hip failure).*out of memory",
+     "the communication library found no device memory for its buffers: leave more free (a lower "
+     "target_memory_utilization), or set NCCL_BUFFSIZE lower"),
+    (OomKind.HOST, False, r"OS call failed or operation not supported on this OS|page-locked|posix_memalign|"
+     r"cu(da|)?(MemHostAlloc|HostAlloc|HostRegister)|pin(ned)?[ _]memory.*(fail|out of memory|cannot)",
+     "pinned host memory could not be had: raise the memlock limit, or set pin_memory false"),
+    (OomKind.LIBRARY_WORKSPACE, True, r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_"
+     r"(ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|CUDNN_STATUS_NOT_SUPPORTED",
+     "a math library found no device memory for its workspace"),
+    (OomKind.HOST, True, r"DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc|"
+     r"Cannot allocate memory|Unable to allocate [\d.]+ .iB for an array",
+     "host memory ran out"),
+    (OomKind.DEVICE, True, r"(CUDA|HIP|XPU|NPU|MPS backend|MLU|MUSA|HPU) out of memory|"
+     r"(CUDA|HIP|CUDA driver) error: out of memory|(cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory|"
+     r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES|Invalid buffer size: |"
+     r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Error out of memory at line \d+",
+     "device memory ran out"),
+]  # fmt: skip
+
+
+def classify_oom(error: BaseException) -> OomKind:
+    """Whose memory ran out, as told by an exception or one in its chain of causes."""
+    return diagnose(error).kind
+
+
+def diagnose(error: BaseException) -> Diagnosis:
+    """An exception, and what it was raised from, looked up in the table."""
+    for link in _chain(error):
+        found = _diagnosed(link)
+        if found.cause:
+            return found
+    return Diagnosis(OomKind.NOT_MEMORY, False, "", one_line(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, then its causes; where there is no cause, what was being handled when it was raised."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for part in error.exceptions:
+                yield from _chain(part)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _diagnosed(error: BaseException) -> Diagnosis:
+    import torch
+
+    text = one_line(error)
+    if isinstance(error, RuntimeError | MemoryError | OSError):
+        for kind, helps, pattern, cause in _TABLE:
+            if re.search(pattern, text, re.IGNORECASE):
+                return Diagnosis(kind, helps, cause, text)
+    if isinstance(error, torch.OutOfMemoryError):
+        return Diagnosis(OomKind.DEVICE, True, "device memory ran out", text)
+    if isinstance(error, MemoryError):
+        return Diagnosis(OomKind.HOST, True, "host memory ran out", text)
+    return Diagnosis(OomKind.NOT_MEMORY, False, "", text)
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more: Python's cycles, then the allocator's cached blocks."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    elif torch.xpu.is_available():
+        torch.xpu.empty_cache()
