@@ -387,7 +387,8 @@ def test_cutting_a_batch():
 
     batch = {
         "position_ids": torch.arange(24).reshape(3, 4, 2), "input_ids": torch.arange(8).reshape(4, 2),
-        "bias": torch.ones(1, 2), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0), "more": {"x": torch.ones(4)},
+        "bias": torch.ones(1, 2), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0),
+        "more": {"x": torch.ones(4)},
     }  # fmt: skip
     assert rows_of(batch) == 4
     piece = piece_of(batch, 1, 3)
@@ -433,13 +434,12 @@ def test_only_the_likeliest_tokens_are_kept_for_metrics(tmp_path):
     def softmax(prediction):
         return {"sharp": float(numpy.exp(prediction.predictions).max())}
 
-    trainer = MemoryTrainer(
-        model=model, args=args, eval_dataset=Rows(8), data_collator=collate, compute_metrics=softmax
-    )
+    given = {"model": model, "args": args, "eval_dataset": Rows(8), "data_collator": collate}
+    trainer = MemoryTrainer(**given, compute_metrics=softmax)
     with pytest.raises(TypeError, match="reduce_eval_logits=False"):
         trainer.evaluate()
-    trainer = MemoryTrainer(model=model, args=args, eval_dataset=Rows(8), data_collator=collate, compute_metrics=softmax,
-                            memory_args=MemoryArguments(reduce_eval_logits=False))  # fmt: skip
+    kept_whole = MemoryArguments(reduce_eval_logits=False)
+    trainer = MemoryTrainer(**given, compute_metrics=softmax, memory_args=kept_whole)
     assert trainer.evaluate()["eval_sharp"] > 0
 
 
