@@ -68,7 +68,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             raise
         except Exception:
             if not self._peers.alone and (said := self._peers.ended()):
-                self._peers.leave(said)
+                self._peers.leave(said["message"])
             raise
 
     def get_train_dataloader(self):
@@ -112,7 +112,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             TrainingOutOfMemory: always.
         """
         if self.args.world_size > 1:
-            self._peers.announce(found.message)
+            self._peers.announce(found.message, self.limit.elements)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         report = oom_report(self, stage, found, shapes_of(micro.inputs), self._dataset_indices(micro), why)
@@ -128,9 +128,10 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(end.report, indent=2, default=str) + "\n")
 
-    def _save_for_others(self) -> None:
+    def _save_for_others(self, elements: int | None) -> None:
         """What a process does when another one cannot go on: its part of the last good step's checkpoint."""
         if self._window.began is not None and self.state.global_step > 0:
+            self.limit.agree(elements)
             self._window.began.restore()
             self.emergency_checkpoint()
 
@@ -138,8 +139,13 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         raise TrainingOutOfMemory(f"out of memory in evaluation with one sample: {found.message}")
 
     def _end_together(self, found: Diagnosis) -> None:
-        """A process that failed while gradients were being reduced leaves the others waiting: all end."""
-        self._exhausted("backward, while gradients were reduced over processes", found, self._running[0])
+        """A process that failed while gradients were being reduced leaves the others waiting: all end, and what goes
+        on from their checkpoint runs smaller pieces."""
+        micro, rows = self._running
+        why = "processes that have begun to reduce gradients cannot go back"
+        if rows > 1:
+            self.limit.lower(rows, micro.elements * rows // micro.rows)
+        self._exhausted("backward", found, micro, why)
 
 
 class MemoryTrainer(MemoryTrainerMixin, Trainer):

@@ -1,6 +1,7 @@
 """What the processes of one job tell each other about memory, beside the gradients: sizes to agree on, and the end."""
 
 import datetime
+import json
 import os
 import sys
 import threading
@@ -45,22 +46,27 @@ class Peers:
         distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self._group)
         return None if int(found) == _NO_LIMIT else int(found)
 
-    def announce(self, message: str) -> None:
-        """Tell the others that this process cannot go on."""
+    def announce(self, message: str, elements: int | None) -> None:
+        """Tell the others that this process cannot go on, and what limit would have helped."""
         if not self.alone:
-            self._store.set(_ENDED, f"process {self.rank}: {message}")
+            said = {"process": self.rank, "message": message, "elements": elements}
+            self._store.set(_ENDED, json.dumps(said))
 
-    def ended(self) -> str | None:
-        """What a process that cannot go on has said; None while all go on."""
+    def ended(self) -> dict | None:
+        """What a process that cannot go on has said (`process`, `message`, `elements`); None while all go on."""
         try:
-            return self._store.get(_ENDED).decode() if self._store.check([_ENDED]) else None
-        except RuntimeError as gone:  # the process that kept the store has ended
-            return f"lost the connection to the first process ({str(gone)[:80]})"
+            return json.loads(self._store.get(_ENDED)) if self._store.check([_ENDED]) else None
+        except RuntimeError as gone:
+            message = f"the connection to the first process is lost ({str(gone)[:80]})"
+            return {"process": 0, "message": message, "elements": None}
 
-    def watch(self, save: Callable[[], object]) -> None:
+    def watch(self, save: Callable[[int | None], object]) -> None:
         """End this process soon after another announces that it cannot go on.
 
         The others wait in a reduction for gradients that never come; a thread of its own saves and ends the process.
+
+        Args:
+            save: called with the limit that would have helped.
         """
         if not self.alone:
             threading.Thread(target=self._watch, args=(save,), daemon=True).start()
@@ -68,9 +74,9 @@ class Peers:
     def _watch(self, save) -> None:
         while not (said := self.ended()):
             time.sleep(_POLL)
-        if not said.startswith(f"process {self.rank}:"):
-            save()
-            self.leave(said)
+        if said["process"] != self.rank:
+            save(said["elements"])
+            self.leave(f"process {said['process']}: {said['message']}")
 
     def leave(self, message: str) -> None:
         """End the process, once the first one has saved, with the exit code for relaunchers."""

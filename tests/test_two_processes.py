@@ -1,0 +1,65 @@
+"""Real pairs of processes, one of which runs out of memory: both go on in smaller pieces, or both end, and soon."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+PLAIN = {"name": "plain", "rank": 0, "phase": None, "step": 0, "micro": 0}
+# Ten that are recovered: in forward anywhere, in backward before gradients are reduced.
+RECOVERED = [
+    {"name": f"{phase}-{rank}-{step}-{micro}", "rank": rank, "phase": phase, "step": step, "micro": micro}
+    for phase, rank, step, micro in [
+        ("forward", 0, 0, 0), ("forward", 1, 0, 0), ("forward", 0, 2, 1), ("forward", 1, 2, 1), ("forward", 1, 4, 1),
+        ("backward", 0, 0, 0), ("backward", 1, 0, 0), ("backward", 0, 3, 0), ("backward", 1, 3, 0),
+        ("backward", 0, 4, 0),
+    ]
+]  # fmt: skip
+# Ten that cannot be: the last backward of a window, while gradients are being reduced.
+ENDED = [
+    {"name": f"end-{rank}-{step}", "rank": rank, "phase": "backward", "step": step, "micro": 1}
+    for step in range(5) for rank in (0, 1)
+]  # fmt: skip
+RESUMED = {**PLAIN, "name": "resumed", "resumed": "end-1-2"}
+
+
+def run(folder, *cases) -> None:
+    lines = "\n".join(map(json.dumps, cases))
+    subprocess.run([sys.executable, HERE / "two_processes.py", folder], input=lines, text=True, check=True, cwd=HERE,
+                   capture_output=True, timeout=500)  # fmt: skip
+
+
+def told(folder, case) -> dict:
+    return json.loads((folder / f"{case['name']}.json").read_text())
+
+
+def weights(folder, name: str) -> torch.Tensor:
+    return torch.load(folder / f"{name}.pt", weights_only=True)
+
+
+def test_both_go_on(tmp_path):
+    run(tmp_path, PLAIN, *RECOVERED)
+    for case in RECOVERED:
+        assert told(tmp_path, case)["codes"] == [0, 0], case
+        events = [json.loads((tmp_path / f"{case['name']}-{rank}.events").read_text()) for rank in range(2)]
+        assert events[case["rank"]] == [1] and events[1 - case["rank"]] == [], case
+        assert torch.allclose(weights(tmp_path, case["name"]), weights(tmp_path, "plain"), rtol=0, atol=1e-9), case
+
+
+def test_both_end_soon_and_go_on_from_there(tmp_path):
+    run(tmp_path, PLAIN, *ENDED, RESUMED)
+    for case in ENDED:
+        found = told(tmp_path, case)
+        assert found["codes"] == [75, 75], case
+        assert found["seconds"] < 30, case
+        checkpoint = tmp_path / case["name"] / f"checkpoint-{case['step']}"
+        assert checkpoint.is_dir() == (case["step"] > 0)
+        if case["step"]:
+            state = json.loads((checkpoint / "memory_state.json").read_text())
+            assert state["piece_elements"], "what goes on from here begins with smaller pieces"
+            assert {file.name for file in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    assert told(tmp_path, RESUMED)["codes"] == [0, 0]
+    assert torch.allclose(weights(tmp_path, "resumed"), weights(tmp_path, "plain"), rtol=0, atol=1e-9)

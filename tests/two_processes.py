@@ -1,0 +1,101 @@
+"""Two real processes over gloo, forked from one that has imported everything; a case for each line of its input.
+
+python two_processes.py FOLDER < cases, a case being JSON: {"name", "rank", "phase", "step", "micro"}; writes NAME.json
+with the exit codes, the seconds it took, and what the first process was left with.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from test_memory_trainer import train
+
+FIELDS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
+
+
+def failing(case):
+    """One process runs out of memory once, in one phase of one micro-batch of one step."""
+
+    def prepare(trainer):
+        if case["phase"] is None or trainer.args.process_index != case["rank"]:
+            return
+        count = {"forward": 0, "backward": 0}
+        begin = (case["step"] * 2 + case["micro"]) + 1
+
+        def strikes(phase: str) -> bool:
+            count[phase] += 1
+            return phase == case["phase"] and count[phase] == begin
+
+        forward, backward = trainer.model.forward, trainer.accelerator.backward
+
+        def forward_or_fail(*args, **kwargs):
+            if strikes("forward"):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return forward(*args, **kwargs)
+
+        def backward_or_fail(loss, **kwargs):
+            if strikes("backward"):
+                weight = trainer.model.model.layers[1].mlp.down_proj.weight  # half of the gradients are there
+
+                def fail(_):
+                    hook.remove()
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+                hook = weight.register_hook(fail)
+            return backward(loss, **kwargs)
+
+        trainer.model.forward, trainer.accelerator.backward = forward_or_fail, backward_or_fail
+
+    return prepare
+
+
+def child(case, rank: int, port: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
+    resumed = case.get("resumed")
+    done = train(folder / (resumed or case["name"]), prepare=failing(case), resume=bool(resumed), **FIELDS)
+    if rank == 0:
+        torch.save(done.weights, folder / f"{case['name']}.pt")
+    limits = [event["micro_batch_after"] for event in done.events if "micro_batch_after" in event]
+    (folder / f"{case['name']}-{rank}.events").write_text(json.dumps(limits))
+
+
+def run(case, folder: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    began, children = time.monotonic(), []
+    for rank in range(2):
+        if (number := os.fork()) == 0:
+            code = 1
+            try:
+                child(case, rank, port, folder)
+                code = 0
+            except SystemExit as end:
+                code = end.code
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(number)
+    codes = {}
+    while len(codes) < 2 and time.monotonic() < began + 60:
+        for rank, number in enumerate(children):
+            if rank not in codes and (ended := os.waitpid(number, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.05)
+    for rank, number in enumerate(children):
+        if rank not in codes:
+            os.kill(number, 9)
+            os.waitpid(number, 0)
+    told = {"codes": [codes.get(rank, "hangs") for rank in range(2)], "seconds": time.monotonic() - began}
+    (folder / f"{case['name']}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        run(json.loads(line), Path(sys.argv[1]))
