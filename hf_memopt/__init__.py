@@ -20,6 +20,8 @@ _HOME = {
     "list_hardware": "hf_memopt.hardware",
     "InputError": "hf_memopt.errors",
     "MemoryArguments": "hf_memopt.levers.arguments",
+    "MemoryCallback": "hf_memopt.monitor.callback",
+    "MemoryMonitor": "hf_memopt.monitor.monitor",
     "MemoryTrainer": "hf_memopt.training.memory_trainer",
     "MemoryTrainerMixin": "hf_memopt.training.memory_trainer",
     "TrainingOutOfMemory": "hf_memopt.training.exhausted",

@@ -203,6 +203,9 @@ def _copied(original, model, args):
     trainer.args, trainer.state, trainer.control = args, TrainerState(), TrainerControl()
     trainer.eval_dataset = trainer.compute_metrics = trainer.lr_scheduler = None
     trainer.is_in_train = False
+    if hasattr(trainer, "memory_args"):  # a MemoryTrainer: nothing runs out here
+        quiet = {"oom_recovery": False, "probe_worst_batch": False, "max_memory_gib": None}
+        trainer.memory_args = dataclasses.replace(trainer.memory_args, **quiet)
     trainer.place_model_on_device = False
     trainer.create_accelerator_and_postprocess()
     if original.optimizer is not None and not original.optimizer.state:

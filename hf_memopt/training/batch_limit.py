@@ -11,12 +11,14 @@ class BatchLimit:
     doubles the quiet time that the next growth waits for, so that sizes do not oscillate.
     """
 
-    def __init__(self, patience: int, fewest_rows: int = 1) -> None:
+    def __init__(self, patience: int, fewest_rows: int = 1, first_rows: int | None = None) -> None:
         """Args:
         patience: optimizer steps without trouble before the limit grows, at first.
         fewest_rows: samples a piece has at least.
+        first_rows: samples that a piece of the first batch has at most; by default all of it.
         """
         self.elements: int | None = None
+        self._first_rows = first_rows
         self.fewest_rows = fewest_rows
         self._patience = patience
         self._quiet = 0
@@ -25,6 +27,9 @@ class BatchLimit:
     def rows_at_once(self, rows: int, elements: int) -> int:
         """Samples in each piece of a batch of `rows` samples and `elements` tensor elements, evenly shared."""
         self._largest = max(self._largest, elements)
+        if self._first_rows is not None:
+            self.elements = ceil(elements * self._first_rows / rows) if self._first_rows < rows else None
+            self._first_rows = None
         if self.elements is None or rows <= 1:
             return rows
         most = max(1, self.fewest_rows, self.elements * rows // max(1, elements))

@@ -10,13 +10,16 @@ from transformers import Trainer
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.monitor.callback import MemoryCallback, append
+from hf_memopt.monitor.readers import Reader, limit_process
 from hf_memopt.training.batch_limit import BatchLimit
 from hf_memopt.training.eval_recovery import EvalRecovery
 from hf_memopt.training.exhausted import TrainingOutOfMemory
-from hf_memopt.training.oom import Diagnosis
+from hf_memopt.training.oom import Diagnosis, free_memory
 from hf_memopt.training.oom_report import oom_report, told
 from hf_memopt.training.peers import Peers
 from hf_memopt.training.pieces import shapes_of
+from hf_memopt.training.probe import probe
 from hf_memopt.training.safe_checkpoints import SafeCheckpoints
 from hf_memopt.training.sample_order import batch_indices
 from hf_memopt.training.step_recovery import StepRecovery, Window
@@ -56,8 +59,41 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
                 "MemoryTrainer recovers within the step"
             )
         self._peers = Peers(self.accelerator)
+        self._memory = Reader(self.args.device)
+        self._near_peak = self._resting = 0
+        self._grow_up_to(self.memory_args.max_batch_size)
+        self._callback = self._memory_callback()
+
+    def _grow_up_to(self, largest: int | None) -> None:
+        """Fetch micro-batches of the largest size that is allowed, and begin with pieces of the size that was asked
+        for; the effective batch stays.
+
+        Raises:
+            InputError: the effective batch cannot be made of micro-batches of that size.
+        """
+        first, accumulation = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+        if largest is None or largest <= first:
+            return
+        if first * accumulation % largest:
+            raise InputError(
+                f"max_batch_size={largest} does not divide the {first * accumulation} samples that a device takes in "
+                f"a step (per_device_train_batch_size={first} × gradient_accumulation_steps={accumulation})"
+            )
+        self.args.per_device_train_batch_size = largest
+        self.args.gradient_accumulation_steps = first * accumulation // largest
+        self._train_batch_size = self.args.train_batch_size
+        memory = self.memory_args
+        self.limit = BatchLimit(memory.adjustment_frequency, memory.min_batch_size, first)
+
+    def _memory_callback(self) -> MemoryCallback:
+        """The callback that logs memory: the user's own, or one before all others."""
+        given = [found for found in self.callback_handler.callbacks if isinstance(found, MemoryCallback)]
+        return given[0] if given else MemoryCallback(self.memory_args).attach(self)
 
     def train(self, *args, **kwargs):
+        limit = self.memory_args.max_memory_gib
+        if limit is not None and not limit_process(self.args.device, limit):
+            logger.warning("max_memory_gib=%s: a CPU's allocator cannot be limited; thresholds follow it", limit)
         self._peers.watch(self._save_for_others)
         try:
             return super().train(*args, **kwargs)
@@ -86,6 +122,40 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         event = {"event": name, "step": self.state.global_step, "process": self.args.process_index, **details}
         self.memory_events.append(event)
         logger.warning("%s", told(event))
+        if self.args.should_save:
+            append(self.args.output_dir, event)
+
+    def _prepare_for_training(self, *args, **kwargs):
+        model, loader = super()._prepare_for_training(*args, **kwargs)
+        if self.memory_args.probe_worst_batch and self._recovers():
+            probe(self, model, loader)
+        return model, loader
+
+    def _between_windows(self) -> None:
+        """After a window: make pieces smaller before memory runs out, larger after a quiet time."""
+        started = self._window.started
+        if not started or self._callback.monitor is None:
+            self._resting = self._memory.allocated()
+            return
+        near, resting = self._near_peak, self._resting
+        largest = max(started, key=lambda micro: micro.elements * micro.size // max(1, micro.rows))
+        self._callback.elements, self._callback.near_peak = sum(micro.elements for micro in started), near
+        self._near_peak, self._resting = 0, self._memory.allocated()
+        self._act(near, resting, min(largest.size, largest.rows), largest)
+
+    def _act(self, near: int, resting: int, rows: int, micro) -> None:
+        monitor = self._callback.monitor
+        capacity = self._callback.growth.capacity
+        status = monitor.status(near / capacity)
+        if status == "emergency":
+            free_memory()
+        moves = near - resting > 0.02 * capacity  # what smaller pieces would make smaller
+        if status in ("critical", "emergency") and moves and rows > self.limit.fewest_rows and self._recovers():
+            after = self.limit.lower(rows, micro.elements * rows // micro.rows)
+            self._event("micro_batch_lowered", status=status, utilization=round(near / capacity, 3),
+                        micro_batch_before=rows, micro_batch_after=after)  # fmt: skip
+        elif self.limit.quiet_step(resting + 2 * (near - resting) < monitor.target_utilization * capacity):
+            self._event("micro_batch_restored", piece_elements=self.limit.elements)
 
     def _agree_on_limit(self) -> None:
         """All processes take over the smallest limit before anything of a window is run."""

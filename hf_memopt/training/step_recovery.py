@@ -96,6 +96,7 @@ class StepRecovery:
     # ---- what the Trainer calls
 
     def get_batch_samples(self, *args, **kwargs):
+        self._between_windows()
         self._window = Window()
         self._agree_on_limit()
         return super().get_batch_samples(*args, **kwargs)
@@ -125,6 +126,7 @@ class StepRecovery:
         if self._share != 1.0:
             loss, *rest = result if isinstance(result, tuple) else (result,)
             result = (loss * self._share, *rest) if rest else loss * self._share
+        self._near_peak = max(self._near_peak, self._memory.allocated())  # all activations are there
         self._stage = "backward"  # of a training step: what can fail from here on leaves parts of gradients
         return result
 

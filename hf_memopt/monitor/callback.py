@@ -1,0 +1,134 @@
+"""MemoryCallback: memory beside the loss, for any Trainer."""
+
+import json
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.monitor.growth import ADVICE, GrowthDiagnosis, Observation
+from hf_memopt.monitor.monitor import MemoryMonitor
+from hf_memopt.monitor.readers import Reading
+
+logger = logging.getLogger(__name__)
+LOG_FILE = "memory_log.jsonl"
+
+
+class MemoryCallback(TrainerCallback):
+    """Logs memory at every logging step, evaluation and save: to the Trainer's trackers and to memory_log.jsonl.
+
+    Give it to any Trainer (`callbacks=[MemoryCallback()]`); attach() puts it before the trackers that the Trainer made
+    itself, so that they get its figures too. MemoryTrainer has one of its own.
+
+    Args:
+        memory_args: MemoryArguments, for the thresholds.
+    """
+
+    def __init__(self, memory_args: MemoryArguments | None = None) -> None:
+        self.memory_args = memory_args or MemoryArguments()
+        self.monitor: MemoryMonitor | None = None
+        self.growth: GrowthDiagnosis | None = None
+        self._peaks: dict[str, int] = {}
+        self._last_tokens: tuple[float, int] | None = None
+        self._named: str | None = None
+        self.elements = self.near_peak = 0  # of the step, from a trainer that knows them
+
+    def attach(self, trainer) -> "MemoryCallback":
+        """Become the trainer's first callback."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.monitor = self.monitor or MemoryMonitor.of(self.memory_args, args.device)
+        self.growth = GrowthDiagnosis(self.monitor.reader.capacity())
+        self._last_tokens = (time.perf_counter(), state.num_input_tokens_seen)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        reading = self.monitor.reader.read()  # gradients were dropped just now
+        others = max(0, reading.used - reading.reserved) if self.monitor.reader.kind != "cpu" else 0
+        peak = self.near_peak or reading.peak_allocated
+        self.growth.observe(Observation(reading.allocated, peak, reading.reserved, self.elements, others))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None or "loss" not in logs or self.monitor is None:
+            return
+        reading = self.monitor.reader.read()
+        figures = self._figures(args, state, reading)
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+        self._write(args, state, "train", reading, figures)
+        label = self.growth.label()
+        if label != self._named:
+            self._named = label
+            if label is not None:
+                logger.warning("memory grows: %s: %s", label, ADVICE[label])
+        line = self.monitor.dashboard(
+            state.global_step, self._at_its_fullest(reading), f"memory grows: {label}" if label else ""
+        )
+        if line and state.is_world_process_zero:
+            print(line, flush=True)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._phase(args, state, "eval")
+
+    def on_save(self, args, state, control, **kwargs):
+        self._phase(args, state, "save")
+
+    def _at_its_fullest(self, reading: Reading) -> Reading:
+        """A reading as of the fullest moment of the step, which is over when it is logged."""
+        return replace(reading, allocated=max(reading.allocated, self.near_peak or reading.peak_allocated))
+
+    def _phase(self, args, state, phase: str) -> None:
+        if self.monitor is not None:
+            self._write(args, state, phase, self.monitor.reader.read(), {})
+
+    def _figures(self, args, state, reading: Reading) -> dict[str, float]:
+        """What trackers get: GiB, shares and tokens a second; peaks are the largest of all processes."""
+        peak, reserved = _largest(args, reading.peak_allocated, reading.peak_reserved)
+        figures = {
+            "memory/peak_allocated_gib": round(peak / 2**30, 4),
+            "memory/peak_reserved_gib": round(reserved / 2**30, 4),
+            "memory/allocated_gib": round(reading.allocated / 2**30, 4),
+            "memory/peak_share_of_capacity": round(peak / reading.capacity, 4),
+            "memory/free_on_device_gib": round(reading.free / 2**30, 4),
+            "memory/host_resident_gib": round(reading.host_resident / 2**30, 4),
+            "memory/allocator_retries": reading.retries,
+        }
+        before, now = self._last_tokens, (time.perf_counter(), state.num_input_tokens_seen)
+        if now[1] > before[1]:
+            figures["tokens_per_second"] = round((now[1] - before[1]) / (now[0] - before[0]), 1)
+        self._last_tokens = now
+        return figures
+
+    def _write(self, args, state, phase: str, reading: Reading, figures: dict[str, Any]) -> None:
+        if not state.is_world_process_zero:
+            return
+        line = {"step": state.global_step, "phase": phase, "time": round(time.time(), 3), **reading.to_dict()}
+        line["status"] = self.monitor.status(self._at_its_fullest(reading).utilization)
+        if "tokens_per_second" in figures:
+            line["tokens_per_second"] = figures["tokens_per_second"]
+        append(args.output_dir, line)
+
+
+def append(folder: str, line: dict[str, Any]) -> None:
+    """Add a line to a run's memory_log.jsonl."""
+    path = Path(folder) / LOG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, default=str) + "\n")
+
+
+def _largest(args, *sizes: int) -> tuple[int, ...]:
+    """The largest of each size over all processes."""
+    if args.world_size == 1:
+        return sizes
+    import torch
+
+    found = torch.tensor(sizes, dtype=torch.int64, device=args.device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return tuple(found.tolist())

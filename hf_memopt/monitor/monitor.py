@@ -1,0 +1,214 @@
+"""MemoryMonitor: how full the device is, what that means, and what to do."""
+
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.levers.arguments import THRESHOLDS, MemoryArguments
+from hf_memopt.monitor.readers import Reader, Reading
+
+STATUSES = ("normal", "warning", "critical", "emergency")
+_GB = 10**9
+
+
+class MemoryMonitor:
+    """Watches one device against four shares of its capacity.
+
+    Args:
+        target_utilization, warning_threshold, critical_threshold, emergency_threshold: shares between 0 and 1, rising;
+            by default those of the profile.
+        profile: aggressive, balanced or conservative.
+        silent_mode: dashboard() gives a line only where the status changed.
+        device: a torch.device or its name; by default what training here would use.
+        limit: bytes that this process may use.
+
+    Raises:
+        InputError: thresholds that do not rise, or an unknown profile.
+    """
+
+    def __init__(self, target_utilization: float | None = None, warning_threshold: float | None = None,
+                 critical_threshold: float | None = None, emergency_threshold: float | None = None,
+                 profile: str = "balanced", silent_mode: bool = True, device=None,
+                 limit: int | None = None) -> None:  # fmt: skip
+        checked = MemoryArguments(
+            memory_profile=profile, target_memory_utilization=target_utilization, warning_threshold=warning_threshold,
+            critical_threshold=critical_threshold, emergency_threshold=emergency_threshold,
+        )  # fmt: skip
+        self.target_utilization = checked.target_memory_utilization
+        self.warning_threshold = checked.warning_threshold
+        self.critical_threshold = checked.critical_threshold
+        self.emergency_threshold = checked.emergency_threshold
+        self.silent_mode = silent_mode
+        self.reader = Reader(device, limit)
+        self._said = "normal"
+
+    @classmethod
+    def of(cls, arguments: MemoryArguments, device) -> "MemoryMonitor":
+        """The monitor that MemoryArguments describe."""
+        limit = arguments.max_memory_gib and int(arguments.max_memory_gib * 2**30)
+        shares = [getattr(arguments, name) for name in THRESHOLDS]
+        return cls(*shares, silent_mode=arguments.silent_mode, device=device, limit=limit)
+
+    def status(self, utilization: float) -> str:
+        """normal, warning, critical or emergency."""
+        reached = (self.warning_threshold, self.critical_threshold, self.emergency_threshold)
+        return STATUSES[sum(utilization >= threshold for threshold in reached)]
+
+    def check_memory_health(self, batch_size: int | None = None) -> dict[str, Any]:
+        """Status, utilisation and recommendations.
+
+        Args:
+            batch_size: samples of the micro-batch, to recommend a smaller one.
+
+        Returns:
+            `status`, `utilization` (of capacity, by this process's tensors), `gpu_utilization` (the same under the
+            name that older code uses), `target_utilization`, `recommendations` (sentences), and `reading` (bytes).
+        """
+        reading = self.reader.read()
+        status = self.status(reading.utilization)
+        return {
+            "status": status,
+            "utilization": reading.utilization,
+            "gpu_utilization": reading.utilization,
+            "target_utilization": self.target_utilization,
+            "recommendations": self._recommendations(status, reading, batch_size),
+            "reading": reading.to_dict(),
+        }
+
+    def _recommendations(self, status: str, reading: Reading, batch_size: int | None) -> list[str]:
+        told = []
+        if status in ("critical", "emergency"):
+            if batch_size and batch_size > 1:
+                told.append(
+                    f"per_device_train_batch_size={batch_size // 2} with twice the gradient_accumulation_steps: the "
+                    "same training in less memory"
+                )
+            told.append("activation_checkpointing=True, where it is not on")
+        if reading.reserved > 1.3 * reading.peak_allocated and status != "normal" and self.reader.kind != "cpu":
+            told.append("PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator holds much that no tensor is in")
+        others = reading.used - reading.reserved
+        if others > 0.1 * reading.capacity and self.reader.kind != "cpu":
+            told.append(f"another process holds {others / 2**30:.1f} GiB of this device")
+        if status == "warning":
+            told.append("memory is near its limit: longer samples than so far may not fit")
+        return told
+
+    def get_detailed_memory_breakdown(self) -> dict[str, dict[str, float]]:
+        """`total` (allocated, reserved, peaks and capacity), `fragmentation` (`ratio`: the share of reserved memory
+        that no tensor was in) and `host`; in bytes and, as `…_gb`, in 10⁹ bytes."""
+        reading = self.reader.read()
+        total = {
+            "allocated": reading.allocated, "reserved": reading.reserved, "peak_allocated": reading.peak_allocated,
+            "peak_reserved": reading.peak_reserved, "used": reading.used, "capacity": reading.capacity,
+        }  # fmt: skip
+        host = {"resident": reading.host_resident, "available": reading.host_available}
+        return {
+            "total": _both(total),
+            "fragmentation": {"ratio": reading.fragmentation, "allocator_retries": reading.retries},
+            "host": _both(host),
+        }
+
+    def estimate_activation_memory(self, batch_size: int, sequence_length: int, hidden_size: int, num_layers: int,
+                                   num_attention_heads: int, use_gradient_checkpointing: bool = False,
+                                   use_flash_attention: bool = True, vocab_size: int = 32_000,
+                                   bf16: bool = True) -> dict[str, float]:  # fmt: skip
+        """Activations and logits of one step of a Llama of these sizes, from the estimator's trace of it.
+
+        Returns:
+            `effective_memory_bytes` with the settings, `without_checkpointing_bytes`, `savings_bytes`, and each as
+            `…_gb` (10⁹ bytes).
+        """
+        from transformers import LlamaConfig
+
+        from hf_memopt.estimator import estimate
+
+        config = LlamaConfig(
+            hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=num_layers,
+            num_attention_heads=num_attention_heads, vocab_size=vocab_size,
+            max_position_embeddings=max(2048, sequence_length),
+        )  # fmt: skip
+
+        def activations(checkpointing: bool) -> int:
+            fields = {"per_device_train_batch_size": batch_size, "bf16": bf16}
+            if checkpointing:
+                fields |= {
+                    "activation_checkpointing": True,
+                    "activation_checkpointing_kwargs": {"use_reentrant": False},
+                }
+            attention = "sdpa" if use_flash_attention else "eager"
+            found = estimate(config, fields, sequence_length, "a100_80gb", attn_implementation=attention)
+            fixed = found.breakdown["parameters"] + found.breakdown["optimizer_states"]
+            return max(found.phases["forward"], found.phases["backward"]) - fixed
+
+        whole = activations(False)
+        effective = activations(True) if use_gradient_checkpointing else whole
+        names = {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective}
+        return _both(names)
+
+    def track_memory_optimizations(self, training_args, model=None, seq_len: int = 512,
+                                   hardware: str = "auto") -> dict[str, dict[str, Any]]:  # fmt: skip
+        """Which of TrainingArguments' memory savers are on, and what each saves.
+
+        Args:
+            model: as for estimate(); without one nothing can be said of savings.
+
+        Returns:
+            name -> `enabled` and `memory_savings` (bytes of the predicted peak that it saves or would save; None
+            where not predicted).
+        """
+        from hf_memopt.estimator.prediction import fields_of
+
+        fields = fields_of(training_args)
+        found = {}
+        for name, (on, without, with_it) in _optimizations(fields).items():
+            saved = None
+            if model is not None:
+                saved = _peak(model, without, seq_len, hardware) - _peak(model, with_it, seq_len, hardware)
+            found[name] = {"enabled": on, "memory_savings": saved}
+        return found
+
+    def dashboard(self, step: int, reading: Reading | None = None, note: str = "") -> str | None:
+        """One line of what memory is like; None in silent mode while the status stays."""
+        reading = reading or self.reader.read()
+        status = self.status(reading.utilization)
+        changed, self._said = status != self._said, status
+        if self.silent_mode and not (changed or note):
+            return None
+        note = f" - {note}" if note else ""
+        return (
+            f"[Step {step}] Memory: {reading.allocated / 2**30:.1f}/{reading.capacity / 2**30:.1f} GiB "
+            f"({reading.utilization:.0%}), Status: {status}{note}"
+        )
+
+
+def _both(sizes: dict[str, int]) -> dict[str, float]:
+    """Each size in bytes and in 10⁹ bytes."""
+    return {f"{name}_bytes": size for name, size in sizes.items()} | {
+        f"{name}_gb": size / _GB for name, size in sizes.items()
+    }
+
+
+def _optimizations(fields: dict[str, Any]) -> dict[str, tuple[bool, dict, dict]]:
+    """Name -> whether it is on, the fields without it, and with it."""
+    checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    without = {name: value for name, value in fields.items() if name not in checkpointing}
+    optim = str(fields.get("optim", "adamw_torch_fused"))
+    plain = {**fields, "optim": "adamw_torch_fused"}
+    uncast = {name: value for name, value in fields.items() if name not in ("bf16", "fp16")}
+    return {
+        "activation_checkpointing": (
+            bool(fields.get("activation_checkpointing")),
+            without,
+            {**fields, **checkpointing},
+        ),
+        "mixed_precision": (bool(fields.get("bf16") or fields.get("fp16")), uncast, {**uncast, "bf16": True}),
+        "8bit_optimizer": ("8bit" in optim, plain, {**fields, "optim": "adamw_8bit"}),
+    }
+
+
+def _peak(model, fields: dict[str, Any], seq_len: int, hardware: str) -> int:
+    from hf_memopt.estimator import estimate
+
+    try:
+        return estimate(model, fields, seq_len, hardware).peak_allocated_bytes
+    except InputError as error:
+        raise InputError(f"savings cannot be predicted: {error}") from error

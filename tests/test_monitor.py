@@ -1,0 +1,323 @@
+"""Readers, thresholds, the callback and the diagnosis of growth, on this machine's real memory."""
+
+import json
+import logging
+import random
+
+import psutil
+import pytest
+import torch
+from test_memory_trainer import QUIET, Rows, collate, llama, train
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
+from hf_memopt.monitor.growth import GrowthDiagnosis, Observation
+from hf_memopt.monitor.readers import Reader, Reading, host_capacity, peak_resident
+
+GIB = 2**30
+
+
+def reading(allocated: float, capacity: float = 24, **more) -> Reading:
+    fields = {"reserved": allocated, "peak_allocated": allocated, "peak_reserved": allocated, "used": allocated}
+    sizes = {
+        name: int(size * GIB)
+        for name, size in ({"allocated": allocated, "capacity": capacity} | fields | more).items()
+    }
+    return Reading(**sizes, retries=0, host_resident=GIB, host_available=8 * GIB)
+
+
+def test_the_cpu_reader_reads_this_process():
+    found = Reader("cpu").read()
+    assert found.allocated == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    before = found.allocated
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert Reader("cpu").allocated() - before > 60 * 2**20
+    assert peak_resident() >= Reader("cpu").allocated() * 0.98
+    assert 0 < found.capacity <= psutil.virtual_memory().total
+    assert Reader("cpu", limit=GIB).read().capacity == GIB
+    del held
+
+
+def test_a_container_has_less(monkeypatch, tmp_path):
+    from hf_memopt.monitor import readers
+
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    monkeypatch.setattr(readers, "_CGROUP_LIMITS", (str(tmp_path / "memory.max"),))
+    assert host_capacity() == GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_capacity() == psutil.virtual_memory().total
+
+
+class FakeDevice:
+    """Stands for torch.cuda, which is not here: figures as memory_stats and mem_get_info give them."""
+
+    def __init__(self, integrated: bool = False):
+        self.integrated = integrated
+
+    def memory_allocated(self, device):
+        return 10 * GIB
+
+    def memory_stats(self, device):
+        sizes = {"allocated": (10, 14), "reserved": (18, 20)}
+        found = {f"{name}_bytes.all.current": now * GIB for name, (now, _) in sizes.items()}
+        return (
+            found
+            | {f"{name}_bytes.all.peak": peak * GIB for name, (_, peak) in sizes.items()}
+            | {"num_alloc_retries": 3}
+        )
+
+    def mem_get_info(self, device):
+        return 2 * GIB, 24 * GIB
+
+    def get_device_properties(self, device):
+        return type("Properties", (), {"is_integrated": self.integrated})
+
+
+def on_cuda(integrated: bool = False) -> Reader:
+    reader = Reader("cpu")
+    reader.kind, reader._module = "cuda", FakeDevice(integrated)
+    return reader
+
+
+def test_cuda_figures_are_put_together():
+    found = on_cuda().read()
+    assert (found.allocated, found.peak_reserved, found.retries) == (10 * GIB, 20 * GIB, 3)
+    assert (found.used, found.free, found.capacity) == (22 * GIB, 2 * GIB, 24 * GIB)
+    assert found.fragmentation == pytest.approx(0.3)
+
+
+def test_unified_memory_counts_the_host():
+    available = psutil.virtual_memory().available
+    expected = min(24 * GIB, 22 * GIB + available)
+    assert on_cuda(integrated=True).read().capacity == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("profile", "shares"),
+    [
+        ("aggressive", (0.92, 0.94, 0.96, 0.98)),
+        ("balanced", (0.90, 0.92, 0.95, 0.97)),
+        ("conservative", (0.85, 0.88, 0.92, 0.95)),
+    ],
+)
+def test_profiles(profile, shares):
+    monitor = MemoryMonitor(profile=profile)
+    found = (monitor.target_utilization, monitor.warning_threshold, monitor.critical_threshold,
+             monitor.emergency_threshold)  # fmt: skip
+    assert found == shares
+    names = [monitor.status(share) for share in (0.5, shares[1], shares[2], shares[3], 1.2)]
+    assert names == ["normal", "warning", "critical", "emergency", "emergency"]
+
+
+def test_thresholds_by_keyword_and_refused():
+    monitor = MemoryMonitor(target_utilization=0.5, warning_threshold=0.6, critical_threshold=0.7,
+                            emergency_threshold=0.8)  # fmt: skip
+    assert monitor.status(0.75) == "critical"
+    with pytest.raises(InputError, match="must rise"):
+        MemoryMonitor(warning_threshold=0.99)
+    with pytest.raises(InputError, match="Did you mean 'conservative'"):
+        MemoryMonitor(profile="conservativ")
+
+
+def test_health_and_breakdown():
+    monitor = MemoryMonitor(device="cpu", limit=10 * Reader("cpu").allocated())
+    health = monitor.check_memory_health(batch_size=8)
+    assert health["status"] == "normal" and health["recommendations"] == []
+    assert 0.05 < health["gpu_utilization"] == health["utilization"] < 0.2
+    full = MemoryMonitor(device="cpu", limit=Reader("cpu").allocated()).check_memory_health(batch_size=8)
+    assert full["status"] == "emergency"
+    assert "per_device_train_batch_size=4" in full["recommendations"][0]
+    found = monitor.get_detailed_memory_breakdown()
+    assert found["total"]["allocated_gb"] == found["total"]["allocated_bytes"] / 1e9
+    assert 0 <= found["fragmentation"]["ratio"] < 1
+    assert found["host"]["available_bytes"] > 0
+
+
+def test_recommendations_name_fragments_and_other_processes():
+    monitor = MemoryMonitor(device="cpu")
+    monitor.reader.kind = "cuda"
+    told = " ".join(monitor._recommendations("critical", reading(20, reserved=23, peak_allocated=15, used=23.9), 1))
+    assert "expandable_segments" in told
+    told = " ".join(monitor._recommendations("warning", reading(18, used=23), 4))
+    assert "another process holds 5.0 GiB" in told
+
+
+def test_activation_memory_comes_from_the_estimator():
+    monitor = MemoryMonitor(device="cpu")
+    sizes = {"batch_size": 12, "sequence_length": 256, "hidden_size": 512, "num_layers": 14, "num_attention_heads": 8}
+    plain = monitor.estimate_activation_memory(**sizes)
+    less = monitor.estimate_activation_memory(**sizes, use_gradient_checkpointing=True)
+    assert less["effective_memory_bytes"] < plain["effective_memory_bytes"] == less["without_checkpointing_bytes"]
+    assert less["savings_gb"] * 1e9 == pytest.approx(plain["effective_memory_bytes"] - less["effective_memory_bytes"])
+    # Of each layer at least four tensors as wide as the model are kept, in bf16.
+    assert plain["effective_memory_bytes"] > 14 * 4 * 12 * 256 * 512 * 2
+
+
+def test_optimizations_are_tracked(tmp_path):
+    from transformers import LlamaConfig
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, optim="adamw_torch_fused")
+    monitor = MemoryMonitor(device="cpu")
+    found = monitor.track_memory_optimizations(args)
+    assert found["mixed_precision"] == {"enabled": True, "memory_savings": None}
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=8000
+    )
+    found = monitor.track_memory_optimizations(args, config, seq_len=256, hardware="rtx_3060")
+    assert not found["activation_checkpointing"]["enabled"]
+    assert found["activation_checkpointing"]["memory_savings"] > 0
+
+
+def test_the_dashboard_line():
+    monitor = MemoryMonitor(device="cpu", silent_mode=False)
+    assert monitor.dashboard(100, reading(18.5)) == "[Step 100] Memory: 18.5/24.0 GiB (77%), Status: normal"
+    assert "(95%), Status: critical - reducing" in monitor.dashboard(300, reading(22.9), "reducing")
+    quiet = MemoryMonitor(device="cpu")
+    assert quiet.dashboard(1, reading(18.5)) is None
+    assert "critical" in quiet.dashboard(2, reading(22.9))
+    assert quiet.dashboard(3, reading(22.9)) is None
+    assert "normal" in quiet.dashboard(4, reading(10))
+
+
+# ---- the callback
+
+
+class Tracker(TrainerCallback):
+    """Stands where a tracker's callback stands, before the user's own."""
+
+    def __init__(self):
+        self.got = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.got.append(dict(logs))
+
+
+LOGGING = {"logging_strategy": "steps", "logging_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2,
+           "save_strategy": "steps", "save_steps": 4}  # fmt: skip
+
+
+def test_memory_is_logged_beside_the_loss(tmp_path):
+    tracker = Tracker()
+    train(tmp_path, prepare=lambda trainer: trainer.add_callback(tracker), **LOGGING)
+    told = [logs for logs in tracker.got if "loss" in logs]
+    assert len(told) == 2
+    assert told[0]["memory/peak_allocated_gib"] == pytest.approx(peak_resident() / GIB, rel=0.2)
+    assert told[0]["tokens_per_second"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "memory_log.jsonl").read_text().splitlines()]
+    assert {(line["phase"], line["step"]) for line in lines} == {
+        ("train", 2), ("train", 4), ("eval", 2), ("eval", 4), ("save", 4),
+    }  # fmt: skip
+    assert all(0 < line["allocated"] <= line["peak_allocated"] * 1.1 for line in lines)
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert any("memory/peak_allocated_gib" in entry for entry in state["log_history"])
+
+
+def test_any_trainer_can_have_it(tmp_path):
+    tracker = Tracker()
+
+    def prepare(trainer):
+        trainer.add_callback(tracker)
+        MemoryCallback().attach(trainer)
+
+    train(tmp_path, kind=Trainer, prepare=prepare, **LOGGING)
+    assert any("memory/allocated_gib" in logs for logs in tracker.got)
+
+
+def _watched(capacity: float, **arguments):
+    """A MemoryTrainer that believes its tensors fill shares of a device; the real counters of a CPU do not move so."""
+
+    def prepare(trainer):
+        trainer.memory_args = MemoryArguments(**arguments)
+        trainer.limit._patience = trainer.memory_args.adjustment_frequency
+        largest = [0]
+
+        def allocated():
+            if trainer._stage == "forward" and trainer._running[0] is not None:
+                micro, rows = trainer._running
+                largest[0] = micro.elements * rows // micro.rows
+                return int((0.3 + largest[0] / 350) * capacity)
+            return int(0.3 * capacity)
+
+        trainer._memory.allocated = allocated
+        trainer._callback.monitor = MemoryMonitor(device="cpu", limit=int(capacity))
+
+    return prepare
+
+
+def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path):
+    """Batches of up to 4 × 29 × 3 elements take up to 99 % on top of the 30 % that rest there."""
+    fields = {"max_steps": 30, "learning_rate": 0.0}
+    found = train(tmp_path, prepare=_watched(16 * GIB, adjustment_frequency=2), **fields)
+    kinds = [event["event"] for event in found.events]
+    assert "micro_batch_lowered" in kinds and "oom_recovered" not in kinds
+    first = next(event for event in found.events if event["event"] == "micro_batch_lowered")
+    assert (first["micro_batch_before"], first["micro_batch_after"]) == (4, 2)
+    assert first["status"] in ("critical", "emergency")
+    # No oscillation: each failure doubles the wait for the next growth.
+    assert kinds.count("micro_batch_lowered") <= 5
+
+
+def test_lowering_keeps_the_result(tmp_path):
+    wanted = train(tmp_path / "plain", kind=Trainer, max_steps=6)
+    found = train(tmp_path / "watched", prepare=_watched(16 * GIB), max_steps=6)
+    assert found.events and torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_dynamic_batches_keep_the_effective_batch(tmp_path):
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 6, **QUIET}
+
+    def trainer(largest):
+        args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **fields)
+        return MemoryTrainer(model=llama(), args=args, train_dataset=Rows(), data_collator=collate,
+                             memory_args=MemoryArguments(max_batch_size=largest, adjustment_frequency=2))  # fmt: skip
+
+    grown = trainer(8)
+    assert (grown.args.per_device_train_batch_size, grown.args.gradient_accumulation_steps) == (8, 1)
+    grown.train()
+    sizes = [event for event in grown.memory_events if event["event"] == "micro_batch_restored"]
+    assert sizes, "memory was free, so micro-batches grew"
+    assert grown._window.started[0].size == 8
+    with pytest.raises(InputError, match="max_batch_size=3 does not divide the 8 samples"):
+        trainer(3)
+
+
+# ---- growth
+
+
+def scenario(kind: str | None, steps: int = 60) -> GrowthDiagnosis:
+    noise = random.Random(1)
+    found = GrowthDiagnosis(24 * GIB)
+    for step in range(steps):
+        elements = noise.randrange(4000, 8000) * (1 + (2 * step / steps if kind == "longer data" else 0))
+        resting = 8 * GIB + noise.randrange(2**20)
+        peak = resting + int(elements * 400_000)
+        reserved = int(1.05 * (8 * GIB + 8000 * 400_000))
+        if kind == "leak":
+            resting, peak = resting + step * 40 * 2**20, peak + step * 40 * 2**20
+        if kind == "fragmentation":
+            reserved += step * 60 * 2**20
+        others = step * 50 * 2**20 if kind == "other process" else 0
+        found.observe(Observation(resting, peak, max(reserved, peak), int(elements), others))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["leak", "fragmentation", "longer data", "other process", None])
+def test_growth_is_told_apart(kind):
+    assert scenario(kind).label() == kind
+
+
+def test_growth_is_said_with_what_to_do(tmp_path, caplog):
+    """A real leak: a callback that keeps 20 MB a step, of a limit of 1 GB more than there is."""
+    kept = []
+
+    class Leak(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            kept.append(torch.ones(20 * 2**20, dtype=torch.uint8))
+
+    def prepare(trainer):
+        trainer._callback.monitor = MemoryMonitor(device="cpu", limit=Reader("cpu").allocated() + GIB)
+        trainer.add_callback(Leak())
+
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, prepare=prepare, max_steps=20, logging_strategy="steps", logging_steps=1)
+    assert "memory grows: leak" in caplog.text and "emptying the allocator's cache does not help" in caplog.text
