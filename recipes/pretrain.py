@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None):
         builtin={"learning_rate": 3e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
     )
 
-    from transformers import Trainer, default_data_collator  # after start(), which sets what torch reads once
+    from transformers import default_data_collator  # after start(), which sets what torch reads once
+
+    from hf_memopt import MemoryTrainer
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
     resume = checkpoint_to_resume(job.args)
@@ -44,13 +46,14 @@ def main(argv: list[str] | None = None):
     train, held_out = jobs.load_data(job, "builtin:documents", packed, tokenizer, length)
 
     # ---- the model, with its adapters
-    trainer = Trainer(
+    trainer = MemoryTrainer(
         model=jobs.load_model(job, config, tokenizer),
         args=job.args,
         train_dataset=train,
         eval_dataset=held_out,
         data_collator=default_data_collator,
         processing_class=tokenizer,
+        memory_args=job.memory_args,
     )
 
     # ---- train, save, report

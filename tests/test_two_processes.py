@@ -63,3 +63,19 @@ def test_both_end_soon_and_go_on_from_there(tmp_path):
             assert {file.name for file in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     assert told(tmp_path, RESUMED)["codes"] == [0, 0]
     assert torch.allclose(weights(tmp_path, "resumed"), weights(tmp_path, "plain"), rtol=0, atol=1e-9)
+
+
+def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
+    """ZeRO-3 cannot take a step again: no hang, exit code 75, and the checkpoint before it is whole."""
+    from conftest import ROOT
+    from conftest import run as command
+
+    config = ROOT / "accelerate_configs" / "cpu_x2_zero3.yaml"
+    done = command("accelerate", "launch", "--config_file", config, "--main_process_port", 0,
+                   HERE / "sharded_oom.py", tmp_path, env={"PYTHONPATH": str(HERE)}, timeout=200)  # fmt: skip
+    assert done.returncode != 0
+    assert "exitcode  : 75" in done.stderr
+    assert "DEEPSPEED cannot take a step again" in done.stderr
+    report = json.loads((tmp_path / "oom_report.json").read_text())
+    assert (report["step"], report["kind"], report["checkpoint"]) == (2, "device", None)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]

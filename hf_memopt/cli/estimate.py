@@ -9,6 +9,7 @@ import yaml
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import gib
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset
 
 _OWN = ("dtype", "attn_implementation", "task", "kbit_preparation")
@@ -94,7 +95,7 @@ def _quantization_config(preset: Preset, changed: dict[str, Any]):
 
 def _split(settings: list[str]) -> tuple[dict, dict, dict, dict]:
     """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, and what is neither."""
-    found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}}
+    found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}, "memory": {}}
     for word in settings:
         key, equals, text = word.partition("=")
         if not equals:
@@ -102,11 +103,12 @@ def _split(settings: list[str]) -> tuple[dict, dict, dict, dict]:
         prefix, dot, name = key.partition(".")
         if dot and prefix not in ("lora", "quantization"):
             raise InputError(f"--set {word}: only lora. and quantization. have keys of their own")
-        group = prefix if dot else "own" if key in _OWN else ""
+        group = prefix if dot else "own" if key in _OWN else "memory" if key in MemoryArguments.names() else ""
         found[group][name if dot else key] = yaml.safe_load(text)
     dtype = found["own"].get("dtype")
     if dtype is not None and dtype not in DTYPES:
         raise choose("dtype", str(dtype), DTYPES)
+    MemoryArguments(**found["memory"])  # none of its fields changes a step's memory yet; a bad value is still told
     return found[""], found["lora"], found["quantization"], found["own"]
 
 

@@ -1,6 +1,7 @@
 """What a device and its host say of memory, in bytes. Nothing here resets a counter: other readers have theirs."""
 
-import os
+import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,12 +126,14 @@ class Reader:
 
 def peak_resident() -> int:
     """Bytes: the most host memory that this process has had; what it has now where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return _PROCESS.memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024
+    if sys.platform == "linux":  # getrusage's figure begins with that of the process that started this one
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+    if sys.platform == "win32":
+        return _PROCESS.memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def host_capacity() -> int:

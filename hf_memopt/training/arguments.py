@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.levers.arguments import MemoryArguments
 
 _NESTED = ("lora", "quantization")
 
@@ -57,9 +58,10 @@ class RecipeArguments:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The recipe's own arguments, the TrainingArguments fields that were given, and the nested ones."""
+    """The recipe's own arguments, MemoryArguments, the TrainingArguments fields that were given, and nested ones."""
 
     recipe: RecipeArguments
+    memory: MemoryArguments
     training: dict[str, Any]
     lora: dict[str, Any]
     quantization: dict[str, Any]
@@ -94,11 +96,12 @@ def parse(argv: list[str] | None = None, description: str = "") -> Parsed:
         given = {**from_file, **given}
     _check_nested(nested)
     training_fields = {item.name for item in dataclasses.fields(TrainingArguments)}
-    own = {name: value for name, value in given.items() if name not in training_fields}
+    memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
+    own = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
     training = {name: value for name, value in given.items() if name in training_fields}
     if given_kwargs := training.get("activation_checkpointing_kwargs"):
         training["activation_checkpointing_kwargs"] = _checkpointing_kwargs(given_kwargs)
-    return Parsed(RecipeArguments(**own), training, **nested)
+    return Parsed(RecipeArguments(**own), MemoryArguments(**memory), training, **nested)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,7 +116,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         """transformers' parser, with errors of one line."""
 
     parser = Parser(
-        [RecipeArguments, TrainingArguments],
+        [RecipeArguments, MemoryArguments, TrainingArguments],
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

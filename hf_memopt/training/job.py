@@ -16,6 +16,7 @@ from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
 
@@ -32,6 +33,7 @@ class Job:
     Attributes:
         recipe: its own arguments.
         args: genuine TrainingArguments.
+        memory_args: how memory is watched and kept.
         peft_config: a LoraConfig; None for full fine-tuning.
         quantization: fields of BitsAndBytesConfig that the user set.
         new_folders: output_dir and its parents that were not there before, innermost first.
@@ -40,6 +42,7 @@ class Job:
     recipe: RecipeArguments
     preset: Preset
     args: Any
+    memory_args: MemoryArguments
     peft_config: Any
     quantization: dict[str, Any]
     new_folders: list[Path]
@@ -111,7 +114,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     args = preset.training_arguments(world_size=world_size(), **training)
     output = Path(args.output_dir)
     new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
-    return Job(recipe, preset, args, peft_config, parsed.quantization, new_folders)
+    return Job(recipe, preset, args, parsed.memory, peft_config, parsed.quantization, new_folders)
 
 
 def _set_named_presets_environment(argv: list[str]) -> None:

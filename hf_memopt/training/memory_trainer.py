@@ -183,7 +183,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         """
         if self.args.world_size > 1:
             self._peers.announce(found.message, self.limit.elements)
-        if self.optimizer is not None:
+        if self.optimizer is not None and self._recovers():
             self.optimizer.zero_grad()
         report = oom_report(self, stage, found, shapes_of(micro.inputs), self._dataset_indices(micro), why)
         if intact and self.is_in_train and self.state.global_step > 0:
@@ -193,14 +193,14 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
 
     def _say(self, end: TrainingOutOfMemory) -> None:
         logger.error("%s", end.message)
-        if self.args.should_save and end.report:
+        if end.report:
             path = Path(self.args.output_dir) / "oom_report.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(end.report, indent=2, default=str) + "\n")
 
     def _save_for_others(self, elements: int | None) -> None:
         """What a process does when another one cannot go on: its part of the last good step's checkpoint."""
-        if self._window.began is not None and self.state.global_step > 0:
+        if self._recovers() and self._window.began is not None and self.state.global_step > 0:
             self.limit.agree(elements)
             self._window.began.restore()
             self.emergency_checkpoint()

@@ -3,7 +3,6 @@
 import copy
 import json
 import platform
-import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +11,8 @@ from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import one_line
 from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import gib
+from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.training.exhausted import TrainingOutOfMemory
 from hf_memopt.training.job import Job
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "hf_memopt")
@@ -70,7 +71,12 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated) -> None:
     trainer.add_callback(GradientCheck())
     if job.args.device.type == "cpu" and job.args.world_size == 1:
         trainer.add_callback(host)
-    trainer.train(resume_from_checkpoint=resume)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except TrainingOutOfMemory as end:
+        trainer.memory_events.append(end.report)
+        finish(job, trainer, losses.by_step, estimated, host.bytes)
+        raise
     if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
         trainer.evaluate()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
@@ -121,7 +127,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: in
         "measured": measured,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
-        "events": [],
+        "events": trainer.memory_events,
     }
     write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
     _print_table(measured, losses, estimated)
@@ -131,7 +137,7 @@ def measured_peaks() -> dict[str, int]:
     """Peaks of this process so far, in bytes: what the accelerator's allocator counted, and resident host memory."""
     import torch
 
-    peaks = {"peak_host_bytes": _peak_resident()}
+    peaks = {"peak_host_bytes": peak_resident()}
     if torch.cuda.is_available():
         peaks["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         peaks["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -184,17 +190,6 @@ def _print_table(measured: dict[str, int], losses: dict[int, float], estimated) 
     if len(losses) > 1:
         first, last = min(losses), max(losses)
         print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
-
-
-def _peak_resident() -> int:
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def _size(weight) -> int:

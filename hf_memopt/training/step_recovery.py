@@ -103,7 +103,7 @@ class StepRecovery:
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self._recovers():
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self._unrecovered_step(model, inputs, num_items_in_batch)
         window = self._window
         window.began = window.began or RandomState.now()
         micro = self._micro_batch(inputs, num_items_in_batch, len(window.started))
@@ -144,6 +144,20 @@ class StepRecovery:
 
     def _forward_begins(self, *_) -> None:
         self._window.forward_began = True
+
+    def _unrecovered_step(self, model, inputs, num_items):
+        """A step under an engine that shards: its processes wait for each other all the time, so none can go back. All
+        end, and go on from the last checkpoint."""
+        try:
+            return super().training_step(model, inputs, num_items)
+        except Exception as error:
+            found = diagnose(error)
+            if found.kind is OomKind.NOT_MEMORY or not self.memory_args.oom_recovery or self.args.n_gpu > 1:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        micro = self._micro_batch(inputs, num_items, len(self._window.started))
+        engine = self.accelerator.distributed_type.value
+        self._exhausted(self._stage, found, micro, f"{engine} cannot take a step again", intact=False)
 
     # ---- one micro-batch
 
