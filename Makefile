@@ -23,6 +23,7 @@ test: $(INSTALLED)
 bench: $(INSTALLED)
 	python benchmarks/startup.py
 	python benchmarks/main_job.py
+	python benchmarks/trainer_overhead.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py

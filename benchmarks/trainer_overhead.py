@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from record import record
 
-PAIRS, STEPS, LENGTH, ROWS = 20, 10, 128, 4
+PAIRS, STEPS, LENGTH, ROWS = 30, 10, 128, 4
 
 
 def trainer_of(kind, folder: str):

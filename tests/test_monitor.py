@@ -212,6 +212,12 @@ def test_memory_is_logged_beside_the_loss(tmp_path):
     assert any("memory/peak_allocated_gib" in entry for entry in state["log_history"])
 
 
+def test_the_console_stays_readable(tmp_path, capsys):
+    train(tmp_path, max_steps=2, logging_strategy="steps", logging_steps=1)
+    told = capsys.readouterr().out
+    assert "'loss'" in told and "memory/" not in told
+
+
 def test_any_trainer_can_have_it(tmp_path):
     tracker = Tracker()
 

@@ -79,3 +79,15 @@ def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
     report = json.loads((tmp_path / "oom_report.json").read_text())
     assert (report["step"], report["kind"], report["checkpoint"]) == (2, "device", None)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_one_process_goes_on_where_two_left_off(tmp_path):
+    """The effective batch stays, and so do the samples of every step."""
+    from test_memory_trainer import train
+
+    run(tmp_path, PLAIN, ENDED[5])
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
+    found = train(tmp_path / ENDED[5]["name"], resume=True, **fields)
+    (event,) = [event for event in found.events if event["event"] == "effective_batch_kept"]
+    assert event["gradient_accumulation_steps"] == 4
+    assert torch.allclose(found.weights, weights(tmp_path, "plain"), rtol=0, atol=1e-9)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.monitor.growth import ADVICE, GrowthDiagnosis, Observation
@@ -38,8 +38,13 @@ class MemoryCallback(TrainerCallback):
         self.elements = self.near_peak = 0  # of the step, from a trainer that knows them
 
     def attach(self, trainer) -> "MemoryCallback":
-        """Become the trainer's first callback."""
-        trainer.callback_handler.callbacks.insert(0, self)
+        """Become the trainer's first callback, whose figures go to the trackers, not to the progress bar's line."""
+        callbacks = trainer.callback_handler.callbacks
+        for console in [found for found in callbacks if isinstance(found, ProgressCallback | PrinterCallback)]:
+            kept: dict[str, float] = {}
+            place = callbacks.index(console)
+            callbacks[place : place + 1] = [_Hidden(kept), console, _Shown(kept)]
+        callbacks.insert(0, self)
         return self
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -113,6 +118,29 @@ class MemoryCallback(TrainerCallback):
         if "tokens_per_second" in figures:
             line["tokens_per_second"] = figures["tokens_per_second"]
         append(args.output_dir, line)
+
+
+class _Hidden(TrainerCallback):
+    """Takes the memory figures out before the console prints the rest."""
+
+    def __init__(self, kept: dict[str, float]) -> None:
+        self.kept = kept
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for name in [name for name in logs or () if name.startswith("memory/")]:
+            self.kept[name] = logs.pop(name)
+
+
+class _Shown(TrainerCallback):
+    """Puts them back for whoever comes after it."""
+
+    def __init__(self, kept: dict[str, float]) -> None:
+        self.kept = kept
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is not None:
+            logs.update(self.kept)
+        self.kept.clear()
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
