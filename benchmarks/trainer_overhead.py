@@ -1,51 +1,75 @@
 """What MemoryTrainer costs beside the plain Trainer: python benchmarks/trainer_overhead.py
 
-Both train the same model of 20 million weights on the same batches, a few steps of one and then of the other, many
-times in one process. Reported: the median of the ratios of neighbouring pairs, and the most that the CPU's allocator
-held for each.
+Both train the same model of 20 million weights on the same batches, in one process and taking turns: a step of one,
+then a step of the other. Reported: the median of the ratios of neighbouring steps, and the most that the CPU's
+allocator held for each.
 """
 
 import json
 import statistics
 import tempfile
+import threading
 import time
-from itertools import pairwise
 
 import torch
 from record import record
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-PAIRS, STEPS, LENGTH, ROWS = 30, 10, 128, 4
+from hf_memopt import MemoryTrainer
+
+STEPS, LEFT_OUT, LENGTH, ROWS = 150, 10, 128, 4
 
 
-def trainer_of(kind, folder: str):
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
+def trainer_of(kind, folder: str, steps: int) -> Trainer:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=8000, hidden_size=512, intermediate_size=1408, num_hidden_layers=5,
                          num_attention_heads=8, tie_word_embeddings=True)  # fmt: skip
     args = TrainingArguments(
-        folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=ROWS, gradient_accumulation_steps=2,
+        folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=ROWS, gradient_accumulation_steps=2,
         report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
     )  # fmt: skip
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8000, (ROWS * 2 * STEPS, LENGTH))]
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8000, (ROWS * 40, LENGTH))]
     return kind(model=LlamaForCausalLM(config), args=args, train_dataset=rows)
 
 
-def step_times(kind) -> list[float]:
-    """Seconds of each step of a short run but the first two, from one's log to the next one's."""
-    from transformers import TrainerCallback
+class Turns(TrainerCallback):
+    """Ends a turn when everything of a step has been done, its logging too, and waits for the next one."""
 
-    timed = []
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(kind, folder)
+    def __init__(self, mine: threading.Semaphore, others: threading.Semaphore) -> None:
+        self.mine, self.others, self.seconds = mine, others, []
+        self.began = None
 
-        class Clock(TrainerCallback):
-            def on_log(self, args, state, control, **kwargs):
-                timed.append(time.perf_counter())
+    def on_log(self, args, state, control, **kwargs):
+        if self.began is not None:
+            self.seconds.append(time.perf_counter() - self.began)
+        self.others.release()
+        self.mine.acquire()
+        self.began = time.perf_counter()
 
-        trainer.add_callback(Clock())  # after the memory callback, so that its work is in the time
-        trainer.train()
-    return [after - before for before, after in pairwise(timed)][1:]
+    def on_train_end(self, args, state, control, **kwargs):
+        self.others.release()
+
+
+def step_times() -> dict[str, list[float]]:
+    """Seconds of every step of each, the two in turn."""
+    batons = threading.Semaphore(0), threading.Semaphore(0)
+    clocks, threads = {}, []
+    for number, kind in enumerate((Trainer, MemoryTrainer)):
+        trainer = trainer_of(kind, tempfile.mkdtemp(), STEPS)
+        clock = clocks[kind.__name__] = Turns(batons[number], batons[1 - number])
+        trainer.add_callback(clock)
+        threads.append(threading.Thread(target=_train, args=(trainer, batons[number])))
+    for thread in threads:
+        thread.start()
+    batons[0].release()
+    for thread in threads:
+        thread.join()
+    return {name: clock.seconds[LEFT_OUT:] for name, clock in clocks.items()}
+
+
+def _train(trainer: Trainer, baton: threading.Semaphore) -> None:
+    baton.acquire()
+    trainer.train()
 
 
 def peak_of(kind) -> int:
@@ -53,32 +77,20 @@ def peak_of(kind) -> int:
     from hf_memopt.estimator.truth import allocator_peak
 
     with tempfile.TemporaryDirectory() as folder:
-        return allocator_peak(lambda: trainer_of(kind, folder).train())
+        return allocator_peak(lambda: trainer_of(kind, folder, 6).train())
 
 
 def main() -> None:
-    from transformers import Trainer
-
-    from hf_memopt import MemoryTrainer
-
-    for kind in (Trainer, MemoryTrainer):  # warm up
-        step_times(kind)
-    times = {"Trainer": [], "MemoryTrainer": []}
-    pairs = []
-    for number in range(PAIRS):
-        order = (Trainer, MemoryTrainer) if number % 2 else (MemoryTrainer, Trainer)
-        found = {kind.__name__: step_times(kind) for kind in order}
-        for name, seconds in found.items():
-            times[name] += seconds
-        pairs.append(statistics.median(found["MemoryTrainer"]) / statistics.median(found["Trainer"]))
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    times = step_times()
+    ratios = [ours / plain for ours, plain in zip(times["MemoryTrainer"], times["Trainer"], strict=False)]
     peaks = {kind.__name__: peak_of(kind) for kind in (Trainer, MemoryTrainer)}
-    parameters = sum(weight.numel() for weight in trainer_of(Trainer, tempfile.mkdtemp()).model.parameters())
+    model = trainer_of(Trainer, tempfile.mkdtemp(), 1).model
+    quarters = statistics.quantiles(ratios, n=4)
     row = {
-        "parameters": parameters, "pairs": PAIRS, "steps_each": len(times["Trainer"]),
-        "step_time_ratio_median": round(statistics.median(pairs), 4),
-        "ratio_of_median_step_times": round(medians["MemoryTrainer"] / medians["Trainer"], 4),
-        "step_time_ratios": [round(ratio, 4) for ratio in sorted(pairs)],
+        "parameters": sum(weight.numel() for weight in model.parameters()), "steps_each": len(ratios),
+        "step_time_ratio_median": round(quarters[1], 4),
+        "step_time_ratio_quartiles": [round(quarters[0], 4), round(quarters[2], 4)],
+        "median_step_s": {name: round(statistics.median(seconds), 4) for name, seconds in times.items()},
         "peak_ratio": round(peaks["MemoryTrainer"] / peaks["Trainer"], 4), "peak_allocated_bytes": peaks,
     }  # fmt: skip
     print(json.dumps(row, indent=2))

@@ -46,6 +46,7 @@ def struck(trainer, strikes: Strikes):
     """Have a trainer's phases counted: forward, backward, clipping and optimizer step, evaluation, saving."""
     trainer.model.forward = strikes.during("forward", trainer.model.forward)
     trainer.accelerator.backward = strikes.during("backward", trainer.accelerator.backward)
+    trainer.accelerator.clip_grad_norm_ = strikes.during("clipping", trainer.accelerator.clip_grad_norm_)
     trainer.prediction_step = strikes.during("eval", trainer.prediction_step)
     trainer._save_optimizer_and_scheduler = strikes.during("save", trainer._save_optimizer_and_scheduler)
     create = trainer.create_optimizer

@@ -24,15 +24,16 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 class Rows(torch.utils.data.Dataset):
     """Samples of 4 to 29 tokens, each of another length and content."""
 
-    def __init__(self, count: int = 40):
+    def __init__(self, count: int = 40, first: int = 0):
         generator = random.Random(0)
+        self.first = first
         self.rows = [[generator.randrange(3, 60) for _ in range(generator.randrange(4, 30))] for _ in range(count)]
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "number": index}
+        return {"input_ids": self.rows[index], "number": self.first + index}
 
 
 def collate(rows):
@@ -96,11 +97,12 @@ def train(folder, strikes=None, kind=MemoryTrainer, model=llama, resume=False, p
     seen = []
 
     def noting(rows):
-        seen.append([row["number"] for row in rows])
+        if rows[0]["number"] < 1000:  # of the training data
+            seen.append([row["number"] for row in rows])
         return collate(rows)
 
     args = TrainingArguments(str(folder), remove_unused_columns=False, **fields)
-    trainer = kind(model=model(), args=args, train_dataset=Rows(), eval_dataset=Rows(8), data_collator=noting)
+    trainer = kind(model=model(), args=args, train_dataset=Rows(), eval_dataset=Rows(8, 1000), data_collator=noting)
     trainer.seen = seen
     if prepare:
         prepare(trainer)
@@ -138,39 +140,50 @@ def same(found: Finished, wanted: Finished, tolerance: float = 1e-9) -> None:
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_running_out_anywhere_changes_nothing(model, accumulation, data, uninterrupted, tmp_path_factory):
-    wanted, counts = uninterrupted(model, gradient_accumulation_steps=accumulation, max_steps=7)
+    fields = {"gradient_accumulation_steps": accumulation, "max_steps": 7, "eval_strategy": "steps", "eval_steps": 3}
+    wanted, counts = uninterrupted(model, **fields)
     # Less than halvings of a micro-batch of 4 in one run of bad luck.
     strikes = data.draw(
-        st.dictionaries(st.sampled_from(["forward", "backward", "optimizer"]), st.floats(0, 1), min_size=1)
+        st.dictionaries(
+            st.sampled_from(["forward", "backward", "clipping", "optimizer", "eval"]), st.floats(0, 1), min_size=1
+        )
     )
     at = {phase: {1 + int(share * (counts[phase] - 1))} for phase, share in strikes.items()}
     hit = Strikes(at)
-    found = train(tmp_path_factory.mktemp("struck"), hit, model=MODELS[model],
-                  gradient_accumulation_steps=accumulation, max_steps=7)  # fmt: skip
+    found = train(tmp_path_factory.mktemp("struck"), hit, model=MODELS[model], **fields)
     assert {phase for phase, _ in hit.hits} == set(at)
     assert len(found.events) == len(hit.hits)
     same(found, wanted)
 
 
-def test_every_step_may_run_out(uninterrupted, tmp_path):
-    """Twenty steps, something in each of them; SGD in fp32, since Adam amplifies rounding."""
-    fields = {"max_steps": 20, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
+# SGD in fp32, since Adam amplifies rounding; Adam in float64.
+@pytest.mark.parametrize(
+    ("dtype", "optim", "phases", "tolerance"),
+    [
+        (torch.float32, "sgd", ("forward", "backward"), 1e-6),
+        (torch.float64, "adamw_torch", ("forward", "backward", "optimizer"), 1e-9),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_every_step_may_run_out(dtype, optim, phases, tolerance, accumulation, tmp_path):
+    """Twenty steps, something in each phase of each of them."""
+    fields = {"max_steps": 20, "optim": optim, "gradient_accumulation_steps": accumulation}
 
-    def fp32():
-        return llama(torch.float32)
+    def model():
+        return llama(dtype)
 
-    wanted = train(tmp_path / "plain", kind=Trainer, model=fp32, **fields)
-    hit = Strikes({"forward": {150}, "backward": {100}})
+    wanted = train(tmp_path / "plain", kind=Trainer, model=model, **fields)
+    hit = Strikes({phase: {90} for phase in phases} | {"optimizer": {5}})
 
     def every_step(trainer):
         """Windows begin whole, and allocations are counted anew."""
         trainer._agree_on_limit = lambda: (setattr(trainer.limit, "elements", None), hit.counts.clear())
 
-    found = train(tmp_path / "struck", hit, model=fp32, prepare=every_step, **fields)
+    found = train(tmp_path / "struck", hit, model=model, prepare=every_step, **fields)
     assert {(event["step"], event["stage"]) for event in found.events} == {
-        (step, stage) for step in range(20) for stage in ("forward", "backward")
+        (step, stage) for step in range(20) for stage in phases
     }
-    same(found, wanted, 1e-6)
+    same(found, wanted, tolerance)
 
 
 def test_dropout_is_reproducible_from_the_seed(tmp_path):
@@ -340,6 +353,25 @@ def test_a_mixin_over_a_trainer_with_its_own_loss(tmp_path):
     hit = Strikes({"forward": {plain.counts["forward"] // 3}, "backward": {plain.counts["backward"] // 2}})
     found = train(tmp_path / "struck", hit, MemoryWeightedLoss)
     assert len(hit.hits) == 2
+    same(found, wanted)
+
+
+def test_a_piece_without_labels_adds_nothing(tmp_path):
+    """Of a mean loss: a mean over nothing would be no number."""
+
+    def half(trainer):
+        inner = trainer.data_collator
+
+        def silent(rows):
+            batch = inner(rows)
+            batch["labels"][len(rows) // 2 :] = -100
+            return batch
+
+        trainer.data_collator = silent
+
+    wanted = train(tmp_path / "plain", kind=Trainer, model=MeanLoss, prepare=half)
+    found = train(tmp_path / "struck", Strikes({"forward": {20}}), model=MeanLoss, prepare=half)
+    assert found.events and found.weights.isfinite().all()
     same(found, wanted)
 
 

@@ -35,7 +35,8 @@ class MemoryCallback(TrainerCallback):
         self._peaks: dict[str, int] = {}
         self._last_tokens: tuple[float, int] | None = None
         self._named: str | None = None
-        self.elements = self.near_peak = 0  # of the step, from a trainer that knows them
+        # From a trainer that knows them: tensor elements and fullest moment of the last step, tokens so far.
+        self.elements = self.near_peak = self.tokens = 0
 
     def attach(self, trainer) -> "MemoryCallback":
         """Become the trainer's first callback, whose figures go to the trackers, not to the progress bar's line."""
@@ -50,7 +51,7 @@ class MemoryCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.monitor = self.monitor or MemoryMonitor.of(self.memory_args, args.device)
         self.growth = GrowthDiagnosis(self.monitor.reader.capacity())
-        self._last_tokens = (time.perf_counter(), state.num_input_tokens_seen)
+        self._last_tokens = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
 
     def on_step_end(self, args, state, control, **kwargs):
         reading = self.monitor.reader.read()  # gradients were dropped just now
@@ -104,7 +105,8 @@ class MemoryCallback(TrainerCallback):
             "memory/host_resident_gib": round(reading.host_resident / 2**30, 4),
             "memory/allocator_retries": reading.retries,
         }
-        before, now = self._last_tokens, (time.perf_counter(), state.num_input_tokens_seen)
+        before = self._last_tokens
+        now = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
         if now[1] > before[1]:
             figures["tokens_per_second"] = round((now[1] - before[1]) / (now[0] - before[0]), 1)
         self._last_tokens = now

@@ -70,6 +70,7 @@ class Reader:
         self.limit = limit
         self.kind = self.device.type if self.device.type in ("cuda", "xpu", "mps") else "cpu"
         self._module = getattr(torch, self.kind, None)
+        self._host_capacity = host_capacity()
 
     def allocated(self) -> int:
         """Bytes of tensors now; the cheapest question."""
@@ -117,7 +118,7 @@ class Reader:
 
     def _read_cpu(self, host) -> dict:
         resident, peak = host["host_resident"], peak_resident()
-        capacity = host_capacity()
+        capacity = self._host_capacity
         return {
             "allocated": resident, "reserved": resident, "peak_allocated": peak, "peak_reserved": peak,
             "used": max(resident, capacity - host["host_available"]), "capacity": capacity, "retries": 0,

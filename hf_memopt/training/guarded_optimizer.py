@@ -6,6 +6,7 @@ is no longer needed was freed: an operator allocates before it writes, so that n
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,11 +61,13 @@ def _key(tensor) -> int | None:
     return storage()._cdata if storage is not None else None
 
 
-def guard(step: Callable, survived: Callable[[list[str]], None], failed: Callable[[BaseException, bool], None]):
+def guard(step: Callable, optimizer, survived: Callable[[list[str]], None],
+          failed: Callable[[BaseException, bool], None]):  # fmt: skip
     """A step function that retries operators.
 
     Args:
         step: the optimizer's.
+        optimizer: torch's own.
         survived: called with the messages of failures that were survived.
         failed: called with the exception and whether weights or states were already changed; it may raise.
     """
@@ -73,7 +76,7 @@ def guard(step: Callable, survived: Callable[[list[str]], None], failed: Callabl
     def guarded(*args, **kwargs):
         retry = RetryOperators()
         try:
-            with retry:
+            with nullcontext() if allocates_nothing(optimizer) else retry:
                 result = step(*args, **kwargs)
         except Exception as error:
             failed(error, retry.wrote)
@@ -84,6 +87,11 @@ def guard(step: Callable, survived: Callable[[list[str]], None], failed: Callabl
 
     guarded.unguarded = step
     return guarded
+
+
+def allocates_nothing(optimizer) -> bool:
+    """Whether a step works in place altogether: torch's fused optimizers, once their states are there."""
+    return bool(optimizer.state) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def use_less(optimizer) -> bool:

@@ -18,7 +18,7 @@ from hf_memopt.training.exhausted import TrainingOutOfMemory
 from hf_memopt.training.oom import Diagnosis, free_memory
 from hf_memopt.training.oom_report import oom_report, told
 from hf_memopt.training.peers import Peers
-from hf_memopt.training.pieces import shapes_of
+from hf_memopt.training.pieces import shapes_of, tokens_of
 from hf_memopt.training.probe import probe
 from hf_memopt.training.safe_checkpoints import SafeCheckpoints
 from hf_memopt.training.sample_order import batch_indices
@@ -140,6 +140,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         near, resting = self._near_peak, self._resting
         largest = max(started, key=lambda micro: micro.elements * micro.size // max(1, micro.rows))
         self._callback.elements, self._callback.near_peak = sum(micro.elements for micro in started), near
+        self._callback.tokens += self.args.world_size * sum(tokens_of(micro.inputs) for micro in started)
         self._near_peak, self._resting = 0, self._memory.allocated()
         self._act(near, resting, min(largest.size, largest.rows), largest)
 

@@ -9,6 +9,7 @@ from hf_memopt.training.oom import Diagnosis
 
 def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
     """Diagnosis, batch, what memory holds, and what to change, as JSON has it."""
+    predicted, changes = outlook(trainer)
     return {
         "event": "out_of_memory",
         "step": trainer.state.global_step,
@@ -20,7 +21,8 @@ def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str)
         "shapes": shapes,
         "dataset_indices": indices,
         "held_bytes": held_bytes(trainer),
-        "next": next_changes(trainer),
+        "predicted_breakdown": predicted,
+        "next": changes,
         "checkpoint": None,
     }
 
@@ -42,18 +44,19 @@ def held_bytes(trainer) -> dict[str, int]:
     }
 
 
-def next_changes(trainer) -> list[dict[str, Any]]:
-    """Up to three changes with what each is predicted to save; without figures where no estimate can be made.
+def outlook(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
+    """What one sample alone is predicted to take at the peak, by kind, and up to three changes that save most.
 
-    Each is a dict with `change` and `saved_bytes` (None: not predicted).
+    Each change is a dict with `change` and `saved_bytes`. Where no estimate can be made (there may be no memory left
+    to make it in) there is no breakdown and no figure.
     """
     try:
         return _predicted(trainer)
-    except (Exception, MemoryError):  # there may be no memory left to predict in
-        return [{"change": change, "saved_bytes": None} for change in _usual(trainer.args)][:3]
+    except (Exception, MemoryError):
+        return None, [{"change": change, "saved_bytes": None} for change in _usual(trainer.args)][:3]
 
 
-def _predicted(trainer) -> list[dict[str, Any]]:
+def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     import copy
 
     from hf_memopt.estimator.prediction import describe, estimate_job, fields_of_trainer
@@ -69,10 +72,10 @@ def _predicted(trainer) -> list[dict[str, Any]]:
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
     fields = fields_of_trainer(trainer) | {"per_device_train_batch_size": 1}  # smaller it cannot be
     job = describe(config, fields, length, "auto", peft, dtype, quantization_config=quantization)
-    savings = largest_savings(job, estimate_job(job))
-    if not savings:
-        raise InputError("nothing more to change")
-    return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
+    found = estimate_job(job)
+    savings = largest_savings(job, found)
+    changes = [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
+    return found.breakdown, changes or [{"change": change, "saved_bytes": None} for change in _usual(trainer.args)][:3]
 
 
 def _shapes(micro) -> list:
@@ -126,6 +129,10 @@ def _end(report: dict[str, Any]) -> str:
         f"  the batch: {_brief(report['shapes'])}, samples {report['dataset_indices']}",
         f"  held: {held}",
     ]
+    if report["predicted_breakdown"]:
+        parts = report["predicted_breakdown"].items()
+        told = ", ".join(f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in parts if size)
+        lines.append(f"  predicted for one sample: {told}")
     for change in report["next"]:
         saved = f", predicted to save {gib(change['saved_bytes'])}" if change["saved_bytes"] else ""
         lines.append(f"  try: {change['change']}{saved}")

@@ -26,7 +26,7 @@ class Peers:
 
     def __init__(self, accelerator) -> None:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
-        self._group = None
+        self._group, self._watching = None, False
         if self.alone:
             return
         # Agreements are made on the host, so that they wait for no device.
@@ -68,7 +68,8 @@ class Peers:
         Args:
             save: called with the limit that would have helped.
         """
-        if not self.alone:
+        if not self.alone and not self._watching:
+            self._watching = True
             threading.Thread(target=self._watch, args=(save,), daemon=True).start()
 
     def _watch(self, save) -> None:

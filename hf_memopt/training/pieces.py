@@ -26,6 +26,12 @@ def elements_of(inputs: Any) -> int:
     return sum(map(elements_of, inputs)) if isinstance(inputs, list | tuple) else 0
 
 
+def tokens_of(inputs: Mapping[str, Any]) -> int:
+    """Tokens of a batch, padding counted; 0 where it has none."""
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+    return tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else 0
+
+
 def shapes_of(inputs: Mapping[str, Any]) -> dict[str, list[int]]:
     """The shape of every tensor of a batch, by name."""
     return {name: list(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}

@@ -63,9 +63,10 @@ class SafeCheckpoints:
         from transformers.trainer_utils import rotate_checkpoints
 
         self.accelerator.wait_for_everyone()
+        run = Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        self._name_best(run)
         if self.args.should_save:
-            run = Path(self._get_output_dir(trial))
-            name = f"checkpoint-{self.state.global_step}"
             self._finish(run / UNFINISHED / name, run / name)
             rotate_checkpoints(
                 output_dir=str(run), save_total_limit=self.args.save_total_limit,
@@ -73,12 +74,15 @@ class SafeCheckpoints:
             )  # fmt: skip
         self.accelerator.wait_for_everyone()
 
+    def _name_best(self, run: Path) -> None:
+        """The Trainer saw the best checkpoint, if it is this one, in the folder beside."""
+        best = self.state.best_global_step
+        if best and ((run / f"checkpoint-{best}").is_dir() or best == self.state.global_step):
+            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
+
     def _finish(self, written: Path, place: Path) -> None:
         """Complete a written checkpoint, and rename it."""
-        best = self.state.best_global_step
-        if best and ((place.parent / f"checkpoint-{best}").is_dir() or best == self.state.global_step):
-            self.state.best_model_checkpoint = str(place.parent / f"checkpoint-{best}")
-            self.state.save_to_json(str(written / "trainer_state.json"))
+        self.state.save_to_json(str(written / "trainer_state.json"))
         write_whole(written / STATE_FILE, json.dumps(self._memory_state(), indent=2) + "\n")
         _to_disk(written)
         shutil.rmtree(place, ignore_errors=True)
@@ -113,7 +117,6 @@ class SafeCheckpoints:
                 self._save_rng_state(str(written))
             if self.args.should_save:
                 self._peers.wait_for_files(written, "rng_state_*.pth")
-                self.state.save_to_json(str(written / "trainer_state.json"))
                 self._finish(written, run / name)
             return str(run / name)
         except Exception as error:
@@ -150,6 +153,11 @@ class SafeCheckpoints:
                 f"the checkpoint's effective batch size is {wanted}, which {args.world_size} process(es) with "
                 f"per_device_train_batch_size={args.train_batch_size} cannot make: choose one that divides "
                 f"{wanted / args.world_size:g}"
+            )
+        if args.deepspeed_plugin is not None:
+            raise InputError(
+                f"the checkpoint's effective batch size is {wanted}, here it would be {self._effective_batch_size()}: "
+                f"set gradient_accumulation_steps={wanted // at_once}"
             )
         args.gradient_accumulation_steps = wanted // at_once
         self._event("effective_batch_kept", effective_batch_size=wanted, world_size=args.world_size,

@@ -10,8 +10,6 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from hf_memopt.errors import InputError
 from hf_memopt.training.batch_limit import BatchLimit
 from hf_memopt.training.guarded_optimizer import guard, use_less
@@ -126,18 +124,35 @@ class StepRecovery:
         if self._share != 1.0:
             loss, *rest = result if isinstance(result, tuple) else (result,)
             result = (loss * self._share, *rest) if rest else loss * self._share
-        self._near_peak = max(self._near_peak, self._memory.allocated())  # all activations are there
+        if model.training:
+            self._near_peak = max(self._near_peak, self._memory.allocated())  # all activations are there
         self._stage = "backward"  # of a training step: what can fail from here on leaves parts of gradients
         return result
 
     def _clip_grad_norm(self, model):
-        return self._guarded_call("clipping", super()._clip_grad_norm, model)
+        if not self._recovers():
+            return super()._clip_grad_norm(model)
+        first = next((weight.grad for weight in model.parameters() if weight.grad is not None), None)
+        untouched = first is not None and first._version
+        try:
+            return super()._clip_grad_norm(model)
+        except Exception as error:
+            found = diagnose(error)
+            if not found.smaller_batch_helps or first is None or first._version != untouched:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        free_memory()  # norms are computed before gradients are scaled
+        norm = super()._clip_grad_norm(model)
+        self._event("oom_recovered", stage="clipping", message=found.message)
+        return norm
 
     def _prepare_for_training(self, *args, **kwargs):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self._recovers() and not hasattr(self.optimizer.step, "unguarded"):
-            self._states_are_new = not getattr(self.optimizer, "optimizer", self.optimizer).state
-            self.optimizer.step = guard(self.optimizer.step, self._optimizer_survived, self._optimizer_failed)
+            inner = getattr(self.optimizer, "optimizer", self.optimizer)
+            self._states_are_new = not inner.state
+            survived, failed = self._optimizer_survived, self._optimizer_failed
+            self.optimizer.step = guard(self.optimizer.step, inner, survived, failed)
             if self.args.world_size > 1:
                 self.model.register_forward_pre_hook(self._forward_begins)
         return prepared
@@ -192,8 +207,8 @@ class StepRecovery:
         return micro.loss
 
     def _step_of(self, model, piece, num_items):
-        if self._share == 0.0:  # nothing in it counts; a mean over nothing would be no number
-            return torch.zeros((), device=self.args.device)
+        if self._share == 0.0:  # none of its labels counts: a mean over nothing is no number, and times 0 neither
+            piece["labels"] = piece["labels"].clamp(min=0)
         return super().training_step(model, piece, num_items)
 
     def _share_of(self, micro: MicroBatch, piece) -> float:
@@ -268,12 +283,6 @@ class StepRecovery:
         return kept
 
     # ---- the optimizer
-
-    def _guarded_call(self, stage: str, function, *args):
-        if not self._recovers():
-            return function(*args)
-        self._stage = stage
-        return guard(function, self._optimizer_survived, self._optimizer_failed)(*args)
 
     def _optimizer_survived(self, messages: list[str]) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
