@@ -111,10 +111,17 @@ def told(event: dict[str, Any]) -> str:
         if event.get("shapes"):
             text += f"; the batch: {_brief(event['shapes'])}"
         if event.get("dataset_indices"):
-            text += f", samples {event['dataset_indices']}"
+            text += f", samples {_first(event['dataset_indices'])}"
         return f"{text} ({event['message'][:200]})"
     details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("event", "step", "process"))
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
+
+
+def _first(indices: list[int] | None) -> str:
+    """Up to eight of them; all are in the event."""
+    if indices is None:
+        return "unknown"
+    return ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
 
 
 def _brief(shapes: dict[str, list[int]]) -> str:
@@ -126,7 +133,7 @@ def _end(report: dict[str, Any]) -> str:
     lines = [
         f"out of memory in {report['stage']} of step {report['step'] + 1}, and {report['why_not_smaller']}: "
         f"{report['cause']} ({report['message'][:300]})",
-        f"  the batch: {_brief(report['shapes'])}, samples {report['dataset_indices']}",
+        f"  the batch: {_brief(report['shapes'])}, samples {_first(report['dataset_indices'])}",
         f"  held: {held}",
     ]
     if report["predicted_breakdown"]:

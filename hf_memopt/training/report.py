@@ -131,6 +131,10 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: in
     }
     write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
     _print_table(measured, losses, estimated)
+    cut = [event["micro_batch_after"] for event in trainer.memory_events
+           if event.get("stage") in ("forward", "backward") or event["event"] == "micro_batch_lowered"]  # fmt: skip
+    if cut:
+        print(f"memory ran short: micro-batches ran in pieces of down to {min(cut)} samples; predicted are whole ones")
 
 
 def measured_peaks() -> dict[str, int]:
