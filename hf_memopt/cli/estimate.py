@@ -25,7 +25,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     from hf_memopt.hardware import get_hardware
 
     preset = get_preset(preset_name, method, strategy)
-    given, lora, quantization, own = _split(settings)
+    given, lora, quantization, own, memory_args = _split(settings)
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     device = get_hardware(hardware) if hardware else preset.hardware
     world_size = preset.processes if world_size is None else world_size
@@ -34,7 +34,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     job = job_of(
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
         attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=_quantization_config(preset, quantization),
+        quantization_config=_quantization_config(preset, quantization), memory_args=memory_args,
     )  # fmt: skip
     found = estimate_job(job)
     savings = largest_savings(job, found) if levers or found.fits is False else []
@@ -93,8 +93,9 @@ def _quantization_config(preset: Preset, changed: dict[str, Any]):
     return BitsAndBytesConfig(**settings)
 
 
-def _split(settings: list[str]) -> tuple[dict, dict, dict, dict]:
-    """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, and what is neither."""
+def _split(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryArguments]:
+    """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, what is neither, and
+    MemoryArguments."""
     found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}, "memory": {}}
     for word in settings:
         key, equals, text = word.partition("=")
@@ -108,8 +109,7 @@ def _split(settings: list[str]) -> tuple[dict, dict, dict, dict]:
     dtype = found["own"].get("dtype")
     if dtype is not None and dtype not in DTYPES:
         raise choose("dtype", str(dtype), DTYPES)
-    MemoryArguments(**found["memory"])  # none of its fields changes a step's memory yet; a bad value is still told
-    return found[""], found["lora"], found["quantization"], found["own"]
+    return found[""], found["lora"], found["quantization"], found["own"], MemoryArguments(**found["memory"])
 
 
 def _print(job: str, found, savings) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.apply import apply_levers
+from hf_memopt.levers.arguments import MemoryArguments
 
 TASKS = ("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification")
 _AUTO_CLASSES = {
@@ -40,7 +42,7 @@ def task_of(config) -> str:
 
 
 def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config,
-               kbit_preparation: bool = False):  # fmt: skip
+               kbit_preparation: bool = False, memory_args: MemoryArguments | None = None):  # fmt: skip
     """Called in the fake world.
 
     Args:
@@ -48,6 +50,7 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         quantization: a BitsAndBytesConfig with load_in_4bit, or None.
         peft_config: a LoraConfig, or None for full fine-tuning.
         kbit_preparation: peft's prepare_model_for_kbit_training is called, which this project's recipes avoid.
+        memory_args: MemoryArguments, whose levers are put on the model.
 
     Raises:
         InputError: an unknown task.
@@ -67,7 +70,11 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return model if peft_config is None else add_adapters(model, copy.deepcopy(peft_config))
+    if peft_config is not None:
+        model = add_adapters(model, copy.deepcopy(peft_config))
+    if memory_args is not None:
+        apply_levers(model, memory_args)
+    return model
 
 
 @contextmanager

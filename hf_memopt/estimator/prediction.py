@@ -39,6 +39,7 @@ class Job:
         engine: none, ddp, fsdp2 or deepspeed.
         task: what the model is trained for (estimator.model.TASKS).
         kbit_preparation: peft's prepare_model_for_kbit_training is called.
+        memory_args: MemoryArguments, whose levers are on.
     """
 
     config: Any
@@ -54,6 +55,7 @@ class Job:
     engine: str
     task: str
     kbit_preparation: bool = False
+    memory_args: Any = None
 
     @property
     def batch(self) -> dict:
@@ -81,7 +83,7 @@ class Job:
         return TracedJob(
             make_model=lambda: make_model(
                 shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
-                self.kbit_preparation,
+                self.kbit_preparation, self.memory_args,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
             padded=self.padded, world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
@@ -91,7 +93,7 @@ class Job:
 def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_config=None, dtype: str = "float32",
              attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
              world_size: int | None = None, strategy: str | None = None, task: str | None = None,
-             kbit_preparation: bool = False) -> Estimate:  # fmt: skip
+             kbit_preparation: bool = False, memory_args=None) -> Estimate:  # fmt: skip
     """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
     The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
@@ -114,12 +116,13 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         task: causal-lm, masked-lm, seq2seq-lm, sequence-classification or image-text-to-text (text only); by default
             what the configuration is for.
         kbit_preparation: peft's prepare_model_for_kbit_training is called on the model.
+        memory_args: MemoryArguments of a MemoryTrainer; by default a plain Trainer's job.
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
     job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
-                   quantization_config, world_size, strategy, task, kbit_preparation)  # fmt: skip
+                   quantization_config, world_size, strategy, task, kbit_preparation, memory_args)  # fmt: skip
     return estimate_job(job)
 
 
@@ -254,7 +257,7 @@ def phase_of(segment: str) -> str:
 
 def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="float32", attn_implementation=None,
              padded=False, quantization_config=None, world_size=None, strategy=None, task=None,
-             kbit_preparation=False) -> Job:  # fmt: skip
+             kbit_preparation=False, memory_args=None) -> Job:  # fmt: skip
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
@@ -274,10 +277,12 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
         raise InputError("bf16 and fp16 exclude each other: set one of them")
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_of(fields, strategy, world_size)
+    if getattr(memory_args, "loss_chunk_size", None) and engine in ("fsdp2", "deepspeed"):
+        raise InputError(f"loss_chunk_size does not work under {engine} yet: leave it out")
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
-               world_size, engine, task or task_of(config), kbit_preparation)  # fmt: skip
+               world_size, engine, task or task_of(config), kbit_preparation, memory_args)  # fmt: skip
 
 
 def _check_length(config, seq_len: int) -> None:

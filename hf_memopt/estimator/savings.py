@@ -8,6 +8,9 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.prediction import Job, estimate_job, fsdp_checkpoints
 from hf_memopt.estimator.report import Estimate
+from hf_memopt.levers.arguments import MemoryArguments
+
+_CHUNK = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
             "activation_checkpointing=true",
             with_fields(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs),
         )
+    chunked = getattr(job.memory_args, "loss_chunk_size", None)
+    if chunked is None and job.task == "causal-lm" and micro * job.seq_len > _CHUNK and job.engine in ("none", "ddp"):
+        memory = dataclasses.replace(job.memory_args or MemoryArguments(), loss_chunk_size=_CHUNK)
+        yield f"loss_chunk_size={_CHUNK}", dataclasses.replace(job, memory_args=memory)
     if micro > 1:
         changed = {
             "per_device_train_batch_size": micro // 2,

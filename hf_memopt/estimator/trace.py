@@ -20,6 +20,7 @@ from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
 from hf_memopt.estimator.ledger import Ledger
 from hf_memopt.estimator.model import outside_zero3
+from hf_memopt.levers.apply import apply_levers
 
 # The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
@@ -206,6 +207,7 @@ def _copied(original, model, args):
     if hasattr(trainer, "memory_args"):  # a MemoryTrainer: nothing runs out here
         quiet = {"oom_recovery": False, "probe_worst_batch": False, "max_memory_gib": None}
         trainer.memory_args = dataclasses.replace(trainer.memory_args, **quiet)
+        apply_levers(model, trainer.memory_args, original.args.label_smoothing_factor)
     trainer.place_model_on_device = False
     trainer.create_accelerator_and_postprocess()
     if original.optimizer is not None and not original.optimizer.state:

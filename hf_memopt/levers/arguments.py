@@ -60,6 +60,10 @@ class MemoryArguments:
         metadata={"help": "Keep the likeliest token instead of all logits while a language model is evaluated."},
     )
 
+    loss_chunk_size: int | None = field(
+        default=None, metadata={"help": "Tokens whose logits are held at once; the loss stays what it is."}
+    )
+
     def __post_init__(self) -> None:
         if self.memory_profile not in PROFILES:
             raise choose("memory_profile", self.memory_profile, PROFILES)
@@ -70,7 +74,7 @@ class MemoryArguments:
         if not 0 < values[0] <= values[1] <= values[2] <= values[3] <= 1:
             told = ", ".join(f"{name}={value}" for name, value in zip(THRESHOLDS, values, strict=True))
             raise InputError(f"thresholds must rise and lie between 0 and 1: {told}")
-        for name in ("min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib"):
+        for name in ("min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InputError(f"{name}={value} must be above 0")

@@ -71,7 +71,8 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
         raise InputError("the batch has no tokens")
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
     fields = fields_of_trainer(trainer) | {"per_device_train_batch_size": 1}  # smaller it cannot be
-    job = describe(config, fields, length, "auto", peft, dtype, quantization_config=quantization)
+    job = describe(config, fields, length, "auto", peft, dtype, quantization_config=quantization,
+                   memory_args=trainer.memory_args)  # fmt: skip
     found = estimate_job(job)
     savings = largest_savings(job, found)
     changes = [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]

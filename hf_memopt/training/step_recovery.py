@@ -178,12 +178,15 @@ class StepRecovery:
 
     def _recovers(self) -> bool:
         """In-step recovery is for one process and for DDP; engines that shard would wait for each other forever."""
+        return self.memory_args.oom_recovery and self._whole_model() and self.args.n_gpu <= 1
+
+    def _whole_model(self) -> bool:
+        """Whether each process holds the whole model."""
         from accelerate.utils import DistributedType
 
-        plain = self.accelerator.distributed_type in (
+        return self.accelerator.distributed_type in (
             DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
         )  # fmt: skip
-        return self.memory_args.oom_recovery and plain and self.args.n_gpu <= 1
 
     def _micro_batch(self, inputs, num_items, number: int) -> MicroBatch:
         rows, elements = rows_of(inputs), elements_of(inputs)
