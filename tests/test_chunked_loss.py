@@ -113,10 +113,7 @@ RUNS = {
     "plain": (llama, {}),
     "accumulation": (llama, {"gradient_accumulation_steps": 4}),
     "LoRA": (with_lora, {}),
-    "checkpointed": (
-        llama,
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
-    ),
+    "checkpointed": (llama, CHECKPOINTED),
     "smoothed": (llama, {"label_smoothing_factor": 0.1}),
 }
 
