@@ -4,7 +4,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test bench lint format configs estimates clean
+.PHONY: help train test bench lint format configs estimates operators clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -20,10 +20,18 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	python -m pytest
 
+# DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
+OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator import get_accelerator as a; \
+	a().create_op_builder(sys.argv[1]).load()"
+operators: $(INSTALLED)
+	$(OPERATOR) CPUAdamBuilder
+	-$(OPERATOR) AsyncIOBuilder
+
 bench: $(INSTALLED)
 	python benchmarks/startup.py
 	python benchmarks/main_job.py
 	python benchmarks/trainer_overhead.py
+	python benchmarks/levers.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py

@@ -52,7 +52,7 @@ SETTINGS = {
     "full bf16 over fp32": ({"bf16": True}, "float32", None, None, 9),
     "full, checkpointed": (CHECKPOINTED, "float32", None, None, 10),
     "pure bf16, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", None, None, 12),
-    "every second layer": ({**EVERY_SECOND, "bf16": True}, "float32", None, None, 6),
+    "every second layer": ({**EVERY_SECOND, "bf16": True}, "float32", None, None, 11),
     "LoRA bf16": ({"bf16": True}, "bfloat16", {"r": 8}, None, 9),
     "LoRA, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", {"r": 8}, None, 10),
     "adafactor": ({"optim": "adafactor"}, "float32", None, None, 8),

@@ -94,7 +94,13 @@ def test_going_on_from_a_checkpoint_takes_no_more():
     assert found.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("fields", [{}, {**CHECKPOINTED, "bf16": True}, {"optim": "adamw_torch"}])
+def _every(count: int) -> dict:
+    return {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": count}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {**CHECKPOINTED, "bf16": True}, _every(2), _every(3), {"optim": "adamw_torch"}]
+)
 @pytest.mark.parametrize("lora", [None, _lora()])
 def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, monkeypatch):
     extended = estimate(_config(14), fields, LENGTH, "rtx_4090", lora)

@@ -135,7 +135,7 @@ def same(found: Finished, wanted: Finished, tolerance: float = 1e-9) -> None:
 
 
 # Remainders: 40 samples in micro-batches of 4 are 10; windows of 4 leave 2, the third epoch is cut by max_steps.
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("model", list(MODELS))
@@ -158,14 +158,13 @@ def test_running_out_anywhere_changes_nothing(model, accumulation, data, uninter
 
 # SGD in fp32, since Adam amplifies rounding; Adam in float64.
 @pytest.mark.parametrize(
-    ("dtype", "optim", "phases", "tolerance"),
+    ("accumulation", "dtype", "optim", "phases", "tolerance"),
     [
-        (torch.float32, "sgd", ("forward", "backward"), 1e-6),
-        (torch.float64, "adamw_torch", ("forward", "backward", "optimizer"), 1e-9),
+        (1, torch.float32, "sgd", ("forward", "backward"), 1e-6),
+        (4, torch.float64, "adamw_torch", ("forward", "backward", "optimizer"), 1e-9),
     ],
 )
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_every_step_may_run_out(dtype, optim, phases, tolerance, accumulation, tmp_path):
+def test_every_step_may_run_out(accumulation, dtype, optim, phases, tolerance, tmp_path):
     """Twenty steps, something in each phase of each of them."""
     fields = {"max_steps": 20, "optim": optim, "gradient_accumulation_steps": accumulation}
 

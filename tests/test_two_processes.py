@@ -18,10 +18,10 @@ RECOVERED = [
         ("backward", 0, 4, 0),
     ]
 ]  # fmt: skip
-# Ten that cannot be: the last backward of a window, while gradients are being reduced.
+# Six that cannot be: the last backward of a window, while gradients are being reduced.
 ENDED = [
     {"name": f"end-{rank}-{step}", "rank": rank, "phase": "backward", "step": step, "micro": 1}
-    for step in range(5) for rank in (0, 1)
+    for step in (0, 2, 4) for rank in (0, 1)
 ]  # fmt: skip
 RESUMED = {**PLAIN, "name": "resumed", "resumed": "end-1-2"}
 
@@ -85,9 +85,9 @@ def test_one_process_goes_on_where_two_left_off(tmp_path):
     """The effective batch stays, and so do the samples of every step."""
     from test_memory_trainer import train
 
-    run(tmp_path, PLAIN, ENDED[5])
+    run(tmp_path, PLAIN, ENDED[3])
     fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
-    found = train(tmp_path / ENDED[5]["name"], resume=True, **fields)
+    found = train(tmp_path / ENDED[3]["name"], resume=True, **fields)
     (event,) = [event for event in found.events if event["event"] == "effective_batch_kept"]
     assert event["gradient_accumulation_steps"] == 4
     assert torch.allclose(found.weights, weights(tmp_path, "plain"), rtol=0, atol=1e-9)

@@ -29,7 +29,7 @@ def layers_of(config) -> int:
     return depth
 
 
-def shallow_depths(config, fewest: int = FEWEST["none"]) -> tuple[int, ...]:
+def shallow_depths(config, fewest: int = FEWEST["none"], every: int = 1) -> tuple[int, ...]:
     """The depths to trace: the model's own, or two that are whole periods of its pattern apart from it and each other.
 
     With whole periods added, the shallow models end in the same kinds of layers as the deep one.
@@ -37,12 +37,14 @@ def shallow_depths(config, fewest: int = FEWEST["none"]) -> tuple[int, ...]:
     Args:
         fewest: layers of the shallower one, at least. Engines that gather and reduce while neighbouring layers compute
             have a longer way into their stride.
+        every: layers after which a setting of the job repeats, as `every_n_layers` of activation checkpointing.
     """
     depth = layers_of(config)
     text = config.get_text_config()
     if config.is_encoder_decoder and depth != getattr(text, "num_decoder_layers", depth):
         return (depth,)
     prefix, period = _pattern(text, depth)
+    period = lcm(period, every)
     least = max(fewest, period) + prefix
     low = next(n for n in range(least, least + period) if (depth - n) % period == 0)
     if depth <= max(_TRACED_WHOLE, low + period):

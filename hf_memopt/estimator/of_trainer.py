@@ -13,6 +13,7 @@ from hf_memopt.estimator.prediction import (
     bound_by_groups,
     engine_of,
     evaluates,
+    every_n_layers,
     fewest_layers,
     fields_of_trainer,
     missing_layers,
@@ -91,7 +92,8 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
             trainer=trainer,
         )  # fmt: skip
 
-    depths = shallow_depths(model.config, fewest_layers(job)) if lists else (layers_of(model.config),)
+    whole = (layers_of(model.config),)
+    depths = shallow_depths(model.config, fewest_layers(job), every_n_layers(fields)) if lists else whole
     books = []
 
     def peaks_at(depth: int):

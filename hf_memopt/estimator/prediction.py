@@ -134,7 +134,7 @@ def estimate_job(job: Job) -> Estimate:
         books.append(traced(job.at(depth)))
         return books[-1].peaks
 
-    depths = shallow_depths(job.config, fewest_layers(job))
+    depths = shallow_depths(job.config, fewest_layers(job), every_n_layers(job.fields))
     peaks = at_full_depth(job.config, peaks_at, depths)
     bound_by_groups(peaks, books[-1], job, depths[-1])
     return report(job, peaks, books[-1], *missing_layers(job.config, depths))
@@ -179,6 +179,12 @@ def _beyond_the_limits(job) -> int:
     _, layer = job.elements()
     needed = int(2 * live / layer) + 2 if layer * layers_of(job.config) > live else 0
     return max(FEWEST["deepspeed"], min(needed, _MOST_LAYERS))
+
+
+def every_n_layers(fields: dict[str, Any]) -> int:
+    """After how many layers activation checkpointing repeats."""
+    kwargs = fields.get("activation_checkpointing_kwargs") or {}
+    return kwargs.get("every_n_layers") or 1 if isinstance(kwargs, dict) else 1
 
 
 def missing_layers(config, depths: tuple[int, ...]) -> tuple[int, int]:
