@@ -114,6 +114,12 @@ def told(event: dict[str, Any]) -> str:
         if event.get("dataset_indices"):
             text += f", samples {_first(event['dataset_indices'])}"
         return f"{text} ({event['message'][:200]})"
+    if event["event"] == "worst_batch_fits":
+        text = f"before {where}: the largest batch fits, {event['samples_at_once']} samples at once"
+        return f"{text}: {_brief(event['shapes'])}, samples {_first(event['dataset_indices'])}"
+    if event["event"] == "micro_batch_lowered":
+        share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
+        return f"{where}: memory {event['status']} at {share:.0%}: {before} → {after} samples at once"
     details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("event", "step", "process"))
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
 
