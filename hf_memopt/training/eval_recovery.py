@@ -5,7 +5,7 @@ import traceback
 import numpy
 import torch
 
-from hf_memopt.training.oom import OomKind, diagnose, free_memory
+from hf_memopt.training.oom import diagnose, free_memory
 from hf_memopt.training.random_state import RandomState
 
 _VOCABULARY = 1000  # an output with as many classes per token is a language model's
@@ -52,8 +52,7 @@ class EvalRecovery:
                     return super().evaluation_loop(dataloader, *args, **kwargs)
             except Exception as error:
                 found = diagnose(error)
-                here = found.kind is not OomKind.HOST or self.args.device.type == "cpu"
-                if not (found.smaller_batch_helps and here and self.memory_args.oom_recovery):
+                if not (found.helps_on(self.args.device) and self.memory_args.oom_recovery):
                     raise
                 if self.args.world_size > 1:
                     raise  # the others wait in a gather

@@ -89,6 +89,11 @@ def guard(step: Callable, optimizer, survived: Callable[[list[str]], None],
     return guarded
 
 
+def torch_optimizer(trainer):
+    """torch's own optimizer, within accelerate's; None before there is one."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
 def allocates_nothing(optimizer) -> bool:
     """Whether a step works in place altogether: torch's fused optimizers, once their states are there."""
     return bool(optimizer.state) and all(group.get("fused") for group in optimizer.param_groups)

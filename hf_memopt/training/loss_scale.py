@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_memopt.training.pieces import rows_of
 from hf_memopt.training.random_state import RandomState
 
 
@@ -9,8 +10,6 @@ def loss_items(trainer, inputs) -> int:
     """What a mean loss is a mean over: labels that count, as transformers counts them; else samples."""
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
-        from hf_memopt.training.pieces import rows_of
-
         return rows_of(inputs)
     if labels.is_floating_point():
         return labels.numel()

@@ -38,6 +38,10 @@ class Diagnosis:
     cause: str
     message: str
 
+    def helps_on(self, device) -> bool:
+        """Whether a smaller batch helps what runs on a torch.device: host memory is what a CPU's tensors are in."""
+        return self.smaller_batch_helps and (self.kind is not OomKind.HOST or device.type == "cpu")
+
 
 # (kind, whether a smaller micro-batch helps, pattern, cause). The first match wins: what must not be tried again with
 # a smaller batch comes first, since its text often contains a more general one.

@@ -4,7 +4,9 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
+from hf_memopt.training.guarded_optimizer import torch_optimizer
 from hf_memopt.training.oom import Diagnosis
+from hf_memopt.training.pieces import shapes_of
 
 
 def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def held_bytes(trainer) -> dict[str, int]:
         return sum(part.numel() * part.element_size() for part in tensors if isinstance(part, torch.Tensor))
 
     weights = list(trainer.model.parameters())
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizer = torch_optimizer(trainer)
     states = [] if optimizer is None else [part for state in optimizer.state.values() for part in state.values()]
     return {
         "parameters": size(weights),
@@ -66,7 +68,8 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     quantization = config.__dict__.pop("quantization_config", None)
     peft = getattr(trainer.model, "peft_config", {}).get("default")
     micro = trainer._running[0]
-    length = max((shape[1] for shape in _shapes(micro) if len(shape) > 1), default=0)
+    shapes = shapes_of(micro.inputs).values() if micro is not None else ()
+    length = max((shape[1] for shape in shapes if len(shape) > 1), default=0)
     if not length:
         raise InputError("the batch has no tokens")
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
@@ -77,12 +80,6 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     savings = largest_savings(job, found)
     changes = [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
     return found.breakdown, changes or [{"change": change, "saved_bytes": None} for change in _usual(trainer.args)][:3]
-
-
-def _shapes(micro) -> list:
-    from hf_memopt.training.pieces import shapes_of
-
-    return list(shapes_of(micro.inputs).values()) if micro is not None else []
 
 
 def _usual(args) -> list[str]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_memopt.training.guarded_optimizer import torch_optimizer
 from hf_memopt.training.oom import free_memory
 from hf_memopt.training.pieces import shapes_of
 from hf_memopt.training.random_state import RandomState
@@ -79,7 +80,7 @@ def sample_lengths(data) -> list[int]:
 
 def _optimizer_step(trainer) -> None:
     """An optimizer step that changes nothing: without gradients to speak of, at a rate of 0."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizer = torch_optimizer(trainer)
     if optimizer.state:  # gone on from a checkpoint: the states are there already
         return
     for group in optimizer.param_groups:
@@ -94,7 +95,7 @@ def _optimizer_step(trainer) -> None:
 @contextmanager
 def _undone(trainer, model):
     """Whatever is done within is undone."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizer = torch_optimizer(trainer)
     began, fresh = RandomState.now(), not optimizer.state
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     trained = [weight for weight in model.parameters() if weight.requires_grad] if fresh else []

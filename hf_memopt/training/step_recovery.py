@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.training.batch_limit import BatchLimit
-from hf_memopt.training.guarded_optimizer import guard, use_less
+from hf_memopt.training.guarded_optimizer import guard, torch_optimizer, use_less
 from hf_memopt.training.loss_scale import loss_is_a_sum, loss_items
 from hf_memopt.training.oom import Diagnosis, OomKind, diagnose, free_memory
 from hf_memopt.training.pieces import elements_of, piece_of, rows_of, shapes_of
@@ -26,7 +26,7 @@ class MicroBatch:
     Attributes:
         size: samples that the next piece has at most.
         cuts: samples of every piece that was run, in order; kept when the window starts again.
-        at: samples that have been run since then.
+        done: pieces that have been run since then.
         synced: its last piece ends the window: gradients are reduced over processes.
         number: in its window.
         tried_again: one sample alone failed once; what was freed since then may be enough.
@@ -40,30 +40,36 @@ class MicroBatch:
     synced: bool
     number: int
     cuts: list[int] = field(default_factory=list)
-    at: int = 0
+    done: int = 0
     loss: Any = None
     tried_again: bool = False
 
     @property
+    def at(self) -> int:
+        """Samples that have been run."""
+        return sum(self.cuts[: self.done])
+
+    @property
     def next_piece(self) -> tuple[int, int]:
         """Samples from, to."""
-        done = 0
-        for cut in self.cuts:
-            if done == self.at:
-                return done, done + cut
-            done += cut
-        return self.at, min(self.rows, self.at + self.size)
+        at = self.at
+        return at, at + self.cuts[self.done] if self.done < len(self.cuts) else min(self.rows, at + self.size)
 
-    def ran(self, stop: int, loss) -> None:
+    def ran(self, start: int, stop: int, loss) -> None:
         """Note a piece that was run to its end."""
-        if stop > sum(self.cuts):
-            self.cuts.append(stop - self.at)
-        self.at = stop
+        if self.done == len(self.cuts):
+            self.cuts.append(stop - start)
+        self.done += 1
         self.loss = loss if self.loss is None else self.loss + loss
+
+    def cut_smaller(self, size: int) -> None:
+        """Have what follows the pieces that were run go on in smaller ones."""
+        self.size = size
+        del self.cuts[self.done :]
 
     def again(self) -> None:
         """Begin anew, with the same cuts."""
-        self.at, self.loss = 0, None
+        self.done, self.loss = 0, None
 
 
 @dataclass
@@ -149,7 +155,7 @@ class StepRecovery:
     def _prepare_for_training(self, *args, **kwargs):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self._recovers() and not hasattr(self.optimizer.step, "unguarded"):
-            inner = getattr(self.optimizer, "optimizer", self.optimizer)
+            inner = torch_optimizer(self)
             self._states_are_new = not inner.state
             survived, failed = self._optimizer_survived, self._optimizer_failed
             self.optimizer.step = guard(self.optimizer.step, inner, survived, failed)
@@ -206,7 +212,7 @@ class StepRecovery:
                     loss = self._step_of(model, piece, micro.num_items)
             finally:
                 self._share = 1.0
-            micro.ran(stop, loss)
+            micro.ran(start, stop, loss)
         return micro.loss
 
     def _step_of(self, model, piece, num_items):
@@ -228,13 +234,9 @@ class StepRecovery:
     # ---- after a failure
 
     def _recoverable(self, error: Exception) -> Diagnosis:
-        """What the failure is; raised again unless smaller pieces help.
-
-        On a CPU "the device" is the host.
-        """
+        """What the failure is; raised again unless smaller pieces help."""
         found = diagnose(error)
-        here = found.kind is not OomKind.HOST or self.args.device.type == "cpu"
-        if not (found.smaller_batch_helps and here):
+        if not found.helps_on(self.args.device):
             raise error
         micro, rows = self._running
         if self.args.world_size > 1 and self._stage == "backward" and micro.synced and micro.at + rows == micro.rows:
@@ -246,8 +248,7 @@ class StepRecovery:
         micro, rows = self._running
         stage = "backward" if self._stage == "backward" else "forward"
         self._let_cut(micro, rows, stage, found)
-        micro.size = self.limit.lower(rows, micro.elements * rows // micro.rows)
-        micro.cuts = self._cuts_before(micro)
+        micro.cut_smaller(self.limit.lower(rows, micro.elements * rows // micro.rows))
         self._event(
             "oom_recovered", stage=stage, cause=found.cause, message=found.message, micro_batch_before=rows,
             micro_batch_after=micro.size, shapes=shapes_of(micro.inputs), dataset_indices=self._dataset_indices(micro),
@@ -274,22 +275,10 @@ class StepRecovery:
         except InputError as error:
             self._exhausted(stage, found, micro, str(error))
 
-    @staticmethod
-    def _cuts_before(micro: MicroBatch) -> list[int]:
-        """The cuts up to where it failed."""
-        kept, done = [], 0
-        for cut in micro.cuts:
-            if done >= micro.at:
-                break
-            kept.append(cut)
-            done += cut
-        return kept
-
     # ---- the optimizer
 
     def _optimizer_survived(self, messages: list[str]) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        one_by_one = use_less(optimizer)
+        one_by_one = use_less(torch_optimizer(self))
         self._event("oom_recovered", stage="optimizer", message=messages[0], retried=len(messages),
                     one_weight_at_a_time=one_by_one)  # fmt: skip
 
@@ -297,7 +286,6 @@ class StepRecovery:
         found = diagnose(error)
         if found.kind is OomKind.NOT_MEMORY:
             return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if self._states_are_new and self.state.global_step == 0 and not wrote:
-            optimizer.state.clear()  # half of them are there
+            torch_optimizer(self).state.clear()  # half of them are there
         self._exhausted("optimizer", found, self._window.started[-1], intact=not wrote)
