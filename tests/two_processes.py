@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def child(case, rank: int, port: int, folder: Path) -> None:
     done = train(folder / (resumed or case["name"]), prepare=failing(case), resume=bool(resumed), **FIELDS)
     if rank == 0:
         torch.save(done.weights, folder / f"{case['name']}.pt")
+    watching = [thread.name for thread in threading.enumerate() if thread.name == "hf_memopt peers"]
+    assert not watching, "a thread that is in the store when the interpreter ends aborts the process"
     limits = [event["micro_batch_after"] for event in done.events if "micro_batch_after" in event]
     (folder / f"{case['name']}-{rank}.events").write_text(json.dumps(limits))
 

@@ -114,9 +114,9 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         limit = self.memory_args.max_memory_gib
         if limit is not None and not limit_process(self.args.device, limit):
             logger.warning("max_memory_gib=%s: a CPU's allocator cannot be limited; thresholds follow it", limit)
-        self._peers.watch(self._save_for_others)
         try:
-            return super().train(*args, **kwargs)
+            with self._peers.watching(self._save_for_others):
+                return super().train(*args, **kwargs)
         except TrainingOutOfMemory as end:
             self._say(end)
             if not self._peers.alone:

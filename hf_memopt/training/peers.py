@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ class Peers:
 
     def __init__(self, accelerator) -> None:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
-        self._group, self._watching = None, False
+        self._group = None
         if self.alone:
             return
         # Agreements are made on the host, so that they wait for no device.
@@ -60,21 +61,32 @@ class Peers:
             message = f"the connection to the first process is lost ({str(gone)[:80]})"
             return {"process": 0, "message": message, "elements": None}
 
-    def watch(self, save: Callable[[int | None], object]) -> None:
-        """End this process soon after another announces that it cannot go on.
+    @contextmanager
+    def watching(self, save: Callable[[int | None], object]):
+        """While it is open, this process ends soon after another announces that it cannot go on.
 
         The others wait in a reduction for gradients that never come; a thread of its own saves and ends the process.
+        It is over before the interpreter is: a thread that returns from the store after that aborts the process.
 
         Args:
             save: called with the limit that would have helped.
         """
-        if not self.alone and not self._watching:
-            self._watching = True
-            threading.Thread(target=self._watch, args=(save,), daemon=True).start()
+        if self.alone:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(save, over), name="hf_memopt peers", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
-    def _watch(self, save) -> None:
+    def _watch(self, save, over: threading.Event) -> None:
         while not (said := self.ended()):
-            time.sleep(_POLL)
+            if over.wait(_POLL):
+                return
         if said["process"] != self.rank:
             save(said["elements"])
             self.leave(f"process {said['process']}: {said['message']}")
