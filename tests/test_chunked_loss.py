@@ -104,11 +104,7 @@ def test_a_batch_without_labels_is_no_number_as_ever():
     assert plain(**silent, num_items_in_batch=items).loss == chunked(**silent, num_items_in_batch=items).loss == 0
 
 
-def in_chunks(trainer):
-    trainer.memory_args = MemoryArguments(loss_chunk_size=16)
-    trainer._apply_levers()
-
-
+IN_CHUNKS = {"loss_chunk_size": 16}
 RUNS = {
     "plain": (llama, {}),
     "accumulation": (llama, {"gradient_accumulation_steps": 4}),
@@ -123,13 +119,13 @@ def test_whole_runs_are_the_same(name, tmp_path):
     """In float64 up to the loss, which transformers takes in fp32."""
     model, fields = RUNS[name]
     wanted = train(tmp_path / "plain", kind=Trainer, model=model, **fields)
-    found = train(tmp_path / "chunked", model=model, prepare=in_chunks, **fields)
+    found = train(tmp_path / "chunked", model=model, memory=IN_CHUNKS, **fields)
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-6)
 
 
 def test_with_out_of_memory_too(tmp_path):
     wanted = train(tmp_path / "plain", kind=Trainer)
-    found = train(tmp_path / "chunked", Strikes({"forward": {100}, "backward": {150}}), prepare=in_chunks)
+    found = train(tmp_path / "chunked", Strikes({"forward": {100}, "backward": {150}}), memory=IN_CHUNKS)
     assert len(found.events) == 2
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-6)
 

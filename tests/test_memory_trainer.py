@@ -89,7 +89,8 @@ class Finished:
         self.seen = trainer.seen
 
 
-def train(folder, strikes=None, kind=MemoryTrainer, model=llama, resume=False, prepare=None, **fields) -> Finished:
+def train(folder, strikes=None, kind=MemoryTrainer, model=llama, resume=False, prepare=None, memory=None,
+          **fields) -> Finished:  # fmt: skip
     fields = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 5, "learning_rate": 1e-2,
         "optim": "adamw_torch", "include_num_input_tokens_seen": "all", **QUIET, **fields,
@@ -102,7 +103,8 @@ def train(folder, strikes=None, kind=MemoryTrainer, model=llama, resume=False, p
         return collate(rows)
 
     args = TrainingArguments(str(folder), remove_unused_columns=False, **fields)
-    trainer = kind(model=model(), args=args, train_dataset=Rows(), eval_dataset=Rows(8, 1000), data_collator=noting)
+    given = {"model": model(), "train_dataset": Rows(), "eval_dataset": Rows(8, 1000), "data_collator": noting}
+    trainer = kind(args=args, **given, **({"memory_args": MemoryArguments(**memory)} if memory else {}))
     trainer.seen = seen
     if prepare:
         prepare(trainer)

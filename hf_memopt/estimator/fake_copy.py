@@ -6,6 +6,7 @@ import torch
 
 from hf_memopt.estimator.depth import layers_of, with_depth
 from hf_memopt.estimator.model import traceable
+from hf_memopt.levers.replaced import put_back
 
 
 def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: int) -> torch.nn.Module:
@@ -26,7 +27,9 @@ def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: i
                 memo[id(config)] = with_depth(config, depth)
         for layers in lists:
             memo[id(layers)] = torch.nn.ModuleList(copy.deepcopy(layer, memo) for layer in layers[:depth])
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    put_back(copied)  # functions are not copied: these would run the original
+    return copied
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

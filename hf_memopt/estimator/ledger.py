@@ -6,6 +6,7 @@ differs on fake tensors is a fake kernel that allocates otherwise than the real 
 
 import weakref
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,6 +112,15 @@ class Ledger(TorchDispatchMode):
         self.segment_of_visit.append(segment)
         self._kind = kind or self._kind
         self._note_peak()
+
+    @contextmanager
+    def booking(self, kind: str):
+        """What is made in here is of the given kind."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
 
     def classify(self, tensor: torch.Tensor, kind: str) -> None:
         """Book a tensor's storage under another kind."""

@@ -11,9 +11,9 @@ from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
 from hf_memopt.estimator.prediction import (
     bound_by_groups,
+    checkpointing_period,
     engine_of,
     evaluates,
-    every_n_layers,
     fewest_layers,
     fields_of_trainer,
     missing_layers,
@@ -87,13 +87,15 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     def at(depth: int) -> TracedJob:
         return TracedJob(
             make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields, job.engine), batch=batch,
-            accelerator=device.backend != "cpu", padded=padded, world_size=world_size, engine=job.engine,
+            accelerator=device.backend != "cpu", host_apart=device.backend not in ("cpu", "mps"),
+            padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
             trainer=trainer,
         )  # fmt: skip
 
     whole = (layers_of(model.config),)
-    depths = shallow_depths(model.config, fewest_layers(job), every_n_layers(fields)) if lists else whole
+    period = checkpointing_period(fields, getattr(trainer, "memory_args", None))
+    depths = shallow_depths(model.config, fewest_layers(job), period) if lists else whole
     books = []
 
     def peaks_at(depth: int):

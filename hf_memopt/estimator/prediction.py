@@ -24,6 +24,8 @@ from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
 from hf_memopt.files import shipped
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.levers.refusals import check_levers
+from hf_memopt.levers.selective_checkpointing import period_of
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16
@@ -86,7 +88,9 @@ class Job:
                 self.kbit_preparation, self.memory_args,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
+            host_apart=self.device.backend not in ("cpu", "mps"),
             padded=self.padded, world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
+            memory_args=self.memory_args,
         )  # fmt: skip
 
 
@@ -134,7 +138,7 @@ def estimate_job(job: Job) -> Estimate:
         books.append(traced(job.at(depth)))
         return books[-1].peaks
 
-    depths = shallow_depths(job.config, fewest_layers(job), every_n_layers(job.fields))
+    depths = shallow_depths(job.config, fewest_layers(job), checkpointing_period(job.fields, job.memory_args))
     peaks = at_full_depth(job.config, peaks_at, depths)
     bound_by_groups(peaks, books[-1], job, depths[-1])
     return report(job, peaks, books[-1], *missing_layers(job.config, depths))
@@ -181,8 +185,10 @@ def _beyond_the_limits(job) -> int:
     return max(FEWEST["deepspeed"], min(needed, _MOST_LAYERS))
 
 
-def every_n_layers(fields: dict[str, Any]) -> int:
+def checkpointing_period(fields: dict[str, Any], memory_args=None) -> int:
     """After how many layers activation checkpointing repeats."""
+    if getattr(memory_args, "checkpoint_ratio", None) is not None:
+        return period_of(memory_args.checkpoint_ratio)
     kwargs = fields.get("activation_checkpointing_kwargs") or {}
     return kwargs.get("every_n_layers") or 1 if isinstance(kwargs, dict) else 1
 
@@ -283,8 +289,8 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
         raise InputError("bf16 and fp16 exclude each other: set one of them")
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_of(fields, strategy, world_size)
-    if getattr(memory_args, "loss_chunk_size", None) and engine in ("fsdp2", "deepspeed"):
-        raise InputError(f"loss_chunk_size does not work under {engine} yet: leave it out")
+    if memory_args is not None:
+        check_levers(memory_args, fields, engine)
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,

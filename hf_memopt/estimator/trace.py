@@ -18,9 +18,10 @@ import torch
 from hf_memopt.estimator.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
-from hf_memopt.estimator.ledger import Ledger
+from hf_memopt.estimator.ledger import HOST, Ledger
 from hf_memopt.estimator.model import outside_zero3
-from hf_memopt.levers.apply import apply_levers
+from hf_memopt.levers.activation_offload import AtOnce, Offloader
+from hf_memopt.levers.apply import apply_levers, apply_to_optimizer
 
 # The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
@@ -54,6 +55,8 @@ class TracedJob:
         evaluated: the job evaluates while it trains.
         kept_logits: evaluation batches whose logits stay on the device until metrics are computed.
         trainer: the user's own, whose class and settings the traced one gets; None for transformers' Trainer.
+        host_apart: the device has memory of its own.
+        memory_args: MemoryArguments, whose levers make_model() has put on the model.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -66,6 +69,8 @@ class TracedJob:
     evaluated: bool = False
     kept_logits: int = 0
     trainer: Any = None
+    host_apart: bool = True
+    memory_args: Any = None
 
 
 def trace(job: TracedJob) -> Ledger:
@@ -98,6 +103,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.enter("start", "other")
     _name_segments(model, stacks, ledger)
     trainer = _make_trainer(job, model, args)
+    _offload_in_the_books(job, model, ledger)
     trainer.add_callback(_phases()(ledger, trainer))
     with _sharding(job, trainer, stacks, mesh, ledger):
         trainer.train()
@@ -157,6 +163,20 @@ def _arguments(job: TracedJob, folder: str):
     return args
 
 
+def _offload_in_the_books(job: TracedJob, model, ledger: Ledger) -> None:
+    """Activations that an accelerator's host memory would take are booked there."""
+    keeper = getattr(model.forward, "keeper", None)
+    if not isinstance(keeper, Offloader):
+        return
+
+    class Booked(AtOnce):
+        def buffer(self, size):
+            with ledger.booking(HOST):
+                return super().buffer(size)
+
+    keeper.lanes_for = lambda _: Booked() if job.host_apart else None
+
+
 class _Samples(torch.utils.data.Dataset):
     """Rows that say nothing: the collator makes the tensors."""
 
@@ -184,6 +204,8 @@ def _make_trainer(job: TracedJob, model, args):
         trainer.train_dataset, trainer.data_collator = data, _collator(job.batch)
         trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
     trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
+    if job.memory_args is not None:
+        apply_to_optimizer(trainer, job.memory_args)
     return trainer
 
 
@@ -206,8 +228,10 @@ def _copied(original, model, args):
     trainer.is_in_train = False
     if hasattr(trainer, "memory_args"):  # a MemoryTrainer: nothing runs out here
         quiet = {"oom_recovery": False, "probe_worst_batch": False, "max_memory_gib": None}
+        vars(trainer).pop("create_optimizer", None)
         trainer.memory_args = dataclasses.replace(trainer.memory_args, **quiet)
         apply_levers(model, trainer.memory_args, original.args.label_smoothing_factor)
+        apply_to_optimizer(trainer, trainer.memory_args)
     trainer.place_model_on_device = False
     trainer.create_accelerator_and_postprocess()
     if original.optimizer is not None and not original.optimizer.state:

@@ -1,6 +1,7 @@
-"""The levers that MemoryArguments switch on, put on a model: for the trainer and for the estimator alike."""
+"""The levers of MemoryArguments, put on a model and its optimizer: for the trainer and the estimator alike."""
 
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.replaced import replace
 
 
 def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0.0) -> None:
@@ -12,7 +13,53 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
     Raises:
         InputError: a lever cannot work on this model.
     """
+    if memory_args.sliding_window is not None:
+        from hf_memopt.levers.sliding_window import set_window
+
+        set_window(model, memory_args.sliding_window)
+    if memory_args.frozen_without_grad:
+        from hf_memopt.levers.frozen_modules import run_frozen_without_grad
+
+        run_frozen_without_grad(model)
     if memory_args.loss_chunk_size is not None:
         from hf_memopt.levers.chunked_loss import chunk_loss
 
         chunk_loss(model, memory_args.loss_chunk_size, label_smoothing)
+    if memory_args.logits_to_keep:
+        from hf_memopt.levers.answer_logits import keep_answer_logits
+
+        keep_answer_logits(model)
+    if memory_args.checkpoint_ratio is not None or memory_args.checkpoint_keeps is not None:
+        from hf_memopt.levers.selective_checkpointing import checkpoint_in_part
+
+        checkpoint_in_part(model, memory_args.checkpoint_ratio, memory_args.checkpoint_keeps)
+    if memory_args.activation_offload:
+        from hf_memopt.levers.activation_offload import offload_activations
+
+        offload_activations(model, compressed=memory_args.activation_compression is not None)
+    elif memory_args.activation_compression is not None:
+        from hf_memopt.levers.activation_compression import compress_activations
+
+        compress_activations(model)
+
+
+def apply_to_optimizer(trainer, memory_args: MemoryArguments) -> None:
+    """Have a trainer make its optimizer as MemoryArguments say. An optimizer that it was given stays what it is."""
+    if memory_args.adam_mini and trainer.optimizer is None:
+        from hf_memopt.levers.adam_mini import AdamMini, blocks_of
+
+        args = trainer.args
+        betas = (args.adam_beta1, args.adam_beta2)
+        settings = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        trainer.optimizer_cls_and_kwargs = AdamMini, {**settings, "blocks": blocks_of(trainer.model)}
+    if memory_args.optimizer_in_backward:
+        from hf_memopt.levers.optimizer_in_backward import step_in_backward
+
+        create = trainer.create_optimizer
+
+        def create_stepping(*args, **kwargs):
+            optimizer = create(*args, **kwargs)
+            step_in_backward(optimizer)
+            return optimizer
+
+        replace(trainer, "create_optimizer", create_stepping)

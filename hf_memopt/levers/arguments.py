@@ -10,6 +10,10 @@ PROFILES = {
     "balanced": (0.90, 0.92, 0.95, 0.97),
     "conservative": (0.85, 0.88, 0.92, 0.95),
 }
+CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
+_POSITIVE = (
+    "min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size", "sliding_window",
+)  # fmt: skip
 THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
 
 
@@ -63,6 +67,37 @@ class MemoryArguments:
     loss_chunk_size: int | None = field(
         default=None, metadata={"help": "Tokens whose logits are held at once; the loss stays what it is."}
     )
+    logits_to_keep: bool = field(
+        default=False, metadata={"help": "Compute logits of answers alone, not of prompts that carry no labels."}
+    )
+    activation_compression: str | None = field(
+        default=None, metadata={"help": "int8: keep activations, or what checkpointing keeps of them, in 8 bits."}
+    )
+    activation_offload: bool = field(
+        default=False, metadata={"help": "Keep activations in host memory between forward and backward."}
+    )
+    checkpoint_ratio: float | None = field(
+        default=None, metadata={"help": "Share of the layers whose activations are recomputed, evenly spread."}
+    )
+    checkpoint_keeps: str | None = field(
+        default=None,
+        metadata={"help": "What recomputed layers keep all the same: attention (its outputs), or matmuls (those and "
+                          "every second matrix product's)."},
+    )  # fmt: skip
+    frozen_without_grad: bool = field(
+        default=True, metadata={"help": "Run frozen modules outside autograd where nothing they get needs a gradient."}
+    )
+    adam_mini: bool = field(
+        default=False, metadata={"help": "Adam-mini in place of `optim`: one second moment a block of weights."}
+    )
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata={"help": "Update weights during backward and free gradients at once. One micro-batch a step, no "
+                          "clipping: gradient_accumulation_steps=1, max_grad_norm=0."},
+    )  # fmt: skip
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "Tokens that a token attends to, for architectures that have such a window."}
+    )
 
     def __post_init__(self) -> None:
         if self.memory_profile not in PROFILES:
@@ -74,10 +109,15 @@ class MemoryArguments:
         if not 0 < values[0] <= values[1] <= values[2] <= values[3] <= 1:
             told = ", ".join(f"{name}={value}" for name, value in zip(THRESHOLDS, values, strict=True))
             raise InputError(f"thresholds must rise and lie between 0 and 1: {told}")
-        for name in ("min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InputError(f"{name}={value} must be above 0")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in (None, *known):
+                raise choose(name, getattr(self, name), known)
+        if self.checkpoint_ratio is not None and not 0 <= self.checkpoint_ratio <= 1:
+            raise InputError(f"checkpoint_ratio={self.checkpoint_ratio} must lie between 0 (no layer) and 1 (all)")
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
 

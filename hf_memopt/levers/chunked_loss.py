@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from hf_memopt.errors import InputError
+from hf_memopt.levers.replaced import replace
 
 _IGNORED = -100
 _VOCABULARY_SLICE = 16_384  # rows of the head's gradient that are added up at once, where it is kept in fp32
@@ -178,8 +179,8 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
             return _loss(logits, labels, size, label_smoothing, **kwargs)
         return plain(logits, labels, vocab_size, **kwargs)
 
-    head.forward = promise
-    inner.loss_function = loss_function
+    replace(head, "forward", promise)
+    replace(inner, "loss_function", loss_function)
 
 
 def _loss(logits: PromisedLogits, labels, size: int, smoothing: float, num_items_in_batch=None, shift_labels=None,

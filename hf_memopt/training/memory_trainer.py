@@ -9,8 +9,9 @@ from transformers import Trainer
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
-from hf_memopt.levers.apply import apply_levers
+from hf_memopt.levers.apply import apply_levers, apply_to_optimizer
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.refusals import check_levers
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader, limit_process
 from hf_memopt.training.batch_limit import BatchLimit
@@ -59,30 +60,37 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
                 "auto_find_batch_size=True restarts the schedule and shrinks the effective batch: leave it out, "
                 "MemoryTrainer recovers within the step"
             )
-        self._apply_levers()
+        self._apply_levers(self.model)
+        apply_to_optimizer(self, self.memory_args)
         self._peers = Peers(self.accelerator)
         self._memory = Reader(self.args.device)
         self._near_peak = self._resting = 0
         self._grow_up_to(self.memory_args.max_batch_size)
         self._callback = self._memory_callback()
 
-    def _apply_levers(self) -> None:
-        """Put the levers on the model; a chunked loss smooths labels itself.
+    def _apply_levers(self, model) -> None:
+        """Put the levers on a model; a chunked loss smooths labels itself.
 
         Raises:
             InputError: a lever cannot work with the model, or with another setting.
         """
-        if self.memory_args.loss_chunk_size is None or self.model is None:
+        check_levers(self.memory_args, vars(self.args), self._engine())
+        if model is None:
             return
-        if self.args.use_liger_kernel:
-            raise InputError("use_liger_kernel and loss_chunk_size both replace the loss: keep one of them")
-        if not self._whole_model():
-            raise InputError(
-                f"loss_chunk_size does not work under {self.accelerator.distributed_type.value} yet, whose head is "
-                "only gathered while it is called: leave it out"
-            )
-        apply_levers(self.model, self.memory_args, self.args.label_smoothing_factor)
-        self.label_smoother = None
+        apply_levers(model, self.memory_args, self.args.label_smoothing_factor)
+        if self.memory_args.loss_chunk_size is not None:
+            self.label_smoother = None
+
+    def _engine(self) -> str:
+        """none, ddp, fsdp2 or deepspeed."""
+        kind = self.accelerator.distributed_type.value
+        return {"NO": "none", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}.get(kind, "ddp")
+
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        if hasattr(self, "_peers"):  # made anew for training
+            self._apply_levers(model)
+        return model
 
     def _grow_up_to(self, largest: int | None) -> None:
         """Fetch micro-batches of the largest size that is allowed, and begin with pieces of the size that was asked

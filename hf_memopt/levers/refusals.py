@@ -1,0 +1,76 @@
+"""What cannot work together, with the reason: asked by the trainer and by the estimator alike."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.levers.arguments import MemoryArguments
+
+_SHARDING = ("fsdp2", "deepspeed")
+
+
+def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> None:
+    """Refuse the first pair of settings that cannot work together.
+
+    Args:
+        fields: TrainingArguments fields that differ from their defaults.
+        engine: none, ddp, fsdp2 or deepspeed.
+
+    Raises:
+        InputError: with the reason and what to leave out.
+    """
+    for reason in refusals(memory_args, fields, engine):
+        raise InputError(reason)
+
+
+def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
+    """Every reason why a job cannot have these settings."""
+    shards = engine in _SHARDING
+    if memory_args.loss_chunk_size is not None:
+        if fields.get("use_liger_kernel"):
+            yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
+        if shards:
+            yield (f"loss_chunk_size does not work under {engine} yet, whose head is gathered while it is called: "
+                   "leave it out")  # fmt: skip
+    if memory_args.logits_to_keep:
+        if memory_args.loss_chunk_size is not None:
+            yield "loss_chunk_size leaves out what has no label already: leave logits_to_keep out"
+        if fields.get("label_smoothing_factor"):
+            yield ("label_smoothing_factor is applied to all logits: leave logits_to_keep out, "
+                   "loss_chunk_size knows both")  # fmt: skip
+    if memory_args.activation_compression is not None and fields.get("torch_compile"):
+        yield "torch_compile decides by itself what is saved: leave activation_compression out"
+    if memory_args.activation_offload and fields.get("torch_compile"):
+        yield "torch_compile decides by itself what is saved: leave activation_offload out"
+    yield from _of_checkpointing(memory_args, fields)
+    yield from _of_optimizers(memory_args, fields, engine)
+
+
+def _of_checkpointing(memory_args: MemoryArguments, fields: dict[str, Any]) -> Iterator[str]:
+    kwargs = fields.get("activation_checkpointing_kwargs") or {}
+    if memory_args.checkpoint_ratio is None and memory_args.checkpoint_keeps is None:
+        return
+    name = "checkpoint_ratio" if memory_args.checkpoint_ratio is not None else "checkpoint_keeps"
+    if kwargs.get("every_n_layers", 1) != 1:
+        yield f"every_n_layers={kwargs['every_n_layers']} and {name} both choose what is recomputed: keep one of them"
+    if kwargs.get("use_reentrant"):
+        yield f"{name} needs activation_checkpointing_kwargs.use_reentrant=False"
+    config = fields.get("fsdp_config") or {}
+    if isinstance(config, dict) and config.get("activation_checkpointing"):
+        yield f"fsdp_config.activation_checkpointing checkpoints every layer: leave it out to use {name}"
+
+
+def _of_optimizers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
+    if memory_args.adam_mini and engine in _SHARDING:
+        yield f"adam_mini needs whole weights, {engine} keeps parts of them: leave it out"
+    if not memory_args.optimizer_in_backward:
+        return
+    if engine != "none":
+        yield f"optimizer_in_backward would use gradients before {engine} reduces them: leave it out"
+    if fields.get("gradient_accumulation_steps", 1) > 1:
+        yield ("optimizer_in_backward updates weights in every backward: set gradient_accumulation_steps=1, "
+               "with a larger per_device_train_batch_size")  # fmt: skip
+    if fields.get("max_grad_norm", 1.0):
+        yield ("optimizer_in_backward never has all gradients, so their norm cannot be clipped: set max_grad_norm=0")
+    if fields.get("fp16"):
+        yield "optimizer_in_backward cannot unscale fp16's gradients: use bf16=True"

@@ -1,0 +1,81 @@
+"""Activation checkpointing in part: of some layers, or of all operators of a layer but the dear ones."""
+
+import functools
+from fractions import Fraction
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hf_memopt.errors import InputError
+from hf_memopt.levers.replaced import replace
+
+_MOST_LAYERS = 1024  # a ratio is taken as the nearest fraction with no larger denominator than a model has layers
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def period_of(ratio: float) -> int:
+    """Layers after which the choice of layers repeats."""
+    return Fraction(ratio).limit_denominator(_MOST_LAYERS).denominator
+
+
+def is_chosen(layer: int, ratio: float) -> bool:
+    """Whether the layer of that number is recomputed: `ratio` of all, evenly spread, the last of each stretch."""
+    share = Fraction(ratio).limit_denominator(_MOST_LAYERS)
+    return (layer + 1) * share // 1 > layer * share // 1
+
+
+def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str | None) -> None:
+    """Turn activation checkpointing on, and keep it so when the Trainer turns it on again with its own settings.
+
+    Args:
+        ratio: share of the layers that are recomputed; None for all.
+        keeps: what a recomputed layer keeps all the same: "attention" its outputs, "matmuls" those and every second
+            matrix product's; None keeps a layer's inputs alone.
+
+    Raises:
+        InputError: the model has no layers that transformers could checkpoint.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not getattr(inner, "supports_gradient_checkpointing", False):
+        raise InputError(f"checkpoint_ratio, checkpoint_keeps: {type(inner).__name__} has no layers to checkpoint")
+    enable = inner.activation_checkpointing_enable
+
+    @functools.wraps(enable)
+    def enable_in_part(activation_checkpointing_kwargs=None, **kwargs):
+        settings = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+        if keeps is not None:
+            settings |= {"use_reentrant": False, "context_fn": functools.partial(_contexts, keeps)}
+        enable(activation_checkpointing_kwargs=settings, **kwargs)
+        if ratio is not None:
+            for number, layer in enumerate(layers):
+                layer.gradient_checkpointing = is_chosen(number, ratio)
+
+    replace(inner, "activation_checkpointing_enable", enable_in_part)
+    enable_in_part()
+
+
+def _contexts(keeps: str):
+    """The pair of contexts that torch's checkpoint asks for: of the forward pass, and of recomputing."""
+    products = {False: 0, True: 0}
+
+    def policy(context, operator, *args, **kwargs):
+        if operator in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if keeps == "matmuls" and operator in _MATMULS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
