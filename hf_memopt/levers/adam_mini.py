@@ -47,6 +47,15 @@ class AdamMini(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._blocks = blocks or {}
 
+    def load_state_dict(self, state_dict) -> None:
+        super().load_state_dict(state_dict)  # which casts states to their weight's type
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for weight, number in zip(weights, numbers, strict=True):
+            if number in state_dict["state"]:
+                square = state_dict["state"][number]["exp_avg_sq"]
+                self.state[weight]["exp_avg_sq"] = square.to(weight.device, copy=True)
+
     @torch.no_grad()
     def step(self, closure=None):
         loss = None

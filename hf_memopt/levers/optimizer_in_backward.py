@@ -7,12 +7,12 @@ def step_in_backward(optimizer) -> None:
     Its own step() afterwards finds no gradients and does nothing; schedulers and checkpoints work as ever. There must
     be one micro-batch a step and no clipping by the norm of all gradients, which are never there together.
     """
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         for weight in group["params"]:
-            weight.register_post_accumulate_grad_hook(_stepping(optimizer, group))
+            weight.register_post_accumulate_grad_hook(_stepping(optimizer, number))
 
 
-def _stepping(optimizer, group):
+def _stepping(optimizer, number: int):
     numbered = hasattr(optimizer, "mng")  # bitsandbytes finds settings by a weight's number within its groups
 
     def step(weight) -> None:
@@ -20,7 +20,7 @@ def _stepping(optimizer, group):
             optimizer.step()
         else:
             groups = optimizer.param_groups
-            optimizer.param_groups = [{**group, "params": [weight]}]
+            optimizer.param_groups = [{**groups[number], "params": [weight]}]
             try:
                 optimizer.step()
             finally:

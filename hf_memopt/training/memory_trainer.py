@@ -216,7 +216,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             self.optimizer.zero_grad()
         report = oom_report(self, stage, found, shapes_of(micro.inputs), self._dataset_indices(micro), why)
         if intact and self.is_in_train and self.state.global_step > 0:
-            self._window.began.restore()
+            if self._window.began is not None:
+                self._window.began.restore()
             report["checkpoint"] = self.emergency_checkpoint()
         raise TrainingOutOfMemory(told(report), report)
 

@@ -167,8 +167,9 @@ class StepRecovery:
         self._window.forward_began = True
 
     def _unrecovered_step(self, model, inputs, num_items):
-        """A step under an engine that shards: its processes wait for each other all the time, so none can go back. All
-        end, and go on from the last checkpoint."""
+        """A step that cannot be taken again: under an engine that shards, processes wait for each other all the time;
+        an optimizer that steps in backward has changed weights. The run ends, and goes on from the last checkpoint."""
+        self._stage = "start"
         try:
             return super().training_step(model, inputs, num_items)
         except Exception as error:
@@ -177,14 +178,17 @@ class StepRecovery:
                 raise
             traceback.clear_frames(error.__traceback__)
         micro = self._micro_batch(inputs, num_items, len(self._window.started))
-        engine = self.accelerator.distributed_type.value
-        self._exhausted(self._stage, found, micro, f"{engine} cannot take a step again", intact=False)
+        what = "optimizer_in_backward" if self._whole_model() else self.accelerator.distributed_type.value
+        intact = self._whole_model() and self._stage != "backward"
+        self._exhausted(self._stage, found, micro, f"{what} cannot take a step again", intact)
 
     # ---- one micro-batch
 
     def _recovers(self) -> bool:
         """In-step recovery is for one process and for DDP; engines that shard would wait for each other forever."""
-        return self.memory_args.oom_recovery and self._whole_model() and self.args.n_gpu <= 1
+        memory = self.memory_args
+        steps_at_the_end = not memory.optimizer_in_backward
+        return memory.oom_recovery and steps_at_the_end and self._whole_model() and self.args.n_gpu <= 1
 
     def _whole_model(self) -> bool:
         """Whether each process holds the whole model."""

@@ -1,0 +1,68 @@
+"""The optimizer in backward: the same weights as after it, gradients that are gone, and what it excludes."""
+
+import pytest
+import torch
+from faults import Strikes
+from test_adam_mini import stop_after
+from test_memory_trainer import llama, train, with_lora
+
+from hf_memopt import InputError, TrainingOutOfMemory
+from hf_memopt.levers.optimizer_in_backward import step_in_backward
+
+ALONE = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.1}
+MEMORY = {"optimizer_in_backward": True}
+
+
+def in_fp32():
+    return llama(torch.float32)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("model", [llama, with_lora])
+def test_runs_are_the_same(model, optim, tmp_path):
+    """With a schedule, weight decay and groups."""
+    if optim == "adamw_8bit":
+        model = in_fp32
+    fields = {"model": model, "optim": optim, "lr_scheduler_type": "cosine", "warmup_steps": 2, **ALONE}
+    wanted = train(tmp_path / "plain", **fields)
+    found = train(tmp_path / "backward", memory=MEMORY, **fields)
+    assert found.rate == wanted.rate
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_a_gradient_is_gone_when_the_next_one_comes():
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_in_backward(optimizer)
+    there = []
+    for weight in model.parameters():
+        weight.register_hook(lambda _: there.append(sum(other.grad is not None for other in model.parameters())))
+    ids = torch.ones(1, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert max(there) == 0 and all(weight.grad is None for weight in model.parameters())
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_with_adam_mini_and_resumed(tmp_path):
+    fields = {"memory": {**MEMORY, "adam_mini": True}, "save_strategy": "steps", "save_steps": 3, **ALONE}
+    wanted = train(tmp_path / "plain", **{**fields, "memory": {"adam_mini": True}})
+    train(tmp_path / "cut", **fields, prepare=stop_after(3))
+    found = train(tmp_path / "cut", **fields, resume=True)
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_running_out_ends_the_run(phase, tmp_path):
+    """Weights are changed on the way back: nothing can be taken again; before that, the last good step is saved."""
+    with pytest.raises(TrainingOutOfMemory, match="optimizer_in_backward cannot take a step again") as end:
+        train(tmp_path, Strikes({phase: {400}}), memory=MEMORY, **ALONE)
+    assert end.value.report["step"] > 0
+    assert (end.value.report["checkpoint"] is not None) == (phase == "forward")
+
+
+@pytest.mark.parametrize(("fields", "why"), [
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1"), ({"max_grad_norm": 1.0}, "max_grad_norm=0"),
+])  # fmt: skip
+def test_refused(fields, why, tmp_path):
+    with pytest.raises(InputError, match=why):
+        train(tmp_path, memory=MEMORY, **{**ALONE, **fields})
