@@ -23,7 +23,8 @@ def test_the_chosen_layers_are_spread(ratio, layers):
 
 
 @pytest.mark.parametrize(("ratio", "period", "chosen"), [
-    (0, 1, [0, 0, 0, 0]), (0.5, 2, [0, 1, 0, 1]), (0.25, 4, [0, 0, 0, 1]), (0.75, 4, [0, 1, 1, 1]), (1, 1, [1, 1, 1, 1]),
+    (0, 1, [0, 0, 0, 0]), (0.5, 2, [0, 1, 0, 1]), (0.25, 4, [0, 0, 0, 1]), (0.75, 4, [0, 1, 1, 1]),
+    (1, 1, [1, 1, 1, 1]),
 ])  # fmt: skip
 def test_the_choice_repeats(ratio, period, chosen):
     assert period_of(ratio) == period
@@ -70,9 +71,7 @@ def test_runs_are_the_same(memory, model, fields, tmp_path):
     wanted = train(tmp_path / "plain", model=model)
     if "gradient_accumulation_steps" in fields:
         wanted = train(tmp_path / "plain", model=model, **fields)
-    found = train(
-        tmp_path / "part", model=model, memory=memory, prepare=lambda trainer: chosen.append(trainer), **fields
-    )
+    found = train(tmp_path / "part", model=model, memory=memory, prepare=chosen.append, **fields)
     layers = [module for module in chosen[0].model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
     flags = [layer.gradient_checkpointing for layer in layers]
     assert flags == ([False, True] if "checkpoint_ratio" in memory else [True, True])
