@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
@@ -24,6 +25,7 @@ from hf_memopt.estimator.prediction import (
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.levers.token_budget import samples_within
 
 _ROWS_LOOKED_AT = 10_000
 
@@ -124,6 +126,9 @@ def _largest_batch(trainer) -> tuple[dict, bool]:
     micro = trainer.args.per_device_train_batch_size
     data = loader.dataset
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        budget = getattr(getattr(trainer, "memory_args", None), "max_tokens_per_batch", None)
+        if budget is not None:
+            micro = samples_within(budget, max(sample_lengths(data)))
         rows = [data[index] for index in _longest(data, micro)]
         batch = loader.collate_fn(rows)
     else:

@@ -26,6 +26,7 @@ from hf_memopt.files import shipped
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
+from hf_memopt.levers.token_budget import samples_within
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16
@@ -62,7 +63,12 @@ class Job:
     @property
     def batch(self) -> dict:
         """The tensors of one micro-batch: name -> (shape, dtype)."""
-        micro = self.fields["per_device_train_batch_size"]
+        micro, budget = (
+            self.fields["per_device_train_batch_size"],
+            getattr(self.memory_args, "max_tokens_per_batch", None),
+        )
+        if budget is not None:
+            micro = samples_within(budget, self.seq_len)
         return batch_of(self.task, self.config, micro, self.seq_len, self.padded)
 
     def elements(self, trained: bool = False) -> tuple[int, int]:

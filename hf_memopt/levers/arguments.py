@@ -13,6 +13,7 @@ PROFILES = {
 CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
 _POSITIVE = (
     "min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size", "sliding_window",
+    "max_tokens_per_batch",
 )  # fmt: skip
 THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
 
@@ -66,6 +67,10 @@ class MemoryArguments:
 
     loss_chunk_size: int | None = field(
         default=None, metadata={"help": "Tokens whose logits are held at once; the loss stays what it is."}
+    )
+    max_tokens_per_batch: int | None = field(
+        default=None,
+        metadata={"help": "Padded tokens of a micro-batch, at most, in place of per_device_train_batch_size samples."},
     )
     logits_to_keep: bool = field(
         default=False, metadata={"help": "Compute logits of answers alone, not of prompts that carry no labels."}

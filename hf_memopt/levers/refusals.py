@@ -42,6 +42,11 @@ def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) 
         yield "torch_compile decides by itself what is saved: leave activation_compression out"
     if memory_args.activation_offload and fields.get("torch_compile"):
         yield "torch_compile decides by itself what is saved: leave activation_offload out"
+    if memory_args.max_tokens_per_batch is not None:
+        if memory_args.max_batch_size is not None:
+            yield "max_batch_size and max_tokens_per_batch both size micro-batches: leave one of them out"
+        if str(fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
+            yield "max_tokens_per_batch groups by length already: leave train_sampling_strategy out"
     yield from _of_checkpointing(memory_args, fields)
     yield from _of_optimizers(memory_args, fields, engine)
 

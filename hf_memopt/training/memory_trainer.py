@@ -5,13 +5,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.data_loader import SeedableRandomSampler
 from transformers import Trainer
 
+from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.levers.apply import apply_levers, apply_to_optimizer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
+from hf_memopt.levers.token_budget import TokenBudgetBatches
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader, limit_process
 from hf_memopt.training.batch_limit import BatchLimit
@@ -137,11 +141,39 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
 
     def get_train_dataloader(self):
         """Batches stay on the host until their micro-batch runs: the Trainer fetches a whole window of them."""
-        loader = super().get_train_dataloader()
+        loader = self._by_tokens() if self.memory_args.max_tokens_per_batch else super().get_train_dataloader()
         if getattr(loader, "device", None) is not None and self._recovers():
             loader.device = None
         self._train_loader = loader
         return loader
+
+    def _by_tokens(self):
+        """Batches within a budget of tokens, otherwise the Trainer's data loader.
+
+        Raises:
+            InputError: a stream, or a sample that is longer than the budget.
+        """
+        data, budget = self.train_dataset, self.memory_args.max_tokens_per_batch
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise InputError(
+                f"max_tokens_per_batch={budget} needs to know every length: a stream has none, leave it out"
+            )
+        args, collator = self.args, self.data_collator
+        lengths = sample_lengths(data)
+        if hasattr(data, "column_names"):
+            data = self._remove_unused_columns(data, description="Training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="Training")
+        seed = args.seed if args.data_seed is None else args.data_seed
+        sampler = SeedableRandomSampler(data, data_seed=seed)
+        batches = TokenBudgetBatches(sampler, lengths, budget, args.world_size)
+        loader = torch.utils.data.DataLoader(
+            data, batch_sampler=batches, collate_fn=collator, num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory, persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )  # fmt: skip
+        return self.accelerator.prepare(loader)
 
     # ---- what the parts call
 

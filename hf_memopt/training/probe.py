@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.training.guarded_optimizer import torch_optimizer
 from hf_memopt.training.oom import free_memory
 from hf_memopt.training.pieces import shapes_of
@@ -51,31 +52,13 @@ def worst_batch(loader, epoch: int) -> list[int] | None:
     data = loader.dataset
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return None
-    lengths = sample_lengths(data)
+    lengths = sample_lengths(data, _LOOKED_AT)
     order = batch_order(loader, epoch)
     if order is not None:
         batches = itertools.islice(order, _LOOKED_AT)
         return max(batches, key=lambda batch: len(batch) * max(lengths[index] for index in batch))
     size = getattr(loader, "total_batch_size", None) or loader.batch_size or 1
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])[:size]
-
-
-def sample_lengths(data) -> list[int]:
-    """Tokens of every sample; 1 where a sample has none."""
-    columns = getattr(data, "column_names", None) or ()
-    if "length" in columns:
-        return list(data["length"])
-    if "input_ids" in columns and getattr(data, "_indices", 0) is None:  # an Arrow table knows without reading tokens
-        import pyarrow.compute
-
-        return pyarrow.compute.list_value_length(data.data.column("input_ids")).to_pylist()
-
-    def length(index: int) -> int:
-        row = data[index]
-        tokens = row.get("input_ids") if hasattr(row, "get") else row
-        return len(tokens) if hasattr(tokens, "__len__") else 1
-
-    return [length(index) if index < _LOOKED_AT else 1 for index in range(len(data))]
 
 
 def _optimizer_step(trainer) -> None:
