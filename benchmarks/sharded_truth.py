@@ -17,6 +17,7 @@ def main(job_file: str, peak_file: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
+    from hf_memopt import MemoryArguments, MemoryTrainer
     from hf_memopt.estimator.ledger import Ledger
     from hf_memopt.estimator.truth import allocator_peak
 
@@ -28,7 +29,10 @@ def main(job_file: str, peak_file: str) -> None:
 
         def train() -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"]))
-            Trainer(model=model, args=args, train_dataset=[row] * 64, data_collator=default_data_collator).train()
+            given = {"model": model, "args": args, "train_dataset": [row] * 64, "data_collator": default_data_collator}
+            memory = job.get("memory")
+            trainer = MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
+            trainer.train()
 
         with Ledger(fake=False) as ledger:
             allocator = allocator_peak(train)

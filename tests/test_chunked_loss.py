@@ -185,6 +185,3 @@ def test_refused_with_a_reason(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, use_liger_kernel=True, report_to="none")
     with pytest.raises(InputError, match="keep one of them"):
         MemoryTrainer(model=llama(), args=args, data_collator=collate, memory_args=MemoryArguments(loss_chunk_size=64))
-    with pytest.raises(InputError, match="does not work under fsdp2 yet"):
-        estimate(AutoConfig.for_model("llama", **SMALL), {}, 64, "a100_80gb", world_size=2, strategy="fsdp2",
-                 memory_args=MemoryArguments(loss_chunk_size=64))  # fmt: skip

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from hf_memopt import MemoryArguments
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.replay import CachingAllocator, replay
 from hf_memopt.hardware import get_hardware
@@ -30,17 +31,19 @@ def _config(layers=8):
 
 
 @pytest.mark.parametrize(
-    ("yaml", "strategy", "fields"),
+    ("yaml", "strategy", "fields", "memory"),
     [
-        ("cpu_x2", "ddp", {}),
-        ("cpu_x2_zero2", "zero2", {"bf16": True}),
-        ("cpu_x2_zero3", "zero3", {**CHECKPOINTED, "bf16": True}),
+        ("cpu_x2", "ddp", {}, {"activation_compression": "int8"}),
+        ("cpu_x2_zero2", "zero2", {"bf16": True}, {}),
+        ("cpu_x2_zero3", "zero3", {**CHECKPOINTED, "bf16": True}, {}),
+        ("cpu_x2_zero3", "zero3", {"bf16": True}, {"loss_chunk_size": 64, "checkpoint_ratio": 0.5}),
     ],
 )
-def test_two_real_processes(yaml, strategy, fields, tmp_path):
+def test_two_real_processes(yaml, strategy, fields, memory, tmp_path):
     """Rank 0's live tensors. What gloo copies in its own threads is timing, and is left out (see the script)."""
     fields = {"per_device_train_batch_size": 2, **fields}
-    job = {"config": {**SHAPE, "num_hidden_layers": 8}, "fields": fields, "seq_len": 128, "dtype": "float32"}
+    job = {"config": {**SHAPE, "num_hidden_layers": 8}, "fields": fields, "seq_len": 128, "dtype": "float32",
+           "memory": memory}  # fmt: skip
     described, peak = tmp_path / "job.json", tmp_path / "peak.json"
     described.write_text(json.dumps(job))
     launcher = Path(sys.executable).parent / "accelerate"
@@ -52,7 +55,8 @@ def test_two_real_processes(yaml, strategy, fields, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(peak.read_text())
-    found = estimate(_config(), fields, 128, "cpu", world_size=2, strategy=strategy)
+    found = estimate(_config(), fields, 128, "cpu", world_size=2, strategy=strategy,
+                     memory_args=MemoryArguments(**memory))  # fmt: skip
     assert found.peak_allocated_bytes == pytest.approx(measured["tensors"], rel=0.01)
     assert found.peak_allocated_bytes <= measured["allocator"] * 1.01
 

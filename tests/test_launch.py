@@ -21,13 +21,13 @@ def _export(tmp_path: Path, strategy: str, *more) -> Path:
     return tmp_path / "exported" / "accelerate.yaml"
 
 
-def _pretrain(config, tmp_path, preset, jsonl_rows) -> dict:
+def _pretrain(config, tmp_path, preset, jsonl_rows, *more) -> dict:
     """One epoch over known rows; returns the last checkpoint's trainer state."""
     launch(
         config, ROOT / "recipes" / "pretrain.py", "--preset", preset, "--output_dir", tmp_path / "out",
         "--dataset_name", jsonl_rows, "--held_out", 0, "--max_length", TOKENS, "--num_train_epochs", 1,
         "--max_steps", -1, "--effective_batch_size", 8, "--per_device_train_batch_size", 2,
-        "--save_strategy", "epoch", "--include_num_input_tokens_seen", "true", "--samples", 0,
+        "--save_strategy", "epoch", "--include_num_input_tokens_seen", "true", "--samples", 0, *more,
     )  # fmt: skip
     report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
     assert report["measured"]["peak_host_bytes"] > 0
@@ -69,6 +69,18 @@ def _check_batches(state: dict, blocks: int) -> None:
 def test_shipped_configs_train(config, preset, rows, tmp_path):
     path, blocks = rows
     _check_batches(_pretrain(f"accelerate_configs/{config}.yaml", tmp_path, preset, path), blocks)
+
+
+def test_a_loss_in_chunks_where_weights_are_sharded(rows, tmp_path):
+    """ZeRO-3 gathers the head while it is called: every step's loss and gradient norm are those of whole replicas."""
+    found = {}
+    for config, more in (("cpu_x2", ()), ("cpu_x2_zero3", ("--loss_chunk_size", 16))):
+        state = _pretrain(f"accelerate_configs/{config}.yaml", tmp_path / config, "cpu_x2", rows[0],
+                          "--logging_steps", 1, *more)  # fmt: skip
+        logged = [entry for entry in state["log_history"] if "loss" in entry]
+        found[config] = [entry[name] for entry in logged for name in ("loss", "grad_norm")]
+    assert len(found["cpu_x2"]) >= 4
+    assert found["cpu_x2_zero3"] == pytest.approx(found["cpu_x2"], rel=1e-3)
 
 
 @pytest.mark.parametrize("strategy", EXPORTED)

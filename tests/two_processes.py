@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from test_memory_trainer import train
+from test_memory_trainer import llama, train
+
+from hf_memopt.levers import activation_compression
 
 FIELDS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
 
@@ -58,7 +60,11 @@ def child(case, rank: int, port: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
                       MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
     resumed = case.get("resumed")
-    done = train(folder / (resumed or case["name"]), prepare=failing(case), resume=bool(resumed), **FIELDS)
+    more = {}
+    if "memory" in case:  # no tensor of the small model is large enough to be compressed, and none is in fp64
+        activation_compression._SMALLEST = 128
+        more = {"model": lambda: llama(torch.float32), "memory": case["memory"], "optim": "sgd"}
+    done = train(folder / (resumed or case["name"]), prepare=failing(case), resume=bool(resumed), **{**FIELDS, **more})
     if rank == 0:
         torch.save(done.weights, folder / f"{case['name']}.pt")
     watching = [thread.name for thread in threading.enumerate() if thread.name == "hf_memopt peers"]

@@ -59,7 +59,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
             with_fields(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs),
         )
     chunked = getattr(job.memory_args, "loss_chunk_size", None)
-    if chunked is None and job.task == "causal-lm" and micro * job.seq_len > _CHUNK and job.engine in ("none", "ddp"):
+    if chunked is None and job.task == "causal-lm" and micro * job.seq_len > _CHUNK:
         memory = dataclasses.replace(job.memory_args or MemoryArguments(), loss_chunk_size=_CHUNK)
         yield f"loss_chunk_size={_CHUNK}", dataclasses.replace(job, memory_args=memory)
     if micro > 1:

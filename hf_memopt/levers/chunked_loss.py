@@ -63,7 +63,7 @@ class PromisedLogits:
 
     def whole(self) -> torch.Tensor:
         """All logits."""
-        logits = functional.linear(self.hidden, self.head.weight, self.head.bias)
+        logits = self.head(self.hidden, then=functional.linear)
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -169,7 +169,9 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
         raise InputError(f"loss_chunk_size={size}: {type(inner).__name__} computes its loss itself; leave it out")
     plain = inner.loss_function
 
-    def promise(hidden):
+    def promise(hidden, then=None):
+        if then is not None:  # engines gather a module's weight while it is called
+            return then(hidden, head.weight, head.bias)
         if inner.training and torch.is_grad_enabled():
             return PromisedLogits(hidden, head)
         return functional.linear(hidden, head.weight, head.bias)
@@ -197,10 +199,12 @@ def _loss(logits: PromisedLogits, labels, size: int, smoothing: float, num_items
             hidden, target = hidden[chosen], target[chosen]
     kind = logits.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else logits.head.weight.dtype
+
+    def summed(hidden, weight, bias):
+        return _LinearCrossEntropy.apply(hidden, weight, bias, target, size, logits.steps, smoothing, dtype)
+
     with torch.autocast(kind, enabled=False):
-        total = _LinearCrossEntropy.apply(
-            hidden.to(dtype), logits.head.weight, logits.head.bias, target, size, logits.steps, smoothing, dtype
-        )
+        total = logits.head(hidden.to(dtype), then=summed)
     return total / (counted.sum() if num_items_in_batch is None else _there(num_items_in_batch, total))
 
 

@@ -25,13 +25,8 @@ def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: s
 
 def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
     """Every reason why a job cannot have these settings."""
-    shards = engine in _SHARDING
-    if memory_args.loss_chunk_size is not None:
-        if fields.get("use_liger_kernel"):
-            yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
-        if shards:
-            yield (f"loss_chunk_size does not work under {engine} yet, whose head is gathered while it is called: "
-                   "leave it out")  # fmt: skip
+    if memory_args.loss_chunk_size is not None and fields.get("use_liger_kernel"):
+        yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
     if memory_args.logits_to_keep:
         if memory_args.loss_chunk_size is not None:
             yield "loss_chunk_size leaves out what has no label already: leave logits_to_keep out"
