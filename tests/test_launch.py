@@ -72,15 +72,15 @@ def test_shipped_configs_train(config, preset, rows, tmp_path):
 
 
 def test_a_loss_in_chunks_where_weights_are_sharded(rows, tmp_path):
-    """ZeRO-3 gathers the head while it is called: every step's loss and gradient norm are those of whole replicas."""
+    """ZeRO-3 gathers the head while it is called: every step's loss and gradient norm are those of all logits."""
     found = {}
-    for config, more in (("cpu_x2", ()), ("cpu_x2_zero3", ("--loss_chunk_size", 16))):
-        state = _pretrain(f"accelerate_configs/{config}.yaml", tmp_path / config, "cpu_x2", rows[0],
+    for name, more in (("all", ()), ("chunks", ("--loss_chunk_size", 16))):
+        state = _pretrain("accelerate_configs/cpu_x2_zero3.yaml", tmp_path / name, "cpu_x2", rows[0],
                           "--logging_steps", 1, *more)  # fmt: skip
         logged = [entry for entry in state["log_history"] if "loss" in entry]
-        found[config] = [entry[name] for entry in logged for name in ("loss", "grad_norm")]
-    assert len(found["cpu_x2"]) >= 4
-    assert found["cpu_x2_zero3"] == pytest.approx(found["cpu_x2"], rel=1e-3)
+        found[name] = [entry[what] for entry in logged for what in ("loss", "grad_norm")]
+    assert len(found["all"]) >= 4
+    assert found["chunks"] == pytest.approx(found["all"], rel=1e-3)
 
 
 @pytest.mark.parametrize("strategy", EXPORTED)
