@@ -30,6 +30,7 @@ LEVERS = {
     "checkpoint_keeps": ({}, {"checkpoint_keeps": "attention"}),
     "adam_mini": ({}, {"adam_mini": True}),
     "optimizer_in_backward": (UNCLIPPED, {"optimizer_in_backward": True}),
+    "optimizer_cpu_offload": ({}, {"optimizer_cpu_offload": True}),
     "sliding_window": ({}, {"sliding_window": 32}),
 }
 CHANGES_THE_RUN = {
@@ -40,6 +41,7 @@ CHANGES_THE_RUN = {
 }  # what comes out is compared with a run that has them
 REFUSED = {
     ("loss_chunk_size", "logits_to_keep"): "leaves out what has no label already",
+    ("optimizer_in_backward", "optimizer_cpu_offload"): "leave one of them out",
     ("accumulation", "optimizer_in_backward"): "updates weights in every backward",
 }
 PAIRS = [pair for pair in itertools.combinations(LEVERS, 2) if pair not in REFUSED]

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import logging
 import random
@@ -102,7 +103,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     _load(model, ledger)
     ledger.enter("start", "other")
     _name_segments(model, stacks, ledger)
-    trainer = _make_trainer(job, model, args)
+    trainer = _make_trainer(job, model, args, ledger)
     _offload_in_the_books(job, model, ledger)
     trainer.add_callback(_phases()(ledger, trainer))
     with _sharding(job, trainer, stacks, mesh, ledger):
@@ -190,7 +191,7 @@ class _Samples(torch.utils.data.Dataset):
         return index
 
 
-def _make_trainer(job: TracedJob, model, args):
+def _make_trainer(job: TracedJob, model, args, ledger: Ledger):
     """A Trainer over fake batches, or a copy of the user's own with its class and everything it was given."""
     from transformers import PrinterCallback, Trainer
 
@@ -204,8 +205,11 @@ def _make_trainer(job: TracedJob, model, args):
         trainer.train_dataset, trainer.data_collator = data, _collator(job.batch)
         trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
     trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
-    if job.memory_args is not None:
-        apply_to_optimizer(trainer, job.memory_args)
+    memory_args = getattr(trainer, "memory_args", job.memory_args)
+    if memory_args is not None:
+        host = {"is_apart": lambda _: job.host_apart, "booking": functools.partial(ledger.booking, HOST)}
+        apply_to_optimizer(trainer, memory_args, **host)
+    trainer.steps_on_host = job.host_apart and getattr(memory_args, "optimizer_cpu_offload", False)
     return trainer
 
 
@@ -231,7 +235,6 @@ def _copied(original, model, args):
         vars(trainer).pop("create_optimizer", None)
         trainer.memory_args = dataclasses.replace(trainer.memory_args, **quiet)
         apply_levers(model, trainer.memory_args, original.args.label_smoothing_factor)
-        apply_to_optimizer(trainer, trainer.memory_args)
     trainer.place_model_on_device = False
     trainer.create_accelerator_and_postprocess()
     if original.optimizer is not None and not original.optimizer.state:
@@ -373,7 +376,7 @@ def _phases():
             engine = self.trainer.model_wrapped
             if hasattr(engine, "zero_optimization"):
                 follow_engine(engine, self.ledger)
-            elif args.max_steps == 1:
+            elif args.max_steps == 1 and not self.trainer.steps_on_host:
                 self._make_states(optimizer, args, state, control)
 
         def _make_states(self, optimizer, *state) -> None:
@@ -394,10 +397,11 @@ def _phases():
             for weight in self.trainer.model.parameters():
                 if hasattr(weight.grad, "_local_tensor"):
                     self.ledger.classify(weight.grad._local_tensor, "gradients")
-            self.ledger.begin("optimizer", "workspace")
+            self.ledger.begin("optimizer", HOST if self.trainer.steps_on_host else "workspace")
 
         def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            if not hasattr(self.trainer.model_wrapped, "zero_optimization"):  # DeepSpeed's are followed below
+            followed = hasattr(self.trainer.model_wrapped, "zero_optimization")  # DeepSpeed's are followed below
+            if not followed and not self.trainer.steps_on_host:
                 for states in getattr(optimizer, "optimizer", optimizer).state.values():
                     for tensor in tensors_in(states):
                         self.ledger.classify(getattr(tensor, "_local_tensor", tensor), "optimizer_states")

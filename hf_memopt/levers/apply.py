@@ -1,5 +1,7 @@
 """The levers of MemoryArguments, put on a model and its optimizer: for the trainer and the estimator alike."""
 
+import functools
+
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.replaced import replace
 
@@ -43,8 +45,12 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
         compress_activations(model)
 
 
-def apply_to_optimizer(trainer, memory_args: MemoryArguments) -> None:
-    """Have a trainer make its optimizer as MemoryArguments say. An optimizer that it was given stays what it is."""
+def apply_to_optimizer(trainer, memory_args: MemoryArguments, **host) -> None:
+    """Have a trainer make its optimizer as MemoryArguments say.
+
+    Args:
+        host: how host memory is taken, for optimizer_cpu_offload.
+    """
     if memory_args.adam_mini and trainer.optimizer is None:
         from hf_memopt.levers.adam_mini import AdamMini, blocks_of
 
@@ -55,11 +61,22 @@ def apply_to_optimizer(trainer, memory_args: MemoryArguments) -> None:
     if memory_args.optimizer_in_backward:
         from hf_memopt.levers.optimizer_in_backward import step_in_backward
 
-        create = trainer.create_optimizer
+        _change_optimizer(trainer, step_in_backward)
+    if memory_args.optimizer_cpu_offload:
+        from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
 
-        def create_stepping(*args, **kwargs):
-            optimizer = create(*args, **kwargs)
-            step_in_backward(optimizer)
-            return optimizer
+        _change_optimizer(trainer, functools.partial(keep_on_host, **host))
 
-        replace(trainer, "create_optimizer", create_stepping)
+
+def _change_optimizer(trainer, change) -> None:
+    """Change the optimizer that a trainer makes, or was given, at the moment it would make one."""
+    create, changed = trainer.create_optimizer, []
+
+    def create_changed(*args, **kwargs):
+        optimizer = create(*args, **kwargs)
+        if not changed:
+            change(optimizer)
+            changed.append(optimizer)
+        return optimizer
+
+    replace(trainer, "create_optimizer", create_changed)

@@ -95,6 +95,9 @@ class MemoryArguments:
     adam_mini: bool = field(
         default=False, metadata={"help": "Adam-mini in place of `optim`: one second moment a block of weights."}
     )
+    optimizer_cpu_offload: bool = field(
+        default=False, metadata={"help": "Keep optimizer states in host memory and step there, on one device."}
+    )
     optimizer_in_backward: bool = field(
         default=False,
         metadata={"help": "Update weights during backward and free gradients at once. One micro-batch a step, no "

@@ -61,6 +61,17 @@ def _of_checkpointing(memory_args: MemoryArguments, fields: dict[str, Any]) -> I
 
 
 def _of_optimizers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
+    if memory_args.optimizer_cpu_offload:
+        if engine != "none":
+            yield (f"optimizer_cpu_offload is for one device: leave it out under {engine}, "
+                   "and use strategy zero2_offload_cpu")  # fmt: skip
+        if memory_args.optimizer_in_backward:
+            yield "optimizer_in_backward and optimizer_cpu_offload both replace the step: leave one of them out"
+        if fields.get("fp16"):
+            yield "optimizer_cpu_offload does not see fp16's scaled gradients: use bf16=True"
+        optim = getattr(fields.get("optim"), "value", fields.get("optim")) or ""
+        if any(part in optim for part in ("bit", "bnb", "lomo", "layerwise")):
+            yield f"optim={optim} has no fast step on the host: use adamw_torch_fused"
     if memory_args.adam_mini and engine in _SHARDING:
         yield f"adam_mini needs whole weights, {engine} keeps parts of them: leave it out"
     if not memory_args.optimizer_in_backward:
