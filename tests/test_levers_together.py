@@ -57,11 +57,11 @@ def lora():
     return LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 
 
-def trainer_of(names, folder, layers: int = 4, **more):
+def trainer_of(names, folder, layers: int = 4, memory=None, **more):
     fields = {"per_device_train_batch_size": ROWS, "max_steps": 3, "use_cpu": True, "report_to": "none",
               "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "optim": "sgd",
               "learning_rate": 0.1, "max_grad_norm": 0.0}  # fmt: skip
-    memory = {}
+    memory = dict(memory or {})
     for name in names:
         fields |= LEVERS[name][0]
         memory |= LEVERS[name][1]

@@ -22,7 +22,7 @@ from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
 from hf_memopt.estimator.ledger import HOST, Ledger
 from hf_memopt.estimator.model import outside_zero3
 from hf_memopt.levers.activation_offload import AtOnce, Offloader
-from hf_memopt.levers.apply import apply_levers, apply_to_optimizer
+from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 
 # The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
@@ -208,7 +208,7 @@ def _make_trainer(job: TracedJob, model, args, ledger: Ledger):
     memory_args = getattr(trainer, "memory_args", job.memory_args)
     if memory_args is not None:
         host = {"is_apart": lambda _: job.host_apart, "booking": functools.partial(ledger.booking, HOST)}
-        apply_to_optimizer(trainer, memory_args, **host)
+        apply_to_trainer(trainer, memory_args, **host)
     trainer.steps_on_host = job.host_apart and getattr(memory_args, "optimizer_cpu_offload", False)
     return trainer
 

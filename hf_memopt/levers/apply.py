@@ -45,12 +45,16 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
         compress_activations(model)
 
 
-def apply_to_optimizer(trainer, memory_args: MemoryArguments, **host) -> None:
-    """Have a trainer make its optimizer as MemoryArguments say.
+def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
+    """Have a trainer make its optimizer, and compile, as MemoryArguments say.
 
     Args:
         host: how host memory is taken, for optimizer_cpu_offload.
     """
+    if memory_args.compile_memory_budget is not None and trainer.args.torch_compile:
+        from hf_memopt.levers.compile_memory_budget import set_memory_budget
+
+        set_memory_budget(memory_args.compile_memory_budget)
     if memory_args.adam_mini and trainer.optimizer is None:
         from hf_memopt.levers.adam_mini import AdamMini, blocks_of
 

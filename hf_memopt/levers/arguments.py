@@ -89,6 +89,9 @@ class MemoryArguments:
         metadata={"help": "What recomputed layers keep all the same: attention (its outputs), or matmuls (those and "
                           "every second matrix product's)."},
     )  # fmt: skip
+    compile_memory_budget: float | None = field(
+        default=None, metadata={"help": "With torch_compile: share of the activations that is kept, 0 to 1."}
+    )
     frozen_without_grad: bool = field(
         default=True, metadata={"help": "Run frozen modules outside autograd where nothing they get needs a gradient."}
     )
@@ -124,8 +127,10 @@ class MemoryArguments:
         for name, known in CHOICES.items():
             if getattr(self, name) not in (None, *known):
                 raise choose(name, getattr(self, name), known)
-        if self.checkpoint_ratio is not None and not 0 <= self.checkpoint_ratio <= 1:
-            raise InputError(f"checkpoint_ratio={self.checkpoint_ratio} must lie between 0 (no layer) and 1 (all)")
+        for name, none in (("checkpoint_ratio", "no layer"), ("compile_memory_budget", "inputs alone")):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise InputError(f"{name}={value} must lie between 0 ({none}) and 1 (all)")
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
 

@@ -37,6 +37,8 @@ def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) 
         yield "torch_compile decides by itself what is saved: leave activation_compression out"
     if memory_args.activation_offload and fields.get("torch_compile"):
         yield "torch_compile decides by itself what is saved: leave activation_offload out"
+    if memory_args.compile_memory_budget is not None and not fields.get("torch_compile"):
+        yield "compile_memory_budget is the compiler's: set torch_compile=True, or use checkpoint_ratio"
     if memory_args.max_tokens_per_batch is not None:
         if memory_args.max_batch_size is not None:
             yield "max_batch_size and max_tokens_per_batch both size micro-batches: leave one of them out"

@@ -12,7 +12,7 @@ from transformers import Trainer
 from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
-from hf_memopt.levers.apply import apply_levers, apply_to_optimizer
+from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.token_budget import TokenBudgetBatches
@@ -65,7 +65,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
                 "MemoryTrainer recovers within the step"
             )
         self._apply_levers(self.model)
-        apply_to_optimizer(self, self.memory_args)
+        apply_to_trainer(self, self.memory_args)
         self._peers = Peers(self.accelerator)
         self._memory = Reader(self.args.device)
         self._near_peak = self._resting = 0

@@ -1,0 +1,60 @@
+"""Levers under torch.compile, with the compiler that is here: it keeps less when told to, and computes the same."""
+
+import shutil
+
+import pytest
+import torch
+from test_levers_together import trainer_of
+
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer
+from hf_memopt.estimator.truth import allocator_peak
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    before = torch._functorch.config.activation_memory_budget
+    yield
+    torch._functorch.config.activation_memory_budget = before
+    torch._dynamo.reset()
+
+
+def compiled(folder, **memory):
+    """The peak of a second run, whose kernels are there, and its loss."""
+    losses = []
+
+    def run():
+        torch._dynamo.reset()
+        trainer = trainer_of((), folder, layers=2, torch_compile=True, memory=memory)
+        trainer.train()
+        losses.append(trainer.state.log_history[-1]["train_loss"])
+
+    run()
+    return allocator_peak(run), losses[-1]
+
+
+def test_the_budget_lowers_the_peak(tmp_path):
+    whole, loss = compiled(tmp_path)
+    small, same = compiled(tmp_path, compile_memory_budget=0.1)
+    assert small < 0.97 * whole
+    assert same == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_chunked_loss_is_compiled_too(tmp_path):
+    whole, loss = compiled(tmp_path)
+    chunked, same = compiled(tmp_path, loss_chunk_size=64)
+    assert chunked < 0.95 * whole
+    assert same == pytest.approx(loss, rel=1e-5)
+
+
+def test_refused(tmp_path):
+    trainer = trainer_of((), tmp_path)
+    for memory, fields, why in (
+        ({"compile_memory_budget": 0.5}, {"torch_compile": False}, "set torch_compile=True"),
+        ({"activation_compression": "int8"}, {"torch_compile": True}, "leave activation_compression out"),
+    ):
+        for name, value in fields.items():
+            setattr(trainer.args, name, value)
+        with pytest.raises(InputError, match=why):
+            MemoryTrainer(model=trainer.model, args=trainer.args, memory_args=MemoryArguments(**memory))
