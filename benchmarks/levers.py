@@ -43,6 +43,8 @@ LEVERS = {
     "loss_chunk_size=128, activation_checkpointing": (CHECKPOINTED, {"loss_chunk_size": 128}),
     "loss_chunk_size=128, activation_checkpointing, activation_compression=int8, adamw_8bit": (
         {**CHECKPOINTED, "optim": "adamw_8bit"}, {"loss_chunk_size": 128, "activation_compression": "int8"}),
+    "optimizer_in_backward, loss_chunk_size=128, activation_checkpointing": (
+        {**CHECKPOINTED, "max_grad_norm": 0.0}, {"loss_chunk_size": 128, "optimizer_in_backward": True}),
     "sliding_window=256": ({}, {"sliding_window": 256}),
     f"baseline, {PROMPTS}": ({}, {}),
     f"logits_to_keep, {PROMPTS}": ({}, {"logits_to_keep": True}),

@@ -64,7 +64,7 @@ def estimate(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="TrainingArguments field, dtype, attn_implementation, task, lora.KEY, quantization.KEY, or deepspeed "
+            help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, lora.KEY, quantization.KEY, or deepspeed "
             "(a shipped JSON's name, or a file).",
         ),
     ] = None,

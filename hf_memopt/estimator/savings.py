@@ -58,10 +58,15 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
             "activation_checkpointing=true",
             with_fields(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs),
         )
-    chunked = getattr(job.memory_args, "loss_chunk_size", None)
-    if chunked is None and job.task == "causal-lm" and micro * job.seq_len > _CHUNK:
-        memory = dataclasses.replace(job.memory_args or MemoryArguments(), loss_chunk_size=_CHUNK)
-        yield f"loss_chunk_size={_CHUNK}", dataclasses.replace(job, memory_args=memory)
+    memory = job.memory_args or MemoryArguments()
+
+    def with_memory(**changed: Any) -> Job:
+        return dataclasses.replace(job, memory_args=dataclasses.replace(memory, **changed))
+
+    if memory.loss_chunk_size is None and job.task == "causal-lm" and micro * job.seq_len > _CHUNK:
+        yield f"loss_chunk_size={_CHUNK}", with_memory(loss_chunk_size=_CHUNK)
+    if memory.activation_compression is None and not fields.get("torch_compile"):
+        yield "activation_compression=int8", with_memory(activation_compression="int8")
     if micro > 1:
         changed = {
             "per_device_train_batch_size": micro // 2,
@@ -73,6 +78,13 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     optim = str(fields.get("optim", "adamw_torch_fused"))
     if job.peft_config is None and optim.startswith("adamw_torch") and job.engine in ("none", "ddp"):
         yield "optim=adamw_8bit", with_fields(optim="adamw_8bit")
+    host_apart = job.device.backend not in ("cpu", "mps")
+    if not memory.optimizer_cpu_offload and job.peft_config is None and job.engine == "none" and host_apart:
+        fused = {**fields, "optim": "adamw_torch_fused"}
+        yield (
+            "optimizer_cpu_offload=true, optim=adamw_torch_fused",
+            dataclasses.replace(with_memory(optimizer_cpu_offload=True), fields=fused),
+        )
     if job.seq_len > 512:
         yield f"seq_len={job.seq_len // 2}", dataclasses.replace(job, seq_len=job.seq_len // 2)
     if job.world_size > 1 and job.engine == "ddp":
