@@ -4,13 +4,14 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test bench lint format configs estimates operators clean
+.PHONY: help train test bench lint format configs estimates operators docs clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
 	@echo "make test     set up and run the tests"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
+	@echo "make docs     put measured tables into docs/levers.md"
 	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
 
 train: $(INSTALLED)
@@ -32,6 +33,8 @@ bench: $(INSTALLED)
 	python benchmarks/main_job.py
 	python benchmarks/trainer_overhead.py
 	python benchmarks/levers.py
+	python benchmarks/optimizers.py
+	python benchmarks/preset_peak.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
@@ -49,6 +52,9 @@ configs: $(INSTALLED)
 
 estimates: $(INSTALLED)
 	python -m hf_memopt.estimator.reference
+
+docs: $(INSTALLED)
+	python benchmarks/levers_docs.py
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

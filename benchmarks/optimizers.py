@@ -52,7 +52,7 @@ def state_bytes(trainer) -> int:
             return value.numel() * value.element_size()
         if isinstance(value, dict):
             return sum(map(size, value.values()))
-        return 0
+        return sum(map(size, vars(value).values())) if hasattr(value, "__dict__") else 0  # a projection, say
 
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     layerwise = getattr(optimizer, "optimizer_dict", None)

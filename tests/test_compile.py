@@ -21,30 +21,22 @@ def _as_it_was():
 
 
 def compiled(folder, **memory):
-    """The peak of a second run, whose kernels are there, and its loss."""
+    """The peak of a run with what compiling takes, and its loss."""
     losses = []
 
     def run():
-        torch._dynamo.reset()
         trainer = trainer_of((), folder, layers=2, torch_compile=True, memory=memory)
         trainer.train()
         losses.append(trainer.state.log_history[-1]["train_loss"])
 
-    run()
+    torch._dynamo.reset()
     return allocator_peak(run), losses[-1]
 
 
-def test_the_budget_lowers_the_peak(tmp_path):
+def test_the_compiler_keeps_less_when_told_to(tmp_path):
     whole, loss = compiled(tmp_path)
     small, same = compiled(tmp_path, compile_memory_budget=0.1)
     assert small < 0.97 * whole
-    assert same == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_chunked_loss_is_compiled_too(tmp_path):
-    whole, loss = compiled(tmp_path)
-    chunked, same = compiled(tmp_path, loss_chunk_size=64)
-    assert chunked < 0.95 * whole
     assert same == pytest.approx(loss, rel=1e-5)
 
 

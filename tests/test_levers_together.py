@@ -47,7 +47,7 @@ REFUSED = {
 PAIRS = [pair for pair in itertools.combinations(LEVERS, 2) if pair not in REFUSED]
 
 
-def config(layers: int = 4):
+def config(layers: int = 3):
     return AutoConfig.for_model("mistral", vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, head_dim=32,
                                 num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
                                 sliding_window=None, pad_token_id=0)  # fmt: skip
@@ -57,8 +57,8 @@ def lora():
     return LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 
 
-def trainer_of(names, folder, layers: int = 4, memory=None, **more):
-    fields = {"per_device_train_batch_size": ROWS, "max_steps": 3, "use_cpu": True, "report_to": "none",
+def trainer_of(names, folder, layers: int = 3, memory=None, **more):
+    fields = {"per_device_train_batch_size": ROWS, "max_steps": 2, "use_cpu": True, "report_to": "none",
               "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "optim": "sgd",
               "learning_rate": 0.1, "max_grad_norm": 0.0}  # fmt: skip
     memory = dict(memory or {})
@@ -70,7 +70,7 @@ def trainer_of(names, folder, layers: int = 4, memory=None, **more):
     if "LoRA" in names:
         model = add_adapters(model, lora())
     torch.manual_seed(1)
-    ids = torch.randint(3, VOCABULARY, (3 * ROWS, LENGTH))
+    ids = torch.randint(3, VOCABULARY, (2 * ROWS, LENGTH))
     labels = ids.clone()
     labels[:, :40] = -100
     rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]

@@ -27,6 +27,14 @@ def test_nothing_heavy_is_imported(code):
     assert "LOADED []" in done.stdout
 
 
+def test_the_documentations_tables_are_the_measured_ones():
+    """`make docs` was run after the benchmarks."""
+    import runpy
+
+    made = runpy.run_path(str(ROOT / "benchmarks" / "levers_docs.py"))
+    assert made["page"]() == (ROOT / "docs" / "levers.md").read_text(encoding="utf-8")
+
+
 def test_unknown_attribute_is_an_attribute_error():
     import hf_memopt
 

@@ -23,6 +23,10 @@ Strategy = Annotated[
     str | None, typer.Option("--strategy", help="How devices share the work: ddp, fsdp2, zero1, zero2, zero3, …")
 ]
 
+Precision = Annotated[
+    str | None, typer.Option("--precision", help="fp8: products in 8 bits, on cards that have them, with torchao.")
+]
+
 
 @app.command(epilog="Example: hf-memopt presets --method qlora")
 def presets(method: Method = "full", json: Json = False) -> None:
@@ -37,12 +41,13 @@ def show(
     preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.")],
     method: Method = "full",
     strategy: Strategy = None,
+    precision: Precision = None,
     json: Json = False,
 ) -> None:
     """Show everything that a preset sets, and what its hardware offers, with sources."""
     from hf_memopt.cli.presets import show_one
 
-    show_one(preset, method, strategy, json)
+    show_one(preset, method, strategy, precision, json)
 
 
 Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a file.")]
@@ -64,8 +69,8 @@ def estimate(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, lora.KEY, quantization.KEY, or deepspeed "
-            "(a shipped JSON's name, or a file).",
+            help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, lora.KEY, "
+            "quantization.KEY, or deepspeed (a shipped JSON's name, or a file).",
         ),
     ] = None,
     levers: Annotated[
@@ -108,6 +113,7 @@ def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write to; made if missing.")],
     method: Method = "full",
     strategy: Strategy = None,
+    precision: Precision = None,
     recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain or sft.")] = "sft",
     nvme_path: Annotated[str | None, typer.Option(help="Folder on the NVMe disk, for zero3_offload_nvme.")] = None,
     json: Json = False,
@@ -115,7 +121,7 @@ def export(
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
     from hf_memopt.cli.export import export_preset
 
-    export_preset(preset, directory, method, strategy, recipe, nvme_path, json)
+    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json)
 
 
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")

@@ -14,9 +14,9 @@ from hf_memopt.presets.accelerate_config import yaml_text
 RECIPES = ("pretrain", "sft")
 
 
-def export_preset(name, directory, method, strategy, recipe, nvme_path, as_json) -> None:
+def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json) -> None:
     """Write the files, all or none; those that are there already are replaced."""
-    preset = get_preset(name, method, strategy)
+    preset = get_preset(name, method, strategy, precision)
     check(preset.setup())
     if recipe not in RECIPES:
         raise choose("recipe", recipe, RECIPES)

@@ -31,9 +31,9 @@ def list_all(method: str, as_json: bool) -> None:
     print("hf-memopt show PRESET shows one, hf-memopt export PRESET DIR writes its files.")
 
 
-def show_one(name: str, method: str, strategy: str | None, as_json: bool) -> None:
+def show_one(name: str, method: str, strategy: str | None, precision: str | None, as_json: bool) -> None:
     """One preset in full."""
-    preset = get_preset(name, method, strategy)
+    preset = get_preset(name, method, strategy, precision)
     if as_json:
         print_json(describe(preset))
         return

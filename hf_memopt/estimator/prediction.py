@@ -346,6 +346,8 @@ def fields_of_trainer(trainer) -> dict[str, Any]:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         fields |= {"fsdp": True, "fsdp_config": {"activation_checkpointing": plugin.activation_checkpointing}}
+    if trainer.accelerator.mixed_precision == "fp8":  # what is kept is what bf16 keeps
+        fields["bf16"] = True
     if trainer.args.deepspeed_plugin is not None:
         fields["deepspeed"] = trainer.args.deepspeed_plugin.hf_ds_config.config
     return fields

@@ -251,7 +251,7 @@ _DEVICES = [
             "bf16_flops": "differs by an order of magnitude between CPUs; none is assumed",
             "fp16_flops": "differs by an order of magnitude between CPUs; none is assumed",
             "native_bf16": "only with AVX512_BF16, AMX or Arm BF16; not assumed",
-            "fp8": "no CPU kernel in PyTorch 2.13 trains in fp8",
+            "fp8": "PyTorch 2.13 computes fp8 products on CPUs too; that they are faster is assumed for none",
             "host_link": "none: it is the host",
             "peer_link": "none: one host",
         },

@@ -13,7 +13,7 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
     Args:
         strategy: none | ddp | fsdp2 | the name of a file in accelerate_configs/deepspeed.
         processes: over all machines.
-        precision: bf16 | fp16 | fp32.
+        precision: fp8 | bf16 | fp16 | fp32.
         deepspeed_file: path of the DeepSpeed JSON. accelerate resolves it against the working directory, not
             against the YAML, so an exported one is absolute.
     """
@@ -27,8 +27,11 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
         }
     else:
         config["mixed_precision"] = "no" if precision == "fp32" else precision
+    if precision == "fp8":
+        config["fp8_config"] = {"backend": "AO"}
     if strategy == "fsdp2":
-        config["fsdp_config"] = dict(FSDP2)
+        # accelerate refuses the efficient loading together with torchao's fp8.
+        config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
     config |= {"num_machines": 1, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
     return config
 

@@ -1,6 +1,7 @@
 """The presets by name, and a preset for a device that has none."""
 
 import logging
+import os
 from dataclasses import replace
 
 from hf_memopt.compatibility.launch import launched_strategy
@@ -34,7 +35,7 @@ def strategies() -> list[str]:
     return ["none", "ddp", "fsdp2", *(file.stem for file in deepspeed_files())]
 
 
-def get_preset(name: str, method: str = "full", strategy: str | None = None) -> Preset:
+def get_preset(name: str, method: str = "full", strategy: str | None = None, precision: str | None = None) -> Preset:
     """The settings for a kind of hardware.
 
     Args:
@@ -42,6 +43,8 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None) -> 
         method: full | lora | qlora.
         strategy: how several devices share the work, a name from strategies(). By default the one this process was
             launched with; outside a launcher the preset's own.
+        precision: fp8 for products in 8 bits, on cards that have them; by default what this process was launched with
+            if that is fp8, else the preset's own.
 
     Raises:
         InputError: an unknown name, or a combination that does not work.
@@ -63,6 +66,12 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None) -> 
             raise InputError(f"preset {name} is for {preset.processes} devices: strategy none cannot connect them")
         preset = with_strategy(preset, strategy)
         check(preset.setup())
+    if precision not in (None, "fp8"):
+        raise choose("precision", precision, ("fp8",))
+    if precision or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+        from hf_memopt.presets.fp8 import in_fp8
+
+        preset = in_fp8(preset)
     return preset
 
 

@@ -19,6 +19,7 @@ from hf_memopt.presets.accelerate_config import accelerate_config
 
 METHODS = ("full", "lora", "qlora")
 DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_OF = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # but for fp8's products
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Preset:
 
     @property
     def precision(self) -> str:
-        """bf16, fp16 or fp32: what the forward and backward passes compute in."""
+        """fp8, bf16, fp16 or fp32: what the forward and backward passes compute in."""
+        if self.environment.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+            return "fp8"
         return "bf16" if self.training.get("bf16") else "fp16" if self.training.get("fp16") else "fp32"
 
     def settings(self) -> dict[str, Any]:
@@ -96,6 +99,8 @@ class Preset:
         for name, value in self.environment.items():
             if name == VARIABLE:
                 configure_allocator()
+            elif self.precision == "fp8" and name.startswith("ACCELERATE_"):
+                os.environ[name] = value  # a launcher has set another precision
             else:
                 os.environ.setdefault(name, value)
 
@@ -120,7 +125,7 @@ class Preset:
 
     def quantization(self) -> dict[str, Any]:
         """QLoRA's BitsAndBytesConfig fields: 4-bit NormalFloat, double quantisation (Dettmers et al. 2023)."""
-        compute = "float32" if self.precision == "fp32" else {"bf16": "bfloat16", "fp16": "float16"}[self.precision]
+        compute = _DTYPE_OF[self.precision]
         values = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
@@ -215,7 +220,7 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     if training.get("optim") in BITSANDBYTES and (engine == "fsdp2" or offload != "none"):
         training["optim"] = "adamw_torch" if offload != "none" else "adamw_torch_fused"
     if engine.startswith("zero") or engine == "fsdp2":
-        dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[preset.precision]
+        dtype = _DTYPE_OF[preset.precision]
         # torch.compile under the engines is untried here.
         training.pop("torch_compile", None)
     return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)

@@ -1,0 +1,90 @@
+"""Put the measured tables into docs/levers.md: python benchmarks/levers_docs.py (make docs)"""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "levers.md"
+# What guides say, beside what was measured: lever -> claim.
+CLAIMS = {
+    "activation_checkpointing (checkpoint_ratio=1)": "60–80 % of activations, 30–40 % more compute",
+    "checkpoint_ratio=0.5": "40–50 % of activations, 15–20 % more compute",
+    "activation_compression=int8": "50 % of activations",
+    "activation_compression=int8, activation_checkpointing": "70–80 % of activations",
+    "bf16": "50 % of weights and activations",
+    "optim=adamw_8bit": "8 instead of 12 bytes a weight",
+    "adam_mini": "6 instead of 12 bytes a weight",
+}
+
+
+def results(name: str) -> dict:
+    """A benchmark's file."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def source(name: str, found: dict) -> str:
+    """Where a table comes from."""
+    versions, hardware = found["versions"], found["hardware"]
+    return (
+        f"Measured {found['date']} on {hardware['device']}, {hardware['cores']} cores, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}: [{name}.json](../benchmarks/results/{name}.json)."
+    )
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(row: dict, name: str, form: str) -> str:
+    return format(row[name], form) if row.get(name) is not None else ""
+
+
+def levers() -> str:
+    found = results("levers")
+    rows = [
+        [row["lever"], f"{row['peak_ratio']:.1%}", number(row, "step_time_ratio", ".2f"),
+         number(row, "gradient_error", ".1e"), number(row, "held_out_loss_ratio", ".4f"),
+         f"{row['predicted_error']:+.2%}", CLAIMS.get(row["lever"], "")]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["lever", "of the peak", "of the time", "gradient off by", "held-out loss ×", "estimate", "guides say"]
+    return f"{table(heads, rows)}\n\n{source('levers', found)}"
+
+
+def optimizers() -> str:
+    found = results("optimizers")
+    rows = [
+        [row["optim"], f"{row['state_bytes_per_weight']:.2f}", f"{row['step_time_ratio']:.2f}",
+         f"{row['held_out_loss']:.3f}", f"{row['learning_rate']:.1e}"]
+        for row in found["rows"] if row["works"]
+    ]  # fmt: skip
+    failed = "\n".join(f"* `{row['optim']}`: {row['why']}" for row in found["rows"] if not row["works"])
+    heads = ["optimizer", "state bytes a weight", "of the step's time", "held-out loss", "at a rate of"]
+    return f"{table(heads, rows)}\n\nWhat did not run there:\n\n{failed}\n\n{source('optimizers', found)}"
+
+
+def presets() -> str:
+    found = results("preset_peak")
+    rows = [
+        [row["job"].removeprefix("preset "), ", ".join(f"{name}={value}" for name, value in row["levers"].items()),
+         f"{row['micro_batch']} of {row['effective_batch']}", f"{row['of_plain']:.1%}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["preset", "and", "micro-batch of effective batch", "of a plain Trainer's peak"]
+    return f"{table(heads, rows)}\n\n{source('preset_peak', found)}"
+
+
+def page() -> str:
+    """The page with its tables made anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, made in (("levers", levers), ("optimizers", optimizers), ("presets", presets)):
+        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text = marked.sub(lambda found, made=made: f"{found[1]}{made()}\n{found[2]}", text)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

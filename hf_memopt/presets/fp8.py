@@ -1,0 +1,39 @@
+"""fp8: matrix products in 8 bits through accelerate's torchao backend. It saves time, not memory.
+
+Weights, gradients, optimizer states and what autograd saves stay what they are in bf16; only the factors of linear
+layers' products are cast. TrainingArguments has no field for it: accelerate reads the environment, and `bf16=True`
+would go over that.
+"""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from types import MappingProxyType
+
+from hf_memopt.errors import InputError
+from hf_memopt.presets.preset import Preset
+
+ENVIRONMENT = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
+
+
+def in_fp8(preset: Preset) -> Preset:
+    """The preset with its products in fp8.
+
+    Raises:
+        InputError: the card, the method or the engine cannot, or torchao is missing.
+    """
+    if not preset.hardware.fp8:
+        raise InputError(f"precision=fp8: {preset.hardware.label} has no fast fp8 products; leave it out")
+    if preset.method != "full":
+        raise InputError(f"precision=fp8 converts trained linear layers: use method=full, not {preset.method}")
+    if preset.strategy.startswith("zero"):
+        raise InputError(
+            f"precision=fp8 under {preset.strategy}: accelerate always computes in bf16 under DeepSpeed; use fsdp2"
+        )
+    if find_spec("torchao") is None:
+        raise InputError("precision=fp8 needs torchao: pip install torchao")
+    training = {name: value for name, value in preset.training.items() if name not in ("bf16", "fp16")}
+    return replace(
+        preset,
+        training=MappingProxyType(training),
+        environment=MappingProxyType({**preset.environment, **ENVIRONMENT}),
+    )
