@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TESTABLE := $(VENV)/.testable
 export PATH := $(BIN):$(PATH)
 
 .PHONY: help train test bench lint format configs estimates operators docs clean
@@ -18,7 +19,7 @@ train: $(INSTALLED)
 	hf-memopt export auto out/setup --recipe pretrain
 	sh out/setup/launch.sh --output_dir out/pretrain
 
-test: $(INSTALLED)
+test: $(TESTABLE)
 	python -m pytest
 
 # DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
@@ -66,4 +67,9 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV), a few minutes the first time"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Tests also need what is optional.
+$(TESTABLE): $(INSTALLED)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8]'
 	@touch $@

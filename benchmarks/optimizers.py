@@ -56,7 +56,8 @@ def state_bytes(trainer) -> int:
 
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     layerwise = getattr(optimizer, "optimizer_dict", None)
-    return sum(size(one.state) for one in (layerwise.values() if layerwise else [optimizer]))
+    kept = sum(size(one.state) for one in (layerwise.values() if layerwise else [optimizer]))
+    return kept + sum(size(group.get("state", {})) for group in optimizer.param_groups)  # where grokadamw has them
 
 
 def row_of(name: str) -> dict:

@@ -164,4 +164,4 @@ def test_on_a_cpu_it_says_that_it_does_nothing(tmp_path, caplog):
     wanted = train(tmp_path / "plain")
     found = train(tmp_path / "offloaded", memory={"activation_offload": True})
     assert torch.equal(found.weights, wanted.weights)
-    assert "activation_offload does nothing here" in caplog.text
+    assert caplog.text.count("activation_offload does nothing here") == 1

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -12,6 +13,8 @@ from hf_memopt import InputError, MemoryTrainer, estimate_trainer, get_preset
 from hf_memopt.cli.export import export_preset
 from hf_memopt.compatibility.config_files import check_config_file
 from hf_memopt.presets import fp8
+
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="fp8 is torchao's: make test installs it")
 
 
 @pytest.fixture
@@ -38,6 +41,7 @@ def trained(preset, folder):
     return trainer, trainer.state.log_history[-1]["train_loss"], predicted
 
 
+@NEEDS_TORCHAO
 def test_it_trains_in_fp8(environment, tmp_path):
     """Linear layers but the head are converted, though a launcher said bf16; the loss is nearly bf16's."""
     cpu = get_preset("cpu")
@@ -53,6 +57,7 @@ def test_it_trains_in_fp8(environment, tmp_path):
     assert predicted == as_bf16, "what is kept is what bf16 keeps"
 
 
+@NEEDS_TORCHAO
 @pytest.mark.parametrize("strategy", [None, "fsdp2"])
 def test_exported_files_say_so(strategy, tmp_path):
     export_preset(
@@ -67,6 +72,7 @@ def test_exported_files_say_so(strategy, tmp_path):
         assert written["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
 
 
+@NEEDS_TORCHAO
 def test_a_process_that_was_launched_so_takes_it(environment, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     assert get_preset("h100_80gb").precision == "fp8"

@@ -98,6 +98,7 @@ class Offloader:
     def __init__(self, compressor: Compressor | None = None, lanes_for: Callable | None = None) -> None:
         self.compressor, self.lanes_for = compressor, lanes_for or lanes_of
         self._lanes: Any = None
+        self._asked = False
         self._weights: set[int] = set()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._leaving: deque = deque()
@@ -111,8 +112,8 @@ class Offloader:
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         if self.compressor is not None:
             self.compressor.begin(model, inputs)
-        if self._lanes is None:
-            self._lanes = self.lanes_for(next(model.parameters()).device)
+        if not self._asked:
+            self._lanes, self._asked = self.lanes_for(next(model.parameters()).device), True
 
     def end(self) -> None:
         """Wait for what is leaving, and drop it."""

@@ -1,6 +1,7 @@
 """MemoryArguments: what TrainingArguments has no word for."""
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from hf_memopt.errors import InputError, choose
 
@@ -138,3 +139,10 @@ class MemoryArguments:
     def names(cls) -> list[str]:
         """The fields' names."""
         return [item.name for item in fields(cls)]
+
+    def levers(self) -> dict[str, Any]:
+        """What makes the job smaller and is not as it is by default: name -> value."""
+        names = self.names()
+        made = names[names.index("reduce_eval_logits") :]
+        return {item.name: getattr(self, item.name) for item in fields(self)
+                if item.name in made and getattr(self, item.name) != item.default}  # fmt: skip

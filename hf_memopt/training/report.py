@@ -36,16 +36,22 @@ def announce(job: Job, trainer, length: int):
     total = sum(_size(weight) for weight in model.parameters())
     trainable = sum(_size(weight) for weight in model.parameters() if weight.requires_grad)
     micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    optimizer = "adam_mini" if job.memory_args.adam_mini else args.optim.value
     rows = [
         ("preset", f"{preset.name}, {preset.method}, on {preset.hardware.label}"),
         ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
         ("batch", f"{micro} × {accumulation} × {args.world_size} = {micro * accumulation * args.world_size} samples a "
                   f"step, up to {length} tokens each"),
         ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
-        ("numbers", f"weights {preset.dtype}, computing in {preset.precision}, optimizer {args.optim.value}, "
+        ("numbers", f"weights {preset.dtype}, computing in {preset.precision}, optimizer {optimizer}, "
                     f"attention {model.config._attn_implementation}"),
         ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
     ]  # fmt: skip
+    if budget := job.memory_args.max_tokens_per_batch:
+        budgets = f"{budget} padded tokens × {accumulation} × {args.world_size}"
+        rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
+    if levers := job.memory_args.levers():
+        rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
     estimated = predict(job, trainer, length)
     if estimated is not None:
         capacity = f"of {gib(estimated.capacity_bytes)}, allocated peak {gib(estimated.peak_allocated_bytes)}"
