@@ -11,15 +11,16 @@ QLoRA of an 8B model on one RTX 4090:
         --dataset_name trl-lib/Capybara --output_dir out/qwen-capybara
 
 The data need `messages`, or `prompt` and `completion`, or `instruction` and `output` (and perhaps `input`), or
-`text`. The loss is on the answers alone (on everything for `text`). A run goes on from the last checkpoint in
-output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+`text`. The loss is on the answers alone (on everything for `text`). --packing puts several rows into a sample, without
+padding. A run goes on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument;
+--dry_run only shows.
 """
 
 from hf_memopt.errors import run
 
 
 def main(argv: list[str] | None = None):
-    from hf_memopt.data.tokens import answered
+    from hf_memopt.data.tokens import answered, packed_answers
     from hf_memopt.training import job as jobs
     from hf_memopt.training import report
     from hf_memopt.training.checkpoints import checkpoint_to_resume
@@ -34,7 +35,10 @@ def main(argv: list[str] | None = None):
         builtin={"learning_rate": 2e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
     )
 
-    from transformers import DataCollatorForSeq2Seq  # after start(), which sets what torch reads once
+    from transformers import (
+        DataCollatorForSeq2Seq,
+        default_data_collator,
+    )  # after start(), which sets what torch reads once
 
     from hf_memopt import MemoryTrainer
 
@@ -43,7 +47,9 @@ def main(argv: list[str] | None = None):
     config = jobs.load_config(job)
     length = jobs.sequence_length(job, config)
     tokenizer = jobs.load_tokenizer(job)
-    train, held_out = jobs.load_data(job, "builtin:questions", answered, tokenizer, length)
+    packing = job.recipe.packing
+    encode = packed_answers if packing else answered
+    train, held_out = jobs.load_data(job, "builtin:questions", encode, tokenizer, length)
 
     # ---- the model, with its adapters
     trainer = MemoryTrainer(
@@ -51,7 +57,7 @@ def main(argv: list[str] | None = None):
         args=job.args,
         train_dataset=train,
         eval_dataset=held_out,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+        data_collator=default_data_collator if packing else DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
         processing_class=tokenizer,
         memory_args=job.memory_args,
     )

@@ -129,6 +129,9 @@ def test_what_is_refused_says_why():
         assert len(found) >= 11
         assert all("leave" in reason or "set" in reason or "keep one" in reason or "use" in reason for reason in found)
     assert list(refusals(MemoryArguments(), {}, "none")) == []
+    compressed = MemoryArguments(activation_compression="int8")
+    assert "would keep the weights that ZeRO-3 gathers" in next(refusals(compressed, {}, "deepspeed", 3))
+    assert list(refusals(compressed, {}, "deepspeed", 2)) == []
 
 
 ESTIMATED = [

@@ -142,6 +142,21 @@ def test_command_line_over_file_over_preset(recipe, tmp_path, builtin_model):
     assert not (tmp_path / "out").exists()
 
 
+def test_levers_and_packing(recipe, jsonl, tmp_path, capsys):
+    """Arguments of the recipe, told before it runs, and predicted."""
+    rows = [{"prompt": f"{n}?", "completion": f" {2 * n}."} for n in range(200)]
+    arguments = [*QUICK, "--dataset_name", jsonl(rows), "--output_dir", str(tmp_path / "out"), "--max_steps", "2"]
+    levers = ["--checkpoint_ratio", "0.5", "--activation_compression", "int8", "--loss_chunk_size", "16"]
+    trainer = recipe("sft")([*arguments, "--packing", "true", *levers, "--adam_mini", "true"])
+    assert len(trainer.train_dataset) < 192 / 1.5 and "position_ids" in trainer.train_dataset.column_names
+    assert type(trainer.optimizer.optimizer).__name__ == "AdamMini"
+    said = capsys.readouterr().out
+    assert "levers  loss_chunk_size=16, activation_compression=int8, checkpoint_ratio=0.5, adam_mini=True" in said
+    report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
+    predicted, measured = report["estimate"]["peak_allocated_bytes"], report["measured"]["peak_allocated_bytes"]
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
 def test_streaming(recipe, jsonl, tmp_path):
     path = jsonl([{"text": f"line {number} of a text that is streamed"} for number in range(200)])
     arguments = [*QUICK, "--dataset_name", path, "--streaming", "--shuffle_buffer_size", "20", "--max_steps", "3"]

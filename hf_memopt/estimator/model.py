@@ -139,11 +139,12 @@ def _packed(data, template):
 
 
 def batch_of(
-    task: str, config, micro_batch: int, seq_len: int, padded: bool
+    task: str, config, micro_batch: int, seq_len: int, padded: bool, packed: bool = False
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """The tensors of one micro-batch: name -> (shape, dtype). Token ids are int64, as collators make them."""
     import torch
 
     tokens = ((micro_batch, seq_len), torch.int64)
     labels = ((micro_batch,), torch.int64) if task == "sequence-classification" else tokens
-    return {"input_ids": tokens, "labels": labels} | ({"attention_mask": tokens} if padded else {})
+    more = {name: tokens for name, there in (("attention_mask", padded), ("position_ids", packed)) if there}
+    return {"input_ids": tokens, "labels": labels, **more}

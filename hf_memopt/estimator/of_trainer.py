@@ -118,7 +118,7 @@ def _layer_lists(model) -> list[torch.nn.ModuleList]:
 
 
 def _largest_batch(trainer) -> tuple[dict, bool]:
-    """The tensors of the micro-batch with the longest samples, and whether it holds padding."""
+    """The tensors of the micro-batch with the longest samples, and whether it is not of one piece."""
     if trainer.train_dataset is None:
         raise InputError("trainer.train_dataset is None: the estimate needs samples to know the batch's size")
     loader = trainer.get_train_dataloader()
@@ -137,7 +137,9 @@ def _largest_batch(trainer) -> tuple[dict, bool]:
     if not tensors:
         raise InputError("the trainer's collator returns no tensors for its longest samples")
     mask = tensors.get("attention_mask")
-    padded = mask is not None and not bool(mask.all())
+    places = tensors.get("position_ids")
+    packed = places is not None and bool((places.diff(dim=-1) < 0).any())  # rows that attention keeps apart
+    padded = packed or (mask is not None and not bool(mask.all()))
     return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}, padded
 
 

@@ -43,6 +43,7 @@ class Job:
         task: what the model is trained for (estimator.model.TASKS).
         kbit_preparation: peft's prepare_model_for_kbit_training is called.
         memory_args: MemoryArguments, whose levers are on.
+        packed: several rows to a sample.
     """
 
     config: Any
@@ -59,6 +60,7 @@ class Job:
     task: str
     kbit_preparation: bool = False
     memory_args: Any = None
+    packed: bool = False
 
     @property
     def batch(self) -> dict:
@@ -69,7 +71,7 @@ class Job:
         )
         if budget is not None:
             micro = samples_within(budget, self.seq_len)
-        return batch_of(self.task, self.config, micro, self.seq_len, self.padded)
+        return batch_of(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
@@ -95,7 +97,8 @@ class Job:
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
             host_apart=self.device.backend not in ("cpu", "mps"),
-            padded=self.padded, world_size=self.world_size, engine=self.engine, evaluated=evaluates(self.fields),
+            padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
+            evaluated=evaluates(self.fields),
             memory_args=self.memory_args,
         )  # fmt: skip
 
@@ -103,7 +106,7 @@ class Job:
 def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_config=None, dtype: str = "float32",
              attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
              world_size: int | None = None, strategy: str | None = None, task: str | None = None,
-             kbit_preparation: bool = False, memory_args=None) -> Estimate:  # fmt: skip
+             kbit_preparation: bool = False, memory_args=None, packed: bool = False) -> Estimate:  # fmt: skip
     """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
     The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
@@ -127,12 +130,13 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
             what the configuration is for.
         kbit_preparation: peft's prepare_model_for_kbit_training is called on the model.
         memory_args: MemoryArguments of a MemoryTrainer; by default a plain Trainer's job.
+        packed: several rows to a sample, kept apart by their `position_ids`.
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
     job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
-                   quantization_config, world_size, strategy, task, kbit_preparation, memory_args)  # fmt: skip
+                   quantization_config, world_size, strategy, task, kbit_preparation, memory_args, packed)  # fmt: skip
     return estimate_job(job)
 
 
@@ -275,7 +279,7 @@ def phase_of(segment: str) -> str:
 
 def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="float32", attn_implementation=None,
              padded=False, quantization_config=None, world_size=None, strategy=None, task=None,
-             kbit_preparation=False, memory_args=None) -> Job:  # fmt: skip
+             kbit_preparation=False, memory_args=None, packed=False) -> Job:  # fmt: skip
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
@@ -296,11 +300,11 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_of(fields, strategy, world_size)
     if memory_args is not None:
-        check_levers(memory_args, fields, engine)
+        check_levers(memory_args, fields, engine, _stage(fields) if engine == "deepspeed" else 0)
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
-               world_size, engine, task or task_of(config), kbit_preparation, memory_args)  # fmt: skip
+               world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed)  # fmt: skip
 
 
 def _check_length(config, seq_len: int) -> None:

@@ -51,7 +51,7 @@ class TracedJob:
         fields: TrainingArguments fields of the real job; `deepspeed` is a dict.
         batch: the tensors of one micro-batch: name -> (shape, dtype).
         accelerator: count as an accelerator's allocator does.
-        padded: batches hold padding.
+        padded: batches hold padding, or several rows to a sample.
         engine: none, ddp, fsdp2 or deepspeed.
         evaluated: the job evaluates while it trains.
         kept_logits: evaluation batches whose logits stay on the device until metrics are computed.

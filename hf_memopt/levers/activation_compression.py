@@ -98,7 +98,8 @@ class Compressor:
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._shapes = {tuple(weight.shape) for weight in weights if weight.dim() == 2}
         config = getattr(model, "config", None)
-        self._vocabulary = getattr(config.get_text_config(), "vocab_size", 0) if config is not None else 0
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._vocabulary = getattr(text, "vocab_size", 0)
         self._tokens = max((tensor.shape[0] * tensor.shape[1] for tensor in inputs if tensor.dim() > 1), default=0)
         self.taken_bytes = self.kept_bytes = 0
 

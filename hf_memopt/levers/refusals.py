@@ -9,21 +9,22 @@ from hf_memopt.levers.arguments import MemoryArguments
 _SHARDING = ("fsdp2", "deepspeed")
 
 
-def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> None:
+def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0) -> None:
     """Refuse the first pair of settings that cannot work together.
 
     Args:
         fields: TrainingArguments fields that differ from their defaults.
         engine: none, ddp, fsdp2 or deepspeed.
+        zero_stage: DeepSpeed's.
 
     Raises:
         InputError: with the reason and what to leave out.
     """
-    for reason in refusals(memory_args, fields, engine):
+    for reason in refusals(memory_args, fields, engine, zero_stage):
         raise InputError(reason)
 
 
-def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
+def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0) -> Iterator[str]:
     """Every reason why a job cannot have these settings."""
     if memory_args.loss_chunk_size is not None and fields.get("use_liger_kernel"):
         yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
@@ -33,10 +34,13 @@ def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) 
         if fields.get("label_smoothing_factor"):
             yield ("label_smoothing_factor is applied to all logits: leave logits_to_keep out, "
                    "loss_chunk_size knows both")  # fmt: skip
-    if memory_args.activation_compression is not None and fields.get("torch_compile"):
-        yield "torch_compile decides by itself what is saved: leave activation_compression out"
-    if memory_args.activation_offload and fields.get("torch_compile"):
-        yield "torch_compile decides by itself what is saved: leave activation_offload out"
+    kept_elsewhere = [name for name in ("activation_compression", "activation_offload") if getattr(memory_args, name)]
+    for name in kept_elsewhere:
+        if fields.get("torch_compile"):
+            yield f"torch_compile decides by itself what is saved: leave {name} out"
+        if zero_stage == 3:
+            # A saved weight is known as such by its storage, which ZeRO-3 changes whenever it gathers the weight.
+            yield f"{name} would keep the weights that ZeRO-3 gathers: leave it out, or use fsdp2 or zero2"
     if memory_args.compile_memory_budget is not None and not fields.get("torch_compile"):
         yield "compile_memory_budget is the compiler's: set torch_compile=True, or use checkpoint_ratio"
     if memory_args.max_tokens_per_batch is not None:

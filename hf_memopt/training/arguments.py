@@ -50,6 +50,12 @@ class RecipeArguments:
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens per sample. Default: the preset's, within the model's positions."}
     )
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Fine-tuning: several rows to a sample of max_length tokens, kept apart by their positions."
+        },
+    )
     streaming: bool = field(default=False, metadata={"help": "Read data while training (needs --max_steps)."})
     shuffle_buffer_size: int = field(default=10_000, metadata={"help": "Rows a stream is shuffled within."})
     samples: int = field(default=3, metadata={"help": "Sampled lines to show at the end."})

@@ -78,7 +78,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         Raises:
             InputError: a lever cannot work with the model, or with another setting.
         """
-        check_levers(self.memory_args, vars(self.args), self._engine())
+        plugin = self.args.deepspeed_plugin
+        check_levers(self.memory_args, vars(self.args), self._engine(), plugin.zero_stage if plugin else 0)
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)

@@ -106,6 +106,7 @@ def predict(job: Job, trainer, length: int):
         return estimate(
             config, fields_of_trainer(trainer), length, job.preset.hardware, job.peft_config, job.preset.dtype,
             config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
+            packed="position_ids" in (data.column_names or ()),
             quantization_config=quantization, world_size=job.args.world_size, memory_args=job.memory_args,
         )  # fmt: skip
     except Exception as error:
