@@ -5,6 +5,7 @@ and head (a token), a head of queries and keys, an output neuron of every other 
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -21,6 +22,12 @@ def blocks_of(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[tuple[in
         for weight in module.parameters(recurse=False):
             found.setdefault(weight, _blocks(name.split("."), type(module).__name__, tuple(weight.shape), size))
     return found
+
+
+def settings_for(model: torch.nn.Module, args) -> dict[str, Any]:
+    """What a Trainer's TrainingArguments say of Adam, and the model's blocks, as arguments of AdamMini."""
+    betas = (args.adam_beta1, args.adam_beta2)
+    return {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "blocks": blocks_of(model)}
 
 
 def _blocks(path: list[str], kind: str, shape: tuple[int, ...], head: int | None):

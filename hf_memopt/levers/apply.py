@@ -1,6 +1,6 @@
 """The levers of MemoryArguments, put on a model and its optimizer: for the trainer and the estimator alike."""
 
-import functools
+from typing import Any
 
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.replaced import replace
@@ -55,32 +55,34 @@ def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
         from hf_memopt.levers.compile_memory_budget import set_memory_budget
 
         set_memory_budget(memory_args.compile_memory_budget)
-    if memory_args.adam_mini and trainer.optimizer is None:
-        from hf_memopt.levers.adam_mini import AdamMini, blocks_of
-
-        args = trainer.args
-        betas = (args.adam_beta1, args.adam_beta2)
-        settings = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-        trainer.optimizer_cls_and_kwargs = AdamMini, {**settings, "blocks": blocks_of(trainer.model)}
-    if memory_args.optimizer_in_backward:
-        from hf_memopt.levers.optimizer_in_backward import step_in_backward
-
-        _change_optimizer(trainer, step_in_backward)
-    if memory_args.optimizer_cpu_offload:
-        from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
-
-        _change_optimizer(trainer, functools.partial(keep_on_host, **host))
+    if memory_args.adam_mini or memory_args.optimizer_in_backward or memory_args.optimizer_cpu_offload:
+        replace(trainer, "create_optimizer", _creating(trainer, memory_args, host))
 
 
-def _change_optimizer(trainer, change) -> None:
-    """Change the optimizer that a trainer makes, or was given, at the moment it would make one."""
+def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
+    """create_optimizer() that changes each optimizer once, whether it is made or was given."""
     create, changed = trainer.create_optimizer, []
 
     def create_changed(*args, **kwargs):
+        if memory_args.adam_mini and trainer.optimizer is None:
+            from hf_memopt.levers.adam_mini import AdamMini, settings_for
+
+            trainer.optimizer_cls_and_kwargs = AdamMini, settings_for(trainer.model, trainer.args)
         optimizer = create(*args, **kwargs)
-        if not changed:
-            change(optimizer)
+        if not any(optimizer is one for one in changed):
             changed.append(optimizer)
+            _change(optimizer, memory_args, host)
         return optimizer
 
-    replace(trainer, "create_optimizer", create_changed)
+    return create_changed
+
+
+def _change(optimizer, memory_args: MemoryArguments, host: dict[str, Any]) -> None:
+    if memory_args.optimizer_in_backward:
+        from hf_memopt.levers.optimizer_in_backward import step_in_backward
+
+        step_in_backward(optimizer)
+    if memory_args.optimizer_cpu_offload:
+        from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
+
+        keep_on_host(optimizer, **host)

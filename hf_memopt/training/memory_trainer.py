@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.prediction import fields_of_trainer
 from hf_memopt.files import write_whole
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
@@ -79,7 +80,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             InputError: a lever cannot work with the model, or with another setting.
         """
         plugin = self.args.deepspeed_plugin
-        check_levers(self.memory_args, vars(self.args), self._engine(), plugin.zero_stage if plugin else 0)
+        check_levers(self.memory_args, fields_of_trainer(self), self._engine(), plugin.zero_stage if plugin else 0)
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)
