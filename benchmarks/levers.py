@@ -8,13 +8,15 @@ CUDA the same is measured with the card's own counters.
 """
 
 import functools
+import json
 import statistics
+import sys
 import tempfile
 import time
 
 import embedded_run
 import torch
-from record import record
+from record import RESULTS, record
 from rich.progress import track
 from transformers import MistralConfig, MistralForCausalLM, Trainer, TrainingArguments, default_data_collator
 
@@ -171,15 +173,20 @@ def row_of(name: str) -> dict:
     return row
 
 
-def main() -> None:
-    found = [row_of(name) for name in track(LEVERS, description="levers")]
+def main(chosen: list[str]) -> None:
+    """All levers, or those that are named, whose rows then take the place of older ones."""
+    found = [row_of(name) for name in track(chosen or LEVERS, description="levers")]
     for row in found:
         print(f"{row['lever']:>60}: {row['peak_ratio']:6.1%} of the peak, {row['step_time_ratio']:.2f} of the time, "
               f"gradient {row.get('gradient_error', float('nan')):.1e}, held-out loss "
               f"{row.get('held_out_loss_ratio', float('nan')):.4f}, "
               f"predicted {row['predicted_error']:+.2%}")  # fmt: skip
+    if chosen:
+        older = json.loads((RESULTS / "levers.json").read_text())["rows"]
+        newer = {row["lever"]: row for row in found}
+        found = [newer.get(row["lever"], row) for row in older]
     record("levers", "python benchmarks/levers.py", found)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -42,4 +42,6 @@ def main(job_file: str, peak_file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from hf_memopt.errors import run
+
+    run(lambda: main(*sys.argv[1:]))

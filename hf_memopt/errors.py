@@ -1,5 +1,6 @@
 """One kind of error for bad input: a sentence that names the field, the value and the fix."""
 
+import atexit
 import difflib
 import os
 import sys
@@ -57,6 +58,19 @@ def run(main: Callable[[], object]) -> None:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
         print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
         # A process group that is still open would wait for its peers at interpreter exit.
-        os._exit(2) if "RANK" in os.environ else sys.exit(2)
+        _leave(2) if "RANK" in os.environ else sys.exit(2)
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()  # trackers send what they have
+        _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End a process of several without taking the interpreter down.
+
+    gloo's threads drop the last collective's tensors when they get to it; where that is after the interpreter's end,
+    they find no interpreter to free them with, and abort the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -48,7 +48,7 @@ def rows(jsonl, builtin_model) -> tuple[str, int]:
     return jsonl(texts), len(packed(Dataset.from_list(texts), "text", tokenizer, TOKENS))
 
 
-SHIPPED = [("cpu", "cpu"), ("cpu_x2", "cpu_x2"), ("cpu_x2_zero2", "cpu_x2"), ("cpu_x2_zero3", "cpu_x2")]
+SHIPPED = [("cpu", "cpu"), ("cpu_x2", "cpu_x2"), ("cpu_x2_zero2", "cpu_x2")]  # zero3: below
 EXPORTED = [
     pytest.param("zero2_offload_cpu", marks=NEEDS_COMPILER),
     pytest.param("zero3_offload_cpu", marks=NEEDS_COMPILER),
@@ -72,11 +72,13 @@ def test_shipped_configs_train(config, preset, rows, tmp_path):
 
 
 def test_a_loss_in_chunks_where_weights_are_sharded(rows, tmp_path):
-    """ZeRO-3 gathers the head while it is called: every step's loss and gradient norm are those of all logits."""
+    """The shipped ZeRO-3 configuration trains, and with a loss in chunks, for which the head is gathered while it is
+    called, every step's loss and gradient norm are the same."""
     found = {}
     for name, more in (("all", ()), ("chunks", ("--loss_chunk_size", 16))):
         state = _pretrain("accelerate_configs/cpu_x2_zero3.yaml", tmp_path / name, "cpu_x2", rows[0],
                           "--logging_steps", 1, *more)  # fmt: skip
+        _check_batches(state, rows[1])
         logged = [entry for entry in state["log_history"] if "loss" in entry]
         found[name] = [entry[what] for entry in logged for what in ("loss", "grad_norm")]
     assert len(found["all"]) >= 4

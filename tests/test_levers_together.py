@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, de
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.estimator.truth import allocator_peak
+from hf_memopt.levers import activation_offload, optimizer_cpu_offload
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import refusals
 
@@ -87,6 +88,15 @@ def moved(names, folder, **more) -> torch.Tensor:
     return torch.cat([weight.detach().flatten().double() for weight in trainer.model.parameters()]) - before
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """The CPU stands in for a device with memory of its own: what is offloaded is copied, at once."""
+    keep = optimizer_cpu_offload.keep_on_host
+    monkeypatch.setattr(optimizer_cpu_offload, "keep_on_host", lambda optimizer: keep(optimizer, lambda _: True))
+    monkeypatch.setattr(activation_offload, "lanes_of", lambda _: activation_offload.AtOnce())
+    monkeypatch.setattr(activation_offload, "_SMALLEST", 4096)
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
     """What a run without the levers that change nothing gives; kept."""
@@ -102,7 +112,7 @@ def without(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_pairs(pair, without, tmp_path):
+def test_pairs(pair, without, apart, tmp_path):
     wanted, found = without(pair), moved(pair, tmp_path)
     if "activation_compression" in pair or "bf16" in pair:  # 8 bits; 16 bits that are rounded in another order
         # Adam divides small gradients by their own size, and what 8 bits do to them with it.

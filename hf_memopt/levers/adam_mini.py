@@ -54,6 +54,10 @@ class AdamMini(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._blocks = blocks or {}
 
+    def follow(self, copies: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+        """Divide copies of weights, which it is to update in their place, as the weights themselves."""
+        self._blocks |= {copies[weight]: blocks for weight, blocks in self._blocks.items() if weight in copies}
+
     def load_state_dict(self, state_dict) -> None:
         super().load_state_dict(state_dict)  # which casts states to their weight's type
         weights = [weight for group in self.param_groups for weight in group["params"]]

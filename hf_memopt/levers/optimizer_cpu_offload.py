@@ -29,6 +29,8 @@ def keep_on_host(optimizer, is_apart: Callable[[torch.Tensor], bool] | None = No
     with booking():
         copies = {weight: _on_host(weight) for weight in weights if apart(weight)}
         gradients = {weight: torch.empty_like(copy, pin_memory=copy.is_pinned()) for weight, copy in copies.items()}
+    if hasattr(optimizer, "follow"):  # Adam-mini knows its weights
+        optimizer.follow(copies)
     for group in optimizer.param_groups:
         group["params"] = [copies.get(weight, weight) for weight in group["params"]]
 
