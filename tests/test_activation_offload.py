@@ -88,6 +88,20 @@ def test_buffers_are_used_again(late):
     assert late.buffers == made > 5
 
 
+def test_batches_of_many_lengths_share_buffers(late):
+    """Pinned memory is never given back: it must not grow with every new length."""
+    keeper = Offloader(None, lambda _: late)
+    for length in (*range(64, 128), *range(64, 128)):
+        keeper.begin(MODEL, ())
+        tensor = torch.randn(length, 64)
+        kept = keeper.pack(tensor)
+        assert torch.equal(keeper.unpack(kept), tensor)
+        del kept
+    assert late.buffers <= 5
+    for size in (1, 7, 512, 1000, 12345, 1 << 20, (1 << 30) + 1):
+        assert size <= activation_offload._room(size) <= 1.25 * size
+
+
 def test_a_tensor_moves_once_and_weights_stay(late):
     keeper = Offloader(None, lambda _: late)
     model = torch.nn.Linear(64, 64)

@@ -167,3 +167,24 @@ def test_the_estimator_sees_it(names, tmp_path):
     # Which positions carry labels is not known before the data are: all of them are counted.
     above = 0.2 if "logits_to_keep" in names else 0.03
     assert -0.02 <= predicted / measured - 1 <= above
+
+
+def test_a_model_that_is_made_anew_has_its_levers(tmp_path):
+    """As hyperparameter searches make it: train() asks model_init again."""
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+                             per_device_train_batch_size=2, save_strategy="no")  # fmt: skip
+    made = []
+
+    def model_init():
+        made.append(AutoModelForCausalLM.from_config(config(1)))
+        return made[-1]
+
+    ids = torch.randint(3, VOCABULARY, (2, 16))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = MemoryTrainer(model_init=model_init, args=args, train_dataset=rows, data_collator=default_data_collator,
+                            memory_args=MemoryArguments(loss_chunk_size=8, adam_mini=True))  # fmt: skip
+    trainer.train()
+    assert len(made) == 2 and trainer.model is made[-1]
+    assert trainer.model.lm_head.forward.of_lever
+    head = trainer.optimizer.state[trainer.model.model.layers[0].self_attn.q_proj.weight]["exp_avg_sq"]
+    assert head.shape == (4, 1, 1), "a second moment a head"

@@ -153,11 +153,13 @@ class Offloader:
 
     def _move(self, tensor: torch.Tensor, size: int) -> Moved:
         flat = tensor.as_strided((tensor.numel(),), (1,))
-        host = (self._free[size].pop() if self._free[size] else self._lanes.buffer(size)).view(tensor.dtype)
+        room = _room(size)
+        buffer = self._free[room].pop() if self._free[room] else self._lanes.buffer(room)
+        host = buffer[:size].view(tensor.dtype)
         moved = Moved(self._moved, tensor, host)
         self._by_number[self._moved] = moved
         self._moved += 1
-        finalize(moved, self._free[size].append, host.view(torch.uint8))
+        finalize(moved, self._free[room].append, buffer)
         self._leaving.append((tensor, self._lanes.copy(host, flat)))
         if len(self._leaving) > _ON_THE_WAY:
             self._drop_oldest()
@@ -178,6 +180,12 @@ class Offloader:
                 wanted.fetched = self._lanes.copy(wanted.here, wanted.host)
         self._lanes.wait(moved.fetched)
         return moved.here
+
+
+def _room(size: int) -> int:
+    """Bytes of a buffer for so many: one of four sizes an octave, so that batches of all lengths share buffers."""
+    step = 1 << max(0, size.bit_length() - 3)
+    return -(-size // step) * step
 
 
 def lanes_of(device: torch.device):
