@@ -69,8 +69,8 @@ def estimate(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, lora.KEY, "
-            "quantization.KEY, or deepspeed (a shipped JSON's name, or a file).",
+            help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
+            "lora.KEY, quantization.KEY, or deepspeed (a shipped JSON's name, or a file).",
         ),
     ] = None,
     levers: Annotated[

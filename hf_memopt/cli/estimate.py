@@ -12,7 +12,7 @@ from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset
 
-_OWN = ("dtype", "attn_implementation", "task", "kbit_preparation")
+_OWN = ("dtype", "attn_implementation", "task", "kbit_preparation", "padded", "packed")
 
 
 def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
@@ -35,6 +35,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
         attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
         quantization_config=_quantization_config(preset, quantization), memory_args=memory_args,
+        padded=bool(own.get("padded")), packed=bool(own.get("packed")),
     )  # fmt: skip
     found = estimate_job(job)
     savings = largest_savings(job, found) if levers or found.fits is False else []
@@ -45,7 +46,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     if as_json:
         print_json(found.to_dict() | {"levers": [asdict(saving) for saving in savings]})
     else:
-        batch = f"{job.fields['per_device_train_batch_size']} × {job.seq_len} tokens"
+        batch = f"{job.batch['input_ids'][0][0]} × {job.seq_len} tokens"
         devices = f"{world_size} × " if world_size > 1 else ""
         _print(f"{model}, {preset.method}, {batch} on {devices}{device.label}", found, savings)
     return 1 if found.fits is False else 0

@@ -67,7 +67,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"loss_chunk_size={_CHUNK}", with_memory(loss_chunk_size=_CHUNK)
     if memory.activation_compression is None and not fields.get("torch_compile"):
         yield "activation_compression=int8", with_memory(activation_compression="int8")
-    if micro > 1:
+    if micro > 1 and memory.max_tokens_per_batch is None:
         changed = {
             "per_device_train_batch_size": micro // 2,
             "gradient_accumulation_steps": accumulation * micro // (micro // 2),
