@@ -64,7 +64,7 @@ def test_two_real_processes(yaml, strategy, fields, memory, tmp_path):
 def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
     def found():
         fields = {**CHECKPOINTED, "bf16": True, "per_device_train_batch_size": 1}
-        return estimate(_config(16), fields, 256, "a100_80gb", world_size=4, strategy=strategy)
+        return estimate(_config(14), fields, 256, "a100_80gb", world_size=4, strategy=strategy)
 
     extended = found()
     monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
@@ -84,7 +84,7 @@ def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
               "bf16": {"enabled": "auto"}}}  # fmt: skip
 
     def phases():
-        return estimate(_config(24), fields, 32, "a100_80gb", world_size=4).phases
+        return estimate(_config(20), fields, 32, "a100_80gb", world_size=4).phases
 
     extended = phases()
     monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
