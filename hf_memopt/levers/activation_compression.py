@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.levers.saved_tensors import is_dense, place, save_through
+from hf_memopt.levers.saved_tensors import is_dense, place, save_through, storages_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,7 @@ class Compressed:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.source = StorageWeakRef(tensor.untyped_storage())  # keeps another storage from getting this one's number
-        flat = (tensor if is_dense(tensor) else tensor.contiguous()).as_strided(
-            (tensor.numel(),), (1,), tensor.storage_offset() if is_dense(tensor) else 0
-        )
+        flat = (tensor if is_dense(tensor) else tensor.contiguous()).as_strided((tensor.numel(),), (1,))
         whole = len(flat) // _BLOCK * _BLOCK
         blocks = flat[:whole].view(-1, _BLOCK)
         self.dtype, self.rest = tensor.dtype, flat[whole:].clone()
@@ -94,9 +92,8 @@ class Compressor:
         self._alive: WeakValueDictionary[tuple, Compressed] = WeakValueDictionary()
 
     def begin(self, model, inputs) -> None:
-        weights = [*model.parameters(), *model.buffers()]
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        self._shapes = {tuple(weight.shape) for weight in weights if weight.dim() == 2}
+        self._weights = storages_of(model)
+        self._shapes = {tuple(weight.shape) for weight in (*model.parameters(), *model.buffers()) if weight.dim() == 2}
         config = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._vocabulary = getattr(text, "vocab_size", 0)

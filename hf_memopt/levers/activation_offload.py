@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.levers.activation_compression import Compressor
-from hf_memopt.levers.saved_tensors import is_dense, place, save_through
+from hf_memopt.levers.saved_tensors import is_dense, place, save_through, storages_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,7 @@ class Offloader:
 
     def begin(self, model, inputs) -> None:
         self.end()
-        weights = (*model.parameters(), *model.buffers())
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._weights = storages_of(model)
         if self.compressor is not None:
             self.compressor.begin(model, inputs)
         if not self._asked:

@@ -7,7 +7,6 @@ cross entropy, and works out the gradients at once. Tokens without a label are l
 themselves gets them, all of them.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from hf_memopt.errors import InputError
+from hf_memopt.levers.language_model import IGNORED, asks_for_its_loss, inner_model, shifted_labels, without_values
 from hf_memopt.levers.replaced import replace
 
-_IGNORED = -100
 _VOCABULARY_SLICE = 16_384  # rows of the head's gradient that are added up at once, where it is kept in fp32
 _NOTED = {torch.tanh, torch.mul, torch.div, torch.true_divide}
 
@@ -160,12 +159,12 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
     Raises:
         InputError: the model has no plain linear head, or does not ask its `loss_function` for the loss.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_model(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if type(head) is not torch.nn.Linear:
         what = "no head over a vocabulary" if head is None else f"a head of kind {type(head).__name__}"
         raise InputError(f"loss_chunk_size={size} needs a plain linear head: {type(inner).__name__} has {what}")
-    if "self.loss_function(" not in inspect.getsource(inspect.unwrap(type(inner).forward)):
+    if not asks_for_its_loss(inner):
         raise InputError(f"loss_chunk_size={size}: {type(inner).__name__} computes its loss itself; leave it out")
     plain = inner.loss_function
 
@@ -186,14 +185,12 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
 
 
 def _loss(logits: PromisedLogits, labels, size: int, smoothing: float, num_items_in_batch=None, shift_labels=None,
-          ignore_index: int = _IGNORED, **_) -> torch.Tensor:  # fmt: skip
+          ignore_index: int = IGNORED, **_) -> torch.Tensor:  # fmt: skip
     """transformers' loss of a causal language model (loss_utils.ForCausalLMLoss), in chunks."""
-    if shift_labels is None:
-        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(-1).to(logits.device)
+    target = shifted_labels(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     counted = target != ignore_index
-    if not _without_values(target):  # tensors without values may all count
+    if not without_values(target):  # tensors without values may all count
         chosen = counted.nonzero().squeeze(1)
         if len(chosen) < len(target):
             hidden, target = hidden[chosen], target[chosen]
@@ -210,9 +207,3 @@ def _loss(logits: PromisedLogits, labels, size: int, smoothing: float, num_items
 
 def _there(number, tensor: torch.Tensor):
     return number.to(tensor.device) if isinstance(number, torch.Tensor) else number
-
-
-def _without_values(tensor: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)

@@ -59,6 +59,11 @@ def place(tensor: torch.Tensor) -> tuple:
     return storage, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, order
 
 
+def storages_of(model: torch.nn.Module) -> set[int]:
+    """The storages of a model's weights and buffers, by which saved ones and views of them are told."""
+    return {weight.untyped_storage()._cdata for weight in (*model.parameters(), *model.buffers())}
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements lie side by side in memory, in whatever order of dimensions."""
     expected = 1

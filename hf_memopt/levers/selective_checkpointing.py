@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_memopt.errors import InputError
+from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
 
 _MOST_LAYERS = 1024  # a ratio is taken as the nearest fraction with no larger denominator than a model has layers
@@ -45,7 +46,7 @@ def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str |
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_model(model)
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not getattr(inner, "supports_gradient_checkpointing", False):
         raise InputError(f"checkpoint_ratio, checkpoint_keeps: {type(inner).__name__} has no layers to checkpoint")
