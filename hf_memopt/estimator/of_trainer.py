@@ -89,7 +89,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     def at(depth: int) -> TracedJob:
         return TracedJob(
             make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields, job.engine), batch=batch,
-            accelerator=device.backend != "cpu", host_apart=device.backend not in ("cpu", "mps"),
+            accelerator=device.backend != "cpu", host_apart=device.memory_apart,
             padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
             trainer=trainer,

@@ -76,7 +76,7 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     workers = job.fields.get("dataloader_num_workers", 0)
     waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
     loader = (waiting + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
-    if job.device.backend in ("cpu", "mps"):  # the device's memory is the host's
+    if not job.device.memory_apart:
         return max(peak.total + peak.host for peak in peaks.values()) + loader + _SPARE_HOST
     staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
     return max(offloaded, staged) + loader + _SPARE_HOST

@@ -96,7 +96,7 @@ class Job:
                 self.kbit_preparation, self.memory_args,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
-            host_apart=self.device.backend not in ("cpu", "mps"),
+            host_apart=self.device.memory_apart,
             padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
             evaluated=evaluates(self.fields),
             memory_args=self.memory_args,

@@ -78,8 +78,12 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     optim = str(fields.get("optim", "adamw_torch_fused"))
     if job.peft_config is None and optim.startswith("adamw_torch") and job.engine in ("none", "ddp"):
         yield "optim=adamw_8bit", with_fields(optim="adamw_8bit")
-    host_apart = job.device.backend not in ("cpu", "mps")
-    if not memory.optimizer_cpu_offload and job.peft_config is None and job.engine == "none" and host_apart:
+    if (
+        not memory.optimizer_cpu_offload
+        and job.peft_config is None
+        and job.engine == "none"
+        and job.device.memory_apart
+    ):
         fused = {**fields, "optim": "adamw_torch_fused"}
         yield (
             "optimizer_cpu_offload=true, optim=adamw_torch_fused",

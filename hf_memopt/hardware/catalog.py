@@ -64,6 +64,11 @@ class Hardware:
     unified_memory: bool = False
     sources: MappingProxyType = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
+    @property
+    def memory_apart(self) -> bool:
+        """Whether there is host memory beside the device's, for what is offloaded."""
+        return self.backend not in ("cpu", "mps")
+
 
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper V2.1, appendices"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper V2.1, appendices"
