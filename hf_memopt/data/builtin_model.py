@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 VOCABULARY = 4096
@@ -21,18 +22,23 @@ CHAT_TEMPLATE = (
 
 
 def builtin_model() -> Path:
-    """The folder with config, weights and tokenizer; made on first use, then kept in the cache.
+    """The folder of the language model: config, weights and tokenizer.
 
-    The cache is $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt. Two processes that make it at once make the same.
+    Made on first use, then kept in the cache: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt.
     """
-    cache = Path(os.environ.get("HF_MEMOPT_CACHE") or Path.home() / ".cache" / "hf_memopt")
     key = hashlib.sha256(f"{_VERSION} {sys.version}".encode()).hexdigest()[:12]  # the corpus comes with the Python
-    folder = cache / f"builtin-{key}"
+    return cached(f"builtin-{key}", _make)
+
+
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of the cache, made if it is not there. Two processes that make it at once make the same."""
+    cache = Path(os.environ.get("HF_MEMOPT_CACHE") or Path.home() / ".cache" / "hf_memopt")
+    folder = cache / name
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=cache))
         try:
-            _make(temporary)
+            make(temporary)
             os.rename(temporary, folder)
         except OSError:
             if not folder.is_dir():

@@ -148,12 +148,12 @@ def _text(row: dict, columns: str, tokenizer) -> tuple[str, list[tuple[int, int]
         text = row["text"] or ""
         return text, [(0, len(text))]
     if columns == "messages":
-        return _rendered(row["messages"], tokenizer)
+        return answer_spans(row["messages"], tokenizer)
     if columns == "alpaca":
         question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
-        return _rendered([_turn("user", question), _turn("assistant", row["output"])], tokenizer)
+        return answer_spans([_turn("user", question), _turn("assistant", row["output"])], tokenizer)
     if isinstance(row["prompt"], list):
-        return _rendered(row["prompt"] + row["completion"], tokenizer)
+        return answer_spans(row["prompt"] + row["completion"], tokenizer)
     text = row["prompt"] + row["completion"]
     if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
         text += tokenizer.eos_token
@@ -164,7 +164,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _rendered(messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
+def answer_spans(messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
     """The chat template's text, and the spans of what the assistant says, its end marker included.
 
     Each span is found by rendering the conversation up to and after the answer. Some templates rewrite earlier

@@ -22,9 +22,10 @@ def run_frozen_without_grad(model: torch.nn.Module) -> None:
 
 
 def _outermost_frozen(module: torch.nn.Module):
-    """Modules with weights none of which is trained, whose parents have some that are."""
+    """Modules with weights none of which is trained, whose parents have some that are, or are no more than lists."""
     weights = list(module.parameters())
-    if weights and not any(weight.requires_grad for weight in weights):
+    listed = isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)  # which are never called
+    if weights and not listed and not any(weight.requires_grad for weight in weights):
         yield module
     elif weights:
         for child in module.children():

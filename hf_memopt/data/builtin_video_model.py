@@ -1,0 +1,79 @@
+"""The video model that the recipe trains where none is named: Qwen2.5-VL in small, with random weights."""
+
+import json
+from pathlib import Path
+
+from hf_memopt.data.builtin_model import cached
+from hf_memopt.data.moving_shapes import COLOURS, QUESTION
+
+_VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
+_SPECIAL = ("<|end|>", "<|pad|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|user|>",
+            "<|assistant|>", "<|system|>")  # fmt: skip
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 56 * 56}  # pixels of a frame: four tokens for two frames
+
+
+def builtin_video_model() -> Path:
+    """The folder with config, weights, tokenizer and processor; made on first use, then kept in the cache."""
+    return cached(f"builtin-video-{_VERSION}", _make)
+
+
+def _make(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder)
+    number = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+            "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "initializer_range": 0.1,  # with the usual 0.02 so small a model learns the answer's form, and not to look
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+            "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.1,
+        },
+        initializer_range=0.1,
+        image_token_id=number("<|image_pad|>"), video_token_id=number("<|video_pad|>"),
+        vision_start_token_id=number("<|vision_start|>"), vision_end_token_id=number("<|vision_end|>"),
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    settings = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": _SIZE},
+        "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor", "size": _SIZE,
+                            "cap_pixels_per_frame": False},
+    }  # fmt: skip
+    (folder / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+
+
+def _tokenizer():
+    """Words and, for what else may be typed, bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(_SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    texts = [f"{QUESTION}\nfirst {one} then {other}" for one in COLOURS for other in COLOURS]
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=4096
+    )

@@ -1,0 +1,418 @@
+"""Samples for video models: decoded within limits, tokenised with answers as labels, and collated whatever their size."""
+
+import io
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hf_memopt.data.clips import BadVideo, Clip, capped_size, read_clip
+from hf_memopt.data.conversations import Medium, conversation
+from hf_memopt.data.tokens import IGNORED, answer_spans
+from hf_memopt.errors import InputError, one_line
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sample may take.
+
+    Attributes:
+        max_frames: of a video; None for no limit.
+        fps: frames a second that are taken, at most; None for all.
+        max_pixels_per_frame: height × width that a frame or an image keeps; None for the model's own.
+        max_video_tokens: tokens of all media of a sample.
+        max_length: tokens of a sample.
+    """
+
+    max_frames: int | None = 100
+    fps: float | None = None
+    max_pixels_per_frame: int | None = None
+    max_video_tokens: int | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value <= 0:
+                raise InputError(f"{name}={value} must be above 0, or left out for no limit")
+
+
+@dataclass
+class _Encoded:
+    """A medium as tensors, and the text that stands for it.
+
+    Attributes:
+        frames: of a video that are in the tensors; 0 for an image.
+    """
+
+    kind: str
+    text: str
+    tensors: dict[str, torch.Tensor]
+    frames: int = 0
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """From rows to samples, for one processor.
+
+    Args:
+        processor: of data.video_processor.
+        folder: that relative paths start from.
+    """
+
+    processor: Any
+    limits: Limits
+    folder: Path = field(default_factory=Path)
+
+    def __post_init__(self) -> None:
+        cap_pixels(self.processor, self.limits.max_pixels_per_frame)
+
+    def __call__(self, row: dict, where: str = "row") -> dict[str, torch.Tensor]:
+        """A row's sample: `input_ids`, `labels`, position inputs and the media's tensors.
+
+        Too long a sample loses frames first, evenly, then the end of its last answer.
+
+        Raises:
+            BadVideo: a video cannot be decoded.
+            InputError: the prompt alone is too long.
+        """
+        messages, media = conversation(row, where)
+        text, spans = answer_spans(messages, self.processor)
+        if not spans:
+            raise InputError(f"{where}: its answer has no certain place in the chat template's text")
+        allowed = self.limits.max_frames
+        while True:
+            encoded = [self._encode(medium, allowed) for medium in media]
+            sample, media_tokens = self._sample(text, spans, encoded, where)
+            over = self._over(len(sample["input_ids"]), media_tokens)
+            most = max((medium.frames for medium in encoded), default=0)
+            if over <= 0 or most <= self.merged:
+                break
+            per_frame = media_tokens / sum(medium.frames for medium in encoded)
+            fewer = most - max(1, round(over / per_frame / max(1, sum(medium.frames > 0 for medium in encoded))))
+            allowed = max(self.merged, min(fewer, most - self.merged))
+        self._check(encoded)
+        return self._cut(sample, media_tokens, where)
+
+    @property
+    def merged(self) -> int:
+        """Frames that the model merges in time."""
+        return getattr(self.processor.video_processor, "temporal_patch_size", None) or 1
+
+    @property
+    def side_multiple(self) -> int:
+        """What the sides of frames are multiples of."""
+        video = self.processor.video_processor
+        settings = getattr(video, "settings", None) or vars(video)
+        return (settings.get("patch_size") or 1) * (settings.get("merge_size") or 2)
+
+    def _over(self, tokens: int, media_tokens: int) -> int:
+        """Tokens above the limits."""
+        length, video = self.limits.max_length, self.limits.max_video_tokens
+        return max(tokens - length if length else 0, media_tokens - video if video else 0)
+
+    def _encode(self, medium: Medium, max_frames: int | None) -> _Encoded:
+        kind, source = medium
+        return self._video(source, max_frames) if kind == "video" else self._image(source)
+
+    def _video(self, source, max_frames: int | None) -> _Encoded:
+        limits = self.limits
+        clip = read_clip(self._found(source), max_frames, limits.fps, self.merged, limits.max_pixels_per_frame,
+                         self.side_multiple)  # fmt: skip
+        return self.encode_clip(clip)
+
+    def encode_clip(self, clip: Clip) -> _Encoded:
+        """A clip's tensors. Where the model merges more frames than there are, the last one is repeated."""
+        frames = clip.frames
+        rate = clip.rate
+        shown = [round(second * rate) for second in clip.timestamps]  # which transformers divides by the rate again
+        if missing := -len(frames) % self.merged:
+            frames = numpy.concatenate([frames, numpy.repeat(frames[-1:], missing, axis=0)])
+            shown += shown[-1:] * missing
+        about = {"total_num_frames": max(clip.total, len(frames)), "fps": rate, "duration": clip.duration,
+                 "frames_indices": shown, "height": frames.shape[2], "width": frames.shape[3]}  # fmt: skip
+        return self._processed("video", len(frames), videos=[torch.from_numpy(frames)], video_metadata=[about],
+                               do_sample_frames=False)  # fmt: skip
+
+    def _image(self, source) -> _Encoded:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+
+        found = self._found(source)
+        try:
+            image = ImageOps.exif_transpose(Image.open(found)).convert("RGB")
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise BadVideo(f"{_name(found)}: not an image that can be read ({one_line(error)})") from error
+        height, width = capped_size(
+            image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple
+        )
+        return self._processed("image", 0, images=[image.resize((width, height))])
+
+    def _processed(self, kind: str, frames: int, **media) -> _Encoded:
+        """What the processor makes of one medium alone."""
+        place = getattr(self.processor, f"{kind}_token")
+        found = self.processor(text=[place], return_text_replacement_offsets=True, **media)
+        text = found["text_replacement_offsets"][0][0]["replacement"]
+        names = found.keys() - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids",
+                                "text_replacement_offsets", "video_metadata"}  # fmt: skip
+        return _Encoded(kind, text, {name: _tensor(found[name]) for name in sorted(names)}, frames)
+
+    def _found(self, source):
+        """A path, or a file of the bytes that a data set carries."""
+        if isinstance(source, dict):
+            source = io.BytesIO(source["bytes"]) if source.get("bytes") else source.get("path")
+        if isinstance(source, bytes):
+            source = io.BytesIO(source)
+        if isinstance(source, io.BytesIO):
+            return source
+        if not source:
+            raise BadVideo("a row names no file")
+        path = Path(str(source)).expanduser()
+        path = path if path.is_absolute() else self.folder / path
+        if not path.is_file():
+            raise BadVideo(f"{path}: no such file")
+        return path
+
+    def _sample(self, text: str, spans, media: list[_Encoded], where: str) -> tuple[dict, int]:
+        """Tokens and labels with every medium's text in its place, and how many of the tokens are media's."""
+        text, spans = self._expanded(text, spans, media, where)
+        tokens = self.processor.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
+        ids = tokens["input_ids"]
+        labels = [
+            token if any(first < end and start < last for start, end in spans) else IGNORED
+            for token, (first, last) in zip(ids, tokens["offset_mapping"], strict=True)
+        ]
+        sample = {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+        types = torch.tensor(self.processor.create_mm_token_type_ids([ids])[0])
+        if self.processor.return_mm_token_type_ids:
+            sample["mm_token_type_ids"] = types
+        return sample | join([medium.tensors for medium in media], in_a_row=True), int((types > 0).sum())
+
+    def _expanded(self, text: str, spans, media: list[_Encoded], where: str):
+        """The text with every placeholder replaced, and its spans moved along."""
+        pieces, moves, at = [], [], 0
+        for medium in media:
+            place = getattr(self.processor, f"{medium.kind}_token")
+            start = text.find(place, at)
+            if start < 0:
+                raise InputError(f"{where}: the chat template does not put {place} where a {medium.kind} belongs")
+            pieces += [text[at:start], medium.text]
+            at = start + len(place)
+            moves.append((at, len(medium.text) - len(place)))
+        pieces.append(text[at:])
+
+        def moved(place: int) -> int:
+            return place + sum(by for end, by in moves if end <= place)
+
+        return "".join(pieces), [(moved(start), moved(end)) for start, end in spans]
+
+    def _check(self, media: list[_Encoded]) -> None:
+        """The limits, asserted on the tensors themselves.
+
+        Raises:
+            RuntimeError: a processor took other frames than it was given, or larger ones than the cap.
+        """
+        most, cap = self.limits.max_frames, self.limits.max_pixels_per_frame
+        for medium in media:
+            found = frames_in(medium.tensors, self.merged)
+            if medium.kind == "video" and (found != medium.frames or (most and found > max(most, self.merged))):
+                raise RuntimeError(f"{found} frames in the tensors, {medium.frames} given, max_frames={most}")
+            for name in ("video_grid_thw", "image_grid_thw") if cap else ():
+                patch = self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
+                for _, rows, columns in medium.tensors.get(name, torch.empty(0, 3)).tolist():
+                    if rows * columns * patch**2 > max(cap, self.side_multiple**2):
+                        raise RuntimeError(f"{medium.kind} of {rows * patch} × {columns * patch}, cap {cap} pixels")
+
+    def _cut(self, sample: dict, media_tokens: int, where: str) -> dict[str, torch.Tensor]:
+        """A sample without the end of its answer that is too long; no medium is ever cut."""
+        video, length = self.limits.max_video_tokens, self.limits.max_length
+        if video and media_tokens > video:
+            raise InputError(
+                f"{where}: its media take {media_tokens} tokens at their fewest frames, above max_video_tokens={video}: "
+                "raise it, or lower max_pixels_per_frame"
+            )
+        tokens = len(sample["input_ids"])
+        if length is None or tokens <= length:
+            return sample
+        types = torch.tensor(self.processor.create_mm_token_type_ids([sample["input_ids"].tolist()])[0])
+        last = int(types.nonzero().max()) + 1 if media_tokens else 0
+        answered = (sample["labels"][:length] != IGNORED).any()
+        if last > length or not answered:
+            raise InputError(
+                f"{where}: its prompt leaves no room for an answer within max_length={length} (all of it takes {tokens} "
+                f"tokens, {media_tokens} of them media's at their fewest frames): raise max_length, or lower "
+                "max_pixels_per_frame"
+            )
+        return {name: value[:length] if name in _TOKENS else value for name, value in sample.items()}
+
+
+def cap_pixels(processor, cap: int | None) -> None:
+    """Lower the size that a processor scales small frames and images up to, which may lie above the cap."""
+    for part in (processor.video_processor, getattr(processor, "image_processor", None)) if cap else ():
+        settings = getattr(part, "settings", None) or vars(part)
+        size = dict(settings.get("size") or {})
+        if settings.get("patch_size") and size.get("shortest_edge") and size.get("longest_edge"):
+            size["shortest_edge"] = min(size["shortest_edge"], cap // 4)  # sides are rounded up from there
+            settings["size"] = size
+
+
+def frames_in(tensors: dict[str, torch.Tensor], merged: int) -> int:
+    """Frames that the tensors of one video hold."""
+    if "video_grid_thw" in tensors:
+        return int(tensors["video_grid_thw"][:, 0].sum()) * merged
+    pixels = tensors.get("pixel_values_videos", tensors.get("pixel_values"))
+    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+
+
+def join(parts: list[dict], in_a_row: bool = False) -> dict[str, Any]:
+    """The media tensors of several media, or of several samples.
+
+    Patches and frames are laid end to end. Videos of unequal length that a model takes as (videos, frames, …) become a
+    list. A model that takes (samples, frames, …) gets one row a sample, filled up with zeros, which it leaves out.
+
+    Args:
+        in_a_row: the parts are media of one sample.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    rows = "pixel_attention_mask" in names  # such a model
+    joined = {}
+    for name in names:
+        found = [value for part in parts if name in part for value in _as_list(part[name])]
+        joined[name] = _rows(found, in_a_row) if rows else _end_to_end(name, found)
+    return joined
+
+
+def _as_list(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _rows(found: list[torch.Tensor], in_a_row: bool) -> torch.Tensor:
+    if in_a_row:
+        return torch.cat(found, dim=1)
+    most = max(tensor.shape[1] for tensor in found)
+    return torch.cat([_filled(tensor, most) for tensor in found])
+
+
+def _end_to_end(name: str, found: list[torch.Tensor]):
+    if len({tensor.shape[1:] for tensor in found}) == 1:
+        return torch.cat(found)
+    if name == "pixel_values_videos":
+        return found
+    most = max(tensor.shape[1] for tensor in found)  # images cut into unequal numbers of tiles
+    return torch.cat([_filled(tensor, most) for tensor in found])
+
+
+def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Zeros up to a length along the second dimension."""
+    missing = length - tensor.shape[1]
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])], dim=1)
+
+
+def _tensor(value) -> torch.Tensor:
+    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(numpy.asarray(value))
+    return value.float() if value.dtype is torch.float64 else value
+
+
+def _name(source) -> str:
+    return "a file within the data set" if isinstance(source, io.BytesIO) else str(source)
+
+
+class BadVideos:
+    """Files that give no frames, listed in a text file that all processes and workers of a run share.
+
+    Args:
+        path: of the list; made with its first line.
+        most: that may be skipped.
+    """
+
+    def __init__(self, path: str | Path, most: int = 0) -> None:
+        self.path, self.most = Path(path), most
+
+    def listed(self) -> list[str]:
+        """What was wrong with each, once."""
+        return list(dict.fromkeys(self.path.read_text(encoding="utf-8").splitlines())) if self.path.exists() else []
+
+    def skip(self, error: BadVideo) -> None:
+        """Count one more.
+
+        Raises:
+            BadVideo: there are more than may be.
+        """
+        line = one_line(error)
+        known = self.listed()
+        if line in known:
+            return
+        if len(known) >= self.most:
+            more = f"; with {len(known)} before it more than max_bad_videos={self.most}" if known else ""
+            raise BadVideo(f"{line}{more}. Take it out of the data, or raise max_bad_videos to skip it") from error
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        logger.warning("skipped: %s", line)
+
+
+class VideoSamples(torch.utils.data.Dataset):
+    """Rows as samples, decoded when they are asked for. A row that is skipped gives way to the next one.
+
+    Args:
+        rows: a sequence of rows, as conversation() takes them.
+        encode: an Encoder.
+        bad: where broken files are counted; by default none may be.
+    """
+
+    def __init__(self, rows, encode: Encoder, bad: BadVideos | None = None, name: str = "row") -> None:
+        self.rows, self.encode, self.name = rows, encode, name
+        self.bad = bad or BadVideos("bad_videos.txt")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        for step in range(len(self)):
+            number = (index + step) % len(self)
+            try:
+                return self.encode(self.rows[number], f"{self.name} {number}")
+            except BadVideo as error:
+                self.bad.skip(error)
+        raise BadVideo(f"none of the {len(self)} rows has a video that can be decoded")
+
+
+@dataclass(frozen=True)
+class VideoCollator:
+    """Samples as one batch: tokens padded to the longest, media as the model takes them.
+
+    Args:
+        pad_token_id: of the tokenizer.
+        pad_to_multiple_of: tokens.
+        apart: leave each sample's media to itself (a list with one dictionary a sample, under "media"), as VideoTrainer
+            wants them, which joins them when the batch runs and so can cut a batch between samples.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int = 8
+    apart: bool = False
+
+    def __call__(self, samples: list[dict]) -> dict[str, Any]:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "mm_token_type_ids": 0}
+        batch: dict[str, Any] = {
+            name: torch.stack([_padded(sample[name], length, fill[name]) for sample in samples])
+            for name in _TOKENS
+            if name in samples[0]
+        }
+        # From the lengths: a padding token may also be the end of a text.
+        ends = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+        batch["attention_mask"] = (torch.arange(length)[None] < ends).long()
+        media = [{name: value for name, value in sample.items() if name not in _TOKENS} for sample in samples]
+        return batch | ({"media": media} if self.apart else join(media))
+
+
+def _padded(values: torch.Tensor, length: int, filling: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, length - len(values)), value=filling)

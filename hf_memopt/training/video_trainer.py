@@ -1,0 +1,25 @@
+"""MemoryTrainer for batches of videos, whose tensors have no row for each sample."""
+
+from typing import Any
+
+from hf_memopt.data.video import join
+from hf_memopt.training.memory_trainer import MemoryTrainer
+from hf_memopt.training.video_model import take_videos_of_any_length
+
+
+class VideoTrainer(MemoryTrainer):
+    """A MemoryTrainer for VideoCollator(apart=True).
+
+    Media stay with their sample until the batch runs, so that a micro-batch that does not fit can be cut between
+    samples, and only the pixels of what runs are on the device.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        take_videos_of_any_length(self.model)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        media = inputs.get("media")
+        if media is not None:
+            inputs = {name: value for name, value in inputs.items() if name != "media"} | join(media)
+        return super()._prepare_inputs(inputs)
