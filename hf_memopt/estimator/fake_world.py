@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memopt.estimator.cuda_autocast import cuda_autocast
+from hf_memopt.estimator.known_values import tensor_of
 
 
 @contextmanager
@@ -29,6 +30,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "to", cast_in_place),
         # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
         mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
+        mock.patch.object(torch, "tensor", tensor_of(torch.tensor)),
         _foreach(accelerator),
         _packed_weights(),
         _attention_without_dropout(accelerator),

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from hf_memopt.estimator import known_values
+
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
 HOST = "host"  # booked, but not on the device: what an engine keeps in host memory
 _BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
@@ -70,9 +72,10 @@ class Ledger(TorchDispatchMode):
         padded: batches hold padding.
         accelerator: count and compute as on an accelerator.
         fake: tensors have no values, so that questions about them are answered; False follows real tensors.
+        values: some fake tensors have known values, from which others follow.
     """
 
-    def __init__(self, padded: bool = False, accelerator: bool = False, fake: bool = True):
+    def __init__(self, padded: bool = False, accelerator: bool = False, fake: bool = True, values: bool = False):
         super().__init__()
         self.phase = "load"
         self.step = 0
@@ -95,6 +98,7 @@ class Ledger(TorchDispatchMode):
         self._all: set[int] = set()
         self._padded = padded
         self._fake = fake
+        self._values = values
         self._block = _BLOCK if accelerator else 1
         self._opened = _written_in_torch(accelerator) if fake else {}
         self._replaced = (_ON_ACCELERATOR if accelerator else _ON_CPU) if fake else {}
@@ -216,12 +220,15 @@ class Ledger(TorchDispatchMode):
         if types and any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a shard of a larger tensor: its own operators come here again, on the shard
         if self._fake and func in _SCALARS:
-            return self._plausible(args[0])
+            known = known_values.value_of(args[0]) is not None
+            return known_values.item_of(args[0]) if known else self._plausible(args[0])
         if func in self._opened:
             with self:  # so that what it does inside is booked too
                 return self._opened[func](*args, **(kwargs or {}))
         before = self._allocations
-        if self._fake and _about_pieces(func, args):
+        if self._values:
+            out = known_values.run(func, args, kwargs or {}, self._replaced.get(func, func))
+        elif self._fake and _about_pieces(func, args):
             out = _shortcut(func, args)
         else:
             out = self._replaced.get(func, func)(*args, **(kwargs or {}))

@@ -19,9 +19,11 @@ import torch
 from hf_memopt.estimator.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
+from hf_memopt.estimator.known_values import know
 from hf_memopt.estimator.ledger import HOST, Ledger
 from hf_memopt.estimator.model import outside_zero3
 from hf_memopt.levers.activation_offload import AtOnce, Offloader
+from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 
 # The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
@@ -58,6 +60,7 @@ class TracedJob:
         trainer: the user's own, whose class and settings the traced one gets; None for transformers' Trainer.
         host_apart: the device has memory of its own.
         memory_args: MemoryArguments, whose levers make_model() has put on the model.
+        values: of those tensors of the batch that the model asks for them.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -72,6 +75,7 @@ class TracedJob:
     trainer: Any = None
     host_apart: bool = True
     memory_args: Any = None
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 def trace(job: TracedJob) -> Ledger:
@@ -79,7 +83,7 @@ def trace(job: TracedJob) -> Ledger:
 
     Segments are named alike at every depth: the first and the last layer by themselves, all layers between together.
     """
-    ledger = Ledger(padded=job.padded, accelerator=job.accelerator)
+    ledger = Ledger(padded=job.padded, accelerator=job.accelerator, values=bool(job.values))
     with (
         tempfile.TemporaryDirectory() as folder,
         _quiet(),
@@ -196,13 +200,16 @@ def _make_trainer(job: TracedJob, model, args, ledger: Ledger):
     from transformers import PrinterCallback, Trainer
 
     micro = args.per_device_train_batch_size
-    data = _Samples(micro * args.gradient_accumulation_steps * args.max_steps * job.world_size)
+    batches = args.gradient_accumulation_steps * args.max_steps
+    if not job.accelerator:  # accelerate fetches a batch ahead, into host memory
+        batches += 1
+    data = _Samples(micro * batches * job.world_size)
     if job.trainer is None:
-        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=_collator(job.batch))
+        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=_collator(job))
         trainer.remove_callback(PrinterCallback)
     else:
         trainer = _copied(job.trainer, model, args)
-        trainer.train_dataset, trainer.data_collator = data, _collator(job.batch)
+        trainer.train_dataset, trainer.data_collator = data, _collator(job)
         trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
     trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
     memory_args = getattr(trainer, "memory_args", job.memory_args)
@@ -213,9 +220,12 @@ def _make_trainer(job: TracedJob, model, args, ledger: Ledger):
     return trainer
 
 
-def _collator(batch):
+def _collator(job: TracedJob):
     def collate(rows):
-        return {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in batch.items()}
+        made = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in job.batch.items()}
+        for name, value in job.values.items():
+            know(made[name], value)
+        return made
 
     return collate
 
@@ -349,14 +359,17 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     """What Trainer.evaluate does to memory: forward without gradients, and logits that wait for the metrics."""
     ledger.begin("eval", "activations")
     size = trainer.args.per_device_eval_batch_size
-    batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
+    if not job.values:  # otherwise what belongs to one sample cannot be told
+        batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
+        job = dataclasses.replace(job, batch=batch)
     model = trainer.model if job.engine in ("none", "ddp") else trainer.model_wrapped
     model.eval()
     reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
     kept = []
     for _ in range(min(job.kept_logits, 2) or 1):
-        inputs = trainer._prepare_inputs(_collator(batch)(None))
-        _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
+        inputs = trainer._prepare_inputs(_collator(job)(None))
+        with nothing_but_loss(model, not job.kept_logits):
+            _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
         kept.append(logits if reduce is None or logits is None else reduce(logits, labels))
     ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(kept[0]))
     ledger.begin("between", "other")

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from contextlib import contextmanager
 
 import torch
 
@@ -28,13 +29,25 @@ def keep_answer_logits(model) -> None:
 
     @functools.wraps(forward)
     def with_fewer_logits(*args, labels=None, **kwargs):
-        if labels is None or not inner.training or kwargs.get("logits_to_keep"):
+        asked_for = not inner.training and not getattr(inner, "loss_is_all", False)
+        if labels is None or asked_for or kwargs.get("logits_to_keep"):
             return forward(*args, labels=labels, **kwargs)
         shifted = shifted_labels(labels, kwargs.pop("shift_labels", None))
         kept = _answered(shifted)
         return forward(*args, labels=labels, logits_to_keep=kept, shift_labels=shifted[:, kept], **kwargs)
 
     replace(inner, "forward", with_fewer_logits)
+
+
+@contextmanager
+def nothing_but_loss(model, true: bool = True):
+    """Say whether an evaluation wants losses alone, so that it computes no more logits than training does."""
+    inner = inner_model(model)
+    inner.loss_is_all = true
+    try:
+        yield
+    finally:
+        del inner.loss_is_all
 
 
 def _answered(labels: torch.Tensor) -> torch.Tensor:

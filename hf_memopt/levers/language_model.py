@@ -29,5 +29,5 @@ def shifted_labels(labels, given=None, ignore_index: int = IGNORED) -> torch.Ten
 
 
 def without_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the estimator's, which has a shape alone."""
-    return isinstance(tensor, FakeTensor)
+    """Whether a tensor is the estimator's and has a shape alone."""
+    return isinstance(tensor, FakeTensor) and getattr(tensor, "known_value", None) is None

@@ -5,6 +5,7 @@ import traceback
 import numpy
 import torch
 
+from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.training.oom import diagnose, free_memory
 from hf_memopt.training.random_state import RandomState
 
@@ -62,6 +63,10 @@ class EvalRecovery:
             began.restore()
             self._close_bars()
             dataloader = self.get_eval_dataloader(dataloader.dataset)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
+        with nothing_but_loss(self.accelerator.unwrap_model(model), prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _halve_eval_batch(self, found) -> None:
         before = self.args.per_device_eval_batch_size
