@@ -13,6 +13,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset
 
 _OWN = ("dtype", "attn_implementation", "task", "kbit_preparation", "padded", "packed")
+_VIDEO = ("max_frames", "frame_size", "max_pixels_per_frame", "answer_tokens", "freeze_vision", "freeze_projector")
 
 
 def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
@@ -21,20 +22,24 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     _import_libraries()
     from hf_memopt.estimator.prediction import estimate_job
     from hf_memopt.estimator.reference import job_of
+    from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.savings import largest_savings
+    from hf_memopt.estimator.video import frozen_parts, video_inputs
     from hf_memopt.hardware import get_hardware
 
     preset = get_preset(preset_name, method, strategy)
-    given, lora, quantization, own, memory_args = _split(settings)
+    given, lora, quantization, own, memory_args, clips = split_settings(settings)
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     device = get_hardware(hardware) if hardware else preset.hardware
     world_size = preset.processes if world_size is None else world_size
     if world_size < 1:
         raise InputError(f"--world-size {world_size} must be at least 1")
+    video = video_inputs(model, load_config(model), clips)
     job = job_of(
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
+        video=video, frozen=frozen_parts(clips) if video else (),
         attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=_quantization_config(preset, quantization), memory_args=memory_args,
+        quantization_config=quantization_config(preset, quantization, model if video else None), memory_args=memory_args,
         padded=bool(own.get("padded")), packed=bool(own.get("packed")),
     )  # fmt: skip
     found = estimate_job(job)
@@ -80,7 +85,12 @@ def _import_libraries() -> None:
         gc.enable()
 
 
-def _quantization_config(preset: Preset, changed: dict[str, Any]):
+def quantization_config(preset: Preset, changed: dict[str, Any], video_model: str | None = None):
+    """The preset's BitsAndBytesConfig with changed fields; None where the method is another.
+
+    Args:
+        video_model: a model whose vision tower stays as it is.
+    """
     if preset.method != "qlora":
         if changed:
             raise InputError("quantization.* applies to method=qlora only")
@@ -91,13 +101,20 @@ def _quantization_config(preset: Preset, changed: dict[str, Any]):
     known = set(BitsAndBytesConfig().to_dict())
     for name in changed.keys() - known:
         raise choose("key of quantization", name, known)
+    if video_model is not None:
+        from transformers import AutoModelForImageTextToText
+
+        from hf_memopt.estimator.architectures import load_config
+        from hf_memopt.levers.video_parts import not_quantized
+
+        settings.setdefault("llm_int8_skip_modules", not_quantized(load_config(video_model), AutoModelForImageTextToText))
     return BitsAndBytesConfig(**settings)
 
 
-def _split(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryArguments]:
-    """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, what is neither, and
-    MemoryArguments."""
-    found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}, "memory": {}}
+def split_settings(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryArguments, dict]:
+    """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, what is neither,
+    MemoryArguments, and what is said of videos."""
+    found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}, "memory": {}, "video": {}}
     for word in settings:
         key, equals, text = word.partition("=")
         if not equals:
@@ -105,12 +122,14 @@ def _split(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryArguments
         prefix, dot, name = key.partition(".")
         if dot and prefix not in ("lora", "quantization"):
             raise InputError(f"--set {word}: only lora. and quantization. have keys of their own")
-        group = prefix if dot else "own" if key in _OWN else "memory" if key in MemoryArguments.names() else ""
+        groups = {"own": _OWN, "memory": MemoryArguments.names(), "video": _VIDEO}
+        group = prefix if dot else next((group for group, keys in groups.items() if key in keys), "")
         found[group][name if dot else key] = yaml.safe_load(text)
     dtype = found["own"].get("dtype")
     if dtype is not None and dtype not in DTYPES:
         raise choose("dtype", str(dtype), DTYPES)
-    return found[""], found["lora"], found["quantization"], found["own"], MemoryArguments(**found["memory"])
+    memory = MemoryArguments(**found["memory"])
+    return found[""], found["lora"], found["quantization"], found["own"], memory, found["video"]
 
 
 def _print(job: str, found, savings) -> None:

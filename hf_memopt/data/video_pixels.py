@@ -35,12 +35,14 @@ class Family:
         defaults: of its configuration.
         sizes: (settings, frames, height, width) -> the sizes that frames are scaled to, one after the other.
         lay_out: (settings, normalised frames) -> the model's tensors for one clip.
+        text: tokens that the processor writes beside each step in time (numbers, times, marks).
     """
 
     name: str
     defaults: Settings
     sizes: Callable[[Settings, int, int, int], list[tuple[int, int]]]
     lay_out: Callable[[Settings, torch.Tensor], dict[str, torch.Tensor]]
+    text: int = 0
 
 
 def pixels_of(family: Family, settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -158,19 +160,19 @@ FAMILIES = {
         "Qwen3VLVideoProcessor",
         {**_MERGED, **_HALF, "patch_size": 16, "resample": 3,
          "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}},
-        _clip_within, _patches,
+        _clip_within, _patches, text=10,
     ),
     "video_llama_3": Family(
         "VideoLlama3VideoProcessor",
         {**_MERGED, **_HALF, "size": _MERGED_SIZE, "resample": 3, "temporal_patch_size": 1,
          "use_token_compression": True},
-        _each_frame_within_share, _patches_that_change,
+        _each_frame_within_share, _patches_that_change, text=8,
     ),
     "llava_onevision": Family("LlavaOnevisionVideoProcessor", {**_SQUARE, **_CLIP}, _as_configured, _frames_alone),
-    "internvl": Family("InternVLVideoProcessor", {**_SQUARE, **_CLIP}, _as_configured, _frames_alone),
+    "internvl": Family("InternVLVideoProcessor", {**_SQUARE, **_CLIP}, _as_configured, _frames_alone, text=7),
     "smolvlm": Family(
         "SmolVLMVideoProcessor",
         {**_HALF, "size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}, "resample": 1},
-        _longest_then_square, _frames_as_images,
+        _longest_then_square, _frames_as_images, text=12,
     ),
 }  # fmt: skip

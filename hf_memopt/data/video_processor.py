@@ -41,8 +41,7 @@ def _without_torchvision(name: str, config, trust_remote_code: bool):
     kind = config.model_type
     if kind not in FAMILIES:
         raise InputError(f"{choose('video model type', kind, FAMILIES)} For others install torchvision")
-    whole, alone, images = (_json(name, file) for file in _FILES)
-    settings = (whole or {}).get("video_processor") or alone or images or {}
+    whole, settings = _json(name, _FILES[0]), settings_of(name)
     made_of = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
     nested = (*made_of.get_attributes(), "processor_class", "auto_map", "chat_template")
     own = {key: value for key, value in (whole or {}).items() if key not in nested}
@@ -56,6 +55,17 @@ def _without_torchvision(name: str, config, trust_remote_code: bool):
     # Its constructor asks that the video processor be of the class that needs torchvision.
     with mock.patch.object(made_of, "check_argument_for_proper_class", lambda *_: None):
         return made_of(**parts, **own)
+
+
+def settings_of(name: str) -> dict:
+    """What a checkpoint, in a folder or on the hub, says of its video processor; nothing where it cannot be asked."""
+    if not Path(name).exists() and "/" not in str(name):
+        return {}
+    try:
+        whole, alone, images = (_json(name, file) for file in _FILES)
+    except (OSError, ValueError):
+        return {}
+    return (whole or {}).get("video_processor") or alone or images or {}
 
 
 def _chat_template(name: str, tokenizer) -> str | None:

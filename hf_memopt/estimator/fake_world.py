@@ -10,10 +10,10 @@ from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_memopt.estimator.cuda_autocast import cuda_autocast
-from hf_memopt.estimator.known_values import tensor_of
+from hf_memopt.estimator.known_values import list_of, tensor_of
 
 
 @contextmanager
@@ -31,6 +31,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
         mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
         mock.patch.object(torch, "tensor", tensor_of(torch.tensor)),
+        mock.patch.object(FakeTensor, "tolist", list_of(FakeTensor.tolist)),
         _foreach(accelerator),
         _packed_weights(),
         _attention_without_dropout(accelerator),

@@ -46,6 +46,18 @@ def tensor_of(make):
     return of
 
 
+def list_of(tolist):
+    """FakeTensor.tolist() that reads a known value at once, not element by element."""
+
+    def of(tensor):
+        if value_of(tensor) is None:
+            return tolist(tensor)
+        with unset_fake_temporarily():
+            return value_of(tensor).tolist()
+
+    return of
+
+
 def _number(leaf):
     return item_of(leaf) if value_of(leaf) is not None and leaf.dim() == 0 else leaf
 

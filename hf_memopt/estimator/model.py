@@ -9,6 +9,7 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.video_parts import train_parts
 
 TASKS = ("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification")
 _AUTO_CLASSES = {
@@ -42,7 +43,7 @@ def task_of(config) -> str:
 
 
 def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config,
-               kbit_preparation: bool = False, memory_args: MemoryArguments | None = None):  # fmt: skip
+               kbit_preparation: bool = False, memory_args: MemoryArguments | None = None, frozen: tuple[str, ...] = ()):  # fmt: skip
     """Called in the fake world.
 
     Args:
@@ -51,6 +52,7 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         peft_config: a LoraConfig, or None for full fine-tuning.
         kbit_preparation: peft's prepare_model_for_kbit_training is called, which this project's recipes avoid.
         memory_args: MemoryArguments, whose levers are put on the model.
+        frozen: parts of a video model that are not trained (levers.video_parts.PARTS).
 
     Raises:
         InputError: an unknown task.
@@ -70,7 +72,9 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if peft_config is not None:
+    if frozen:
+        model = train_parts(model, copy.deepcopy(peft_config), frozen)
+    elif peft_config is not None:
         model = add_adapters(model, copy.deepcopy(peft_config))
     if memory_args is not None:
         apply_levers(model, memory_args)

@@ -44,6 +44,7 @@ class TrainerJob:
     model: Any
     layer: Any
     task: str = "the trainer's own"
+    memory_args: Any = None
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
@@ -83,7 +84,8 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     lists = _layer_lists(model)
     layer = lists[0][0] if lists else model
     job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
-                     engine_of(fields, strategy, world_size), batch, model, layer)  # fmt: skip
+                     engine_of(fields, strategy, world_size), batch, model, layer,
+                     memory_args=getattr(trainer, "memory_args", None))  # fmt: skip
     kept_batches = _batches_kept_for_metrics(trainer)
 
     def at(depth: int) -> TracedJob:

@@ -20,12 +20,18 @@ def context(device: Hardware) -> int:
 
 
 def add_prefetched(peaks: dict[str, Peak], job) -> None:
-    """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced."""
-    more = max(0, job.fields["gradient_accumulation_steps"] - 2)
+    """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced.
+    MemoryTrainer moves one at a time."""
+    accumulation = job.fields["gradient_accumulation_steps"]
+    more = (1 if _one_at_a_time(job) else accumulation) - min(2, accumulation)
     size = more * batch_bytes(job)
     for name, peak in peaks.items():
         if not name.startswith(("load", "start")):
             grow(peak, "other", size)
+
+
+def _one_at_a_time(job) -> bool:
+    return job.memory_args is not None and job.device.memory_apart and job.engine in ("none", "ddp")
 
 
 def batch_bytes(job) -> int:
@@ -75,7 +81,8 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     offloaded = max(peak.host for peak in peaks.values())
     workers = job.fields.get("dataloader_num_workers", 0)
     waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
-    loader = (waiting + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
+    fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
+    loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
         return max(peak.total + peak.host for peak in peaks.values()) + loader + _SPARE_HOST
     staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
@@ -93,8 +100,13 @@ def notes(job, books: Ledger) -> tuple[str, ...]:
         said.append(
             "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
         )
-    if job.task == "image-text-to-text":
-        said.append("text only: images and videos in the batch come on top")
+    video = getattr(job, "video", None)
+    if video is not None and video.sample is None:
+        said.append(f"a sample: {video.told(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
+        if not video.settings:
+            said.append("the model's processor could not be asked: frames are scaled as its family does by default")
+    elif job.task == "image-text-to-text" and video is None:
+        said.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
     for name, what in (("torch_compile", "torch_compile"), ("use_liger_kernel", "Liger's kernels")):
         if job.fields.get(name):
             said.append(f"traced without {what}, which usually need less")

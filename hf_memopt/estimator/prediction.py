@@ -22,6 +22,7 @@ from hf_memopt.estimator.model import batch_of, make_model, outside_zero3, task_
 from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
+from hf_memopt.estimator.video import VideoInputs, values_of
 from hf_memopt.files import shipped
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
@@ -44,6 +45,8 @@ class Job:
         kbit_preparation: peft's prepare_model_for_kbit_training is called.
         memory_args: MemoryArguments, whose levers are on.
         packed: several rows to a sample.
+        video: the clips of a batch; None for text.
+        frozen: of levers.video_parts.PARTS.
     """
 
     config: Any
@@ -61,10 +64,14 @@ class Job:
     kbit_preparation: bool = False
     memory_args: Any = None
     packed: bool = False
+    video: VideoInputs | None = None
+    frozen: tuple[str, ...] = ()
 
     @property
     def batch(self) -> dict:
         """The tensors of one micro-batch: name -> (shape, dtype)."""
+        if self.video is not None:
+            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._videos().items()}
         micro, budget = (
             self.fields["per_device_train_batch_size"],
             getattr(self.memory_args, "max_tokens_per_batch", None),
@@ -72,6 +79,9 @@ class Job:
         if budget is not None:
             micro = samples_within(budget, self.seq_len)
         return batch_of(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
+
+    def _videos(self) -> dict:
+        return self.video.batch(self.config, self.fields["per_device_train_batch_size"])
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
@@ -93,20 +103,21 @@ class Job:
         return TracedJob(
             make_model=lambda: make_model(
                 shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
-                self.kbit_preparation, self.memory_args,
+                self.kbit_preparation, self.memory_args, self.frozen,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
             host_apart=self.device.memory_apart,
             padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
             evaluated=evaluates(self.fields),
-            memory_args=self.memory_args,
+            memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos()),
         )  # fmt: skip
 
 
 def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_config=None, dtype: str = "float32",
              attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
              world_size: int | None = None, strategy: str | None = None, task: str | None = None,
-             kbit_preparation: bool = False, memory_args=None, packed: bool = False) -> Estimate:  # fmt: skip
+             kbit_preparation: bool = False, memory_args=None, packed: bool = False,
+             video: VideoInputs | None = None, frozen: tuple[str, ...] = ()) -> Estimate:  # fmt: skip
     """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
     The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
@@ -131,12 +142,15 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         kbit_preparation: peft's prepare_model_for_kbit_training is called on the model.
         memory_args: MemoryArguments of a MemoryTrainer; by default a plain Trainer's job.
         packed: several rows to a sample, kept apart by their `position_ids`.
+        video: what clips a sample has; `seq_len` then follows from it.
+        frozen: parts of a video model that are not trained, "vision" and "projector".
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
     job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
-                   quantization_config, world_size, strategy, task, kbit_preparation, memory_args, packed)  # fmt: skip
+                   quantization_config, world_size, strategy, task, kbit_preparation, memory_args, packed, video,
+                   frozen)  # fmt: skip
     return estimate_job(job)
 
 
@@ -279,7 +293,7 @@ def phase_of(segment: str) -> str:
 
 def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="float32", attn_implementation=None,
              padded=False, quantization_config=None, world_size=None, strategy=None, task=None,
-             kbit_preparation=False, memory_args=None, packed=False) -> Job:  # fmt: skip
+             kbit_preparation=False, memory_args=None, packed=False, video=None, frozen=()) -> Job:  # fmt: skip
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
@@ -293,6 +307,9 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
             "estimate its original with quantization_config"
         )
     layers_of(config)
+    if video is not None:
+        seq_len = video.batch(config, 1)["input_ids"].shape[1]
+        padded = True
     _check_length(config, seq_len)
     fields = fields_of(args)
     if fields.get("bf16") and fields.get("fp16"):
@@ -304,7 +321,7 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
-               world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed)  # fmt: skip
+               world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video, tuple(frozen))  # fmt: skip
 
 
 def _check_length(config, seq_len: int) -> None:

@@ -89,7 +89,10 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
             "optimizer_cpu_offload=true, optim=adamw_torch_fused",
             dataclasses.replace(with_memory(optimizer_cpu_offload=True), fields=fused),
         )
-    if job.seq_len > 512:
+    if job.video is not None:
+        if fewer := job.video.halved():
+            yield f"max_frames={fewer.frames}", dataclasses.replace(job, video=fewer)
+    elif job.seq_len > 512:
         yield f"seq_len={job.seq_len // 2}", dataclasses.replace(job, seq_len=job.seq_len // 2)
     if job.world_size > 1 and job.engine == "ddp":
         yield "strategy=fsdp2", dataclasses.replace(job, engine="fsdp2")

@@ -22,6 +22,7 @@ from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
 from hf_memopt.estimator.known_values import know
 from hf_memopt.estimator.ledger import HOST, Ledger
 from hf_memopt.estimator.model import outside_zero3
+from hf_memopt.estimator.vision_windows import fewer_windows
 from hf_memopt.levers.activation_offload import AtOnce, Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
@@ -100,6 +101,7 @@ def trace(job: TracedJob) -> Ledger:
 def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.enter("load", "parameters")
     model = job.make_model()
+    windows = fewer_windows(model.config._attn_implementation) if job.values else contextlib.nullcontext()
     _book_weights(model, ledger)
     stacks = repeated_layers(model)
     ledger.restart()  # a model made from a configuration passes through other states than a loaded one
@@ -110,10 +112,11 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     trainer = _make_trainer(job, model, args, ledger)
     _offload_in_the_books(job, model, ledger)
     trainer.add_callback(_phases()(ledger, trainer))
-    with _sharding(job, trainer, stacks, mesh, ledger):
-        trainer.train()
-    if job.evaluated:
-        _evaluate(job, trainer, ledger)
+    with windows:
+        with _sharding(job, trainer, stacks, mesh, ledger):
+            trainer.train()
+        if job.evaluated:
+            _evaluate(job, trainer, ledger)
 
 
 def _book_weights(model: torch.nn.Module, ledger: Ledger) -> None:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from hf_memopt.data.video import join
+from hf_memopt.levers.video_parts import take_videos_of_any_length
 from hf_memopt.training.memory_trainer import MemoryTrainer
-from hf_memopt.training.video_model import take_videos_of_any_length
 
 
 class VideoTrainer(MemoryTrainer):

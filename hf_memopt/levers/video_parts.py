@@ -1,13 +1,16 @@
-"""The parts of a video model: the tower that sees, the projector between, the language model."""
+"""Which parts of a video model are trained: the tower that sees, the projector between, the language model."""
 
+import copy
 import re
 
 import torch
 
 from hf_memopt.errors import InputError
+from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
 
+PARTS = ("vision", "projector")
 # What transformers calls the layers between tower and language model, beside the tower or within it.
 _PROJECTORS = ("multi_modal_projector", "connector", "projector", "merger", "deepstack_merger_list")
 
@@ -28,15 +31,30 @@ def vision_parts(model) -> tuple[str, list[str]]:
     return names[id(tower)], outermost
 
 
-def freeze(model, vision: bool, projector: bool) -> None:
-    """Say which parts of a model are trained; its language model is."""
+def train_parts(model, peft_config, frozen: tuple[str, ...]):
+    """The model with adapters, or trained in full, but for its frozen parts; the language model is always trained.
+
+    Args:
+        peft_config: a LoraConfig, or None for full fine-tuning.
+        frozen: of PARTS.
+    """
+    _freeze(model, frozen)
+    if peft_config is None:
+        return model
+    if peft_config.exclude_modules is None:
+        peft_config = copy.copy(peft_config)
+        peft_config.exclude_modules = _not_adapted(model, frozen)
+    return add_adapters(model, peft_config)
+
+
+def _freeze(model, frozen: tuple[str, ...]) -> None:
     tower, projectors = vision_parts(model)
     for name, weight in model.named_parameters():
         between = any(name.startswith(f"{part}.") for part in projectors)
         seeing = name.startswith(f"{tower}.") and not between
-        if (seeing and vision) or (between and projector):
+        if (seeing and "vision" in frozen) or (between and "projector" in frozen):
             weight.requires_grad_(False)
-    if vision:
+    if "vision" in frozen:
         for part in model.get_submodule(tower).modules():
             if hasattr(part, "get_input_embeddings"):
                 replace(part, "get_input_embeddings", _none)
@@ -46,15 +64,15 @@ def _none() -> None:
     """What a tower that is not trained answers enable_input_require_grads, which would put it into autograd."""
 
 
-def not_adapted(model, vision: bool, projector: bool) -> str | None:
+def _not_adapted(model, frozen: tuple[str, ...]) -> str | None:
     """LoraConfig's `exclude_modules` for the parts that stay as they are; None where there are none."""
     tower, projectors = vision_parts(model)
     left = []
-    if vision:
+    if "vision" in frozen:
         within = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
         but = f"(?!{'|'.join(map(re.escape, within))})" if within else ""
         left.append(rf"{re.escape(tower)}\.{but}.*")
-    if projector:
+    if "projector" in frozen:
         left += [rf"{re.escape(name)}(\..*)?" for name in projectors]
     return "|".join(left) or None
 
