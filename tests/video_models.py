@@ -1,4 +1,4 @@
-"""Tiny video models of six families, each a folder as on the hub: configuration, random weights, tokenizer, processor."""
+"""Tiny video models of six families, each a folder as on the hub: configuration, weights, tokenizer, processor."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,8 @@ class _Parts:
 
     def qwen(self, rope: dict, **text) -> dict:
         return {
-            "text_config": {**self.text, **text, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **rope}},
+            "text_config": {**self.text, **text,
+                            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **rope}},
             "image_token_id": self.id("<|image_pad|>"), "video_token_id": self.id("<|video_pad|>"),
             "vision_start_token_id": self.id("<|vision_start|>"), "vision_end_token_id": self.id("<|vision_end|>"),
         }  # fmt: skip
@@ -76,7 +77,8 @@ def qwen2_5_vl(**sizes):
     )  # fmt: skip
     size = {"shortest_edge": 28 * 28 * 4, "longest_edge": parts.side * parts.side}
     return config, parts.tokens, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", {
-        "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor", "size": size, "cap_pixels_per_frame": False},
+        "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor", "size": size,
+                            "cap_pixels_per_frame": False},
         "image_processor": {"size": size},
     }, ("<|vision_start|><|video_pad|><|vision_end|>", "<|vision_start|><|image_pad|><|vision_end|>")  # fmt: skip
 
@@ -93,7 +95,8 @@ def qwen3_vl(**sizes):
     )  # fmt: skip
     size = {"shortest_edge": 4096, "longest_edge": 64 * 64 * 64}
     return config, parts.tokens, "Qwen3VLProcessor", "Qwen2VLImageProcessor", {
-        "video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", "size": size, "cap_pixels_per_frame": False},
+        "video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", "size": size,
+                            "cap_pixels_per_frame": False},
         "image_processor": {"size": {"shortest_edge": 4096, "longest_edge": 64 * 64}, "patch_size": 16},
     }, ("<|vision_start|><|video_pad|><|vision_end|>", "<|vision_start|><|image_pad|><|vision_end|>")  # fmt: skip
 

@@ -20,9 +20,9 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
                  as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     _import_libraries()
+    from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.prediction import estimate_job
     from hf_memopt.estimator.reference import job_of
-    from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.savings import largest_savings
     from hf_memopt.estimator.video import frozen_parts, video_inputs
     from hf_memopt.hardware import get_hardware
@@ -39,8 +39,8 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
         video=video, frozen=frozen_parts(clips) if video else (),
         attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=quantization_config(preset, quantization, model if video else None), memory_args=memory_args,
-        padded=bool(own.get("padded")), packed=bool(own.get("packed")),
+        quantization_config=quantization_config(preset, quantization, model if video else None),
+        memory_args=memory_args, padded=bool(own.get("padded")), packed=bool(own.get("packed")),
     )  # fmt: skip
     found = estimate_job(job)
     savings = largest_savings(job, found) if levers or found.fits is False else []
@@ -107,7 +107,9 @@ def quantization_config(preset: Preset, changed: dict[str, Any], video_model: st
         from hf_memopt.estimator.architectures import load_config
         from hf_memopt.levers.video_parts import not_quantized
 
-        settings.setdefault("llm_int8_skip_modules", not_quantized(load_config(video_model), AutoModelForImageTextToText))
+        settings.setdefault(
+            "llm_int8_skip_modules", not_quantized(load_config(video_model), AutoModelForImageTextToText)
+        )
     return BitsAndBytesConfig(**settings)
 
 

@@ -1,5 +1,8 @@
 """Frames of a video file: only the chosen ones, evenly spaced over all of it, never more than a limit."""
 
+import contextlib
+import io
+import itertools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -53,8 +56,8 @@ def frame_count(total: int, duration: float, max_frames: int | None = None, fps:
     return count - count % multiple_of if count >= multiple_of else count
 
 
-def read_clip(path: str | Path, max_frames: int | None = 100, fps: float | None = None, multiple_of: int = 1,
-              max_pixels: int | None = None, side_multiple: int = 2) -> Clip:  # fmt: skip
+def read_clip(path: str | Path | io.BytesIO, max_frames: int | None = 100, fps: float | None = None,
+              multiple_of: int = 1, max_pixels: int | None = None, side_multiple: int = 2) -> Clip:  # fmt: skip
     """Decode the frames that frame_count() says, evenly spaced from the first to the last; no others are kept.
 
     Frames come upright, as the file's rotation says.
@@ -80,10 +83,49 @@ def read_clip(path: str | Path, max_frames: int | None = 100, fps: float | None 
     except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
         if isinstance(error, BadVideo):
             raise
-        raise BadVideo(f"{path}: not a video that can be read ({one_line(error)})") from error
+        raise _unreadable(path, error) from error
     if clip is None:
-        raise BadVideo(f"{path}: none of its frames can be decoded")
+        raise BadVideo(f"{_name(path)}: none of its frames can be decoded")
     return clip
+
+
+def glance(path, max_frames: int | None = 100, fps: float | None = None, max_pixels: int | None = None) -> float:
+    """Pixels of the frames that read_clip() would take, roughly: what the file's header says.
+
+    Raises:
+        BadVideo: the file cannot be opened as a video.
+    """
+    import av
+
+    try:
+        with _opened(path) as container:
+            stream = _video_stream(container, path)
+            rate = float(stream.average_rate or stream.guessed_rate or 24)
+            seconds = (
+                stream.duration * stream.time_base if stream.duration else (container.duration or 0) / av.time_base
+            )
+            total = stream.frames or max(1, round(float(seconds) * rate))
+            count = frame_count(total, total / rate, max_frames, fps)
+            return float(count * min(stream.height * stream.width, max_pixels or math.inf))
+    except (av.FFmpegError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _opened(path):
+    import av
+
+    if isinstance(path, io.BytesIO):
+        path.seek(0)
+        return av.open(path)
+    return av.open(str(path))
+
+
+def _name(path) -> str:
+    return "a file within the data set" if isinstance(path, io.BytesIO) else str(path)
+
+
+def _unreadable(path, error: Exception) -> BadVideo:
+    return BadVideo(f"{_name(path)}: not a video that can be read ({one_line(error)})")
 
 
 def _check_limits(max_frames, fps, max_pixels) -> None:
@@ -100,7 +142,7 @@ def _video_stream(container, path):
     streams = [stream for stream in container.streams.video if not stream.disposition & cover]
     if not streams:
         kinds = sorted({stream.type for stream in container.streams}) or ["none"]
-        raise BadVideo(f"{path}: holds no video (its streams: {', '.join(kinds)})")
+        raise BadVideo(f"{_name(path)}: holds no video (its streams: {', '.join(kinds)})")
     streams[0].thread_type = "AUTO"
     return streams[0]
 
@@ -127,7 +169,7 @@ def _listed_times(path) -> _Times | None:
     import av
 
     stamps, keys, duration = [], [], None
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         stream = _video_stream(container, path)
         try:
             for packet in container.demux(stream):
@@ -145,23 +187,21 @@ def _listed_times(path) -> _Times | None:
         stamps.sort()
         if not stamps or len(set(stamps)) < len(stamps):
             return None
-        return _Times([(stamp - stamps[0]) * base for stamp in stamps], stamps, sorted(keys),
-                      _shown(stamps, duration, stream) if len(stamps) == 1 else (stamps[-1] - stamps[-2]) * base)  # fmt: skip
-
-
-def _shown(stamps, duration, stream) -> float:
-    return float(duration * stream.time_base) if duration else 1 / float(stream.average_rate or 1)
+        if len(stamps) > 1:
+            last = (stamps[-1] - stamps[-2]) * base
+        else:
+            last = duration * base if duration else 1 / float(stream.average_rate or 1)
+        return _Times([(stamp - stamps[0]) * base for stamp in stamps], stamps, sorted(keys), last)
 
 
 def _decoded_times(path) -> _Times:
     """The times of what really decodes; evenly spaced where frames carry none."""
-    import av
 
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         stream = _video_stream(container, path)
         times = [frame.time for frame in _frames(container, stream)]
         rate = float(stream.average_rate or stream.guessed_rate or 24)
-    if None in times or len(times) < 2 or any(later <= earlier for earlier, later in zip(times, times[1:], strict=False)):
+    if None in times or len(times) < 2 or any(later <= earlier for earlier, later in itertools.pairwise(times)):
         times = [index / rate for index in range(len(times))]
     return _Times([time - times[0] for time in times], None, [], times[-1] - times[-2] if len(times) > 1 else 1 / rate)
 
@@ -176,10 +216,8 @@ def _frames(container, stream):
             packet = next(packets, None)
         except av.FFmpegError:
             packet = None
-        try:
+        with contextlib.suppress(av.FFmpegError):
             yield from stream.decode(packet)
-        except av.FFmpegError:
-            pass
         if packet is None or packet.size == 0:
             return
 
@@ -208,13 +246,12 @@ def _even_in_time(seconds: list[float], count: int) -> list[int]:
 
 def _decoded(path, times: _Times, limits, size) -> Clip | None:
     """The chosen frames; None where one of them did not come."""
-    import av
 
     if not times.seconds:
         return None
     chosen = _chosen(times, limits)
     store, found = _Store(len(chosen), *size), 0
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         stream = _video_stream(container, path)
         if times.stamps is None:
             wanted = set(chosen)
@@ -233,7 +270,9 @@ def _decoded(path, times: _Times, limits, size) -> Clip | None:
     if found < len(chosen):
         return None
     duration = times.seconds[-1] + times.last
-    return Clip(store.frames, tuple(chosen), tuple(times.seconds[index] for index in chosen), len(times.seconds), duration)
+    return Clip(
+        store.frames, tuple(chosen), tuple(times.seconds[index] for index in chosen), len(times.seconds), duration
+    )
 
 
 def _at(container, stream, stamps: list[int], keys: list[int]):

@@ -1,4 +1,4 @@
-"""Samples for video models: decoded within limits, tokenised with answers as labels, and collated whatever their size."""
+"""Samples for video models: decoded within limits, tokenised with answers as labels, collated whatever their size."""
 
 import io
 import logging
@@ -16,7 +16,7 @@ from hf_memopt.errors import InputError, one_line
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Encoder:
 
     def _video(self, source, max_frames: int | None) -> _Encoded:
         limits = self.limits
-        clip = read_clip(self._found(source), max_frames, limits.fps, self.merged, limits.max_pixels_per_frame,
+        clip = read_clip(self.file_of(source), max_frames, limits.fps, self.merged, limits.max_pixels_per_frame,
                          self.side_multiple)  # fmt: skip
         return self.encode_clip(clip)
 
@@ -143,14 +143,12 @@ class Encoder:
     def _image(self, source) -> _Encoded:
         from PIL import Image, ImageOps, UnidentifiedImageError
 
-        found = self._found(source)
+        found = self.file_of(source)
         try:
             image = ImageOps.exif_transpose(Image.open(found)).convert("RGB")
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise BadVideo(f"{_name(found)}: not an image that can be read ({one_line(error)})") from error
-        height, width = capped_size(
-            image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple
-        )
+        height, width = capped_size(image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple)
         return self._processed("image", 0, images=[image.resize((width, height))])
 
     def _processed(self, kind: str, frames: int, **media) -> _Encoded:
@@ -162,7 +160,7 @@ class Encoder:
                                 "text_replacement_offsets", "video_metadata"}  # fmt: skip
         return _Encoded(kind, text, {name: _tensor(found[name]) for name in sorted(names)}, frames)
 
-    def _found(self, source):
+    def file_of(self, source):
         """A path, or a file of the bytes that a data set carries."""
         if isinstance(source, dict):
             source = io.BytesIO(source["bytes"]) if source.get("bytes") else source.get("path")
@@ -233,7 +231,8 @@ class Encoder:
         video, length = self.limits.max_video_tokens, self.limits.max_length
         if video and media_tokens > video:
             raise InputError(
-                f"{where}: its media take {media_tokens} tokens at their fewest frames, above max_video_tokens={video}: "
+                f"{where}: its media take {media_tokens} tokens at their fewest frames, above "
+                f"max_video_tokens={video}: "
                 "raise it, or lower max_pixels_per_frame"
             )
         tokens = len(sample["input_ids"])
@@ -244,11 +243,11 @@ class Encoder:
         answered = (sample["labels"][:length] != IGNORED).any()
         if last > length or not answered:
             raise InputError(
-                f"{where}: its prompt leaves no room for an answer within max_length={length} (all of it takes {tokens} "
-                f"tokens, {media_tokens} of them media's at their fewest frames): raise max_length, or lower "
+                f"{where}: its prompt leaves no room for an answer within max_length={length} (all of it takes "
+                f"{tokens} tokens, {media_tokens} of them media's at their fewest frames): raise max_length, or lower "
                 "max_pixels_per_frame"
             )
-        return {name: value[:length] if name in _TOKENS else value for name, value in sample.items()}
+        return {name: value[:length] if name in TOKENS else value for name, value in sample.items()}
 
 
 def cap_pixels(processor, cap: int | None) -> None:
@@ -352,6 +351,7 @@ class BadVideos:
         if len(known) >= self.most:
             more = f"; with {len(known)} before it more than max_bad_videos={self.most}" if known else ""
             raise BadVideo(f"{line}{more}. Take it out of the data, or raise max_bad_videos to skip it") from error
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         logger.warning("skipped: %s", line)
@@ -390,8 +390,8 @@ class VideoCollator:
     Args:
         pad_token_id: of the tokenizer.
         pad_to_multiple_of: tokens.
-        apart: leave each sample's media to itself (a list with one dictionary a sample, under "media"), as VideoTrainer
-            wants them, which joins them when the batch runs and so can cut a batch between samples.
+        apart: leave each sample's media to itself (a list with one dictionary a sample, under "media"), as
+            VideoTrainer wants them, which joins them when the batch runs and so can cut a batch between samples.
     """
 
     pad_token_id: int
@@ -404,13 +404,13 @@ class VideoCollator:
         fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "mm_token_type_ids": 0}
         batch: dict[str, Any] = {
             name: torch.stack([_padded(sample[name], length, fill[name]) for sample in samples])
-            for name in _TOKENS
+            for name in TOKENS
             if name in samples[0]
         }
         # From the lengths: a padding token may also be the end of a text.
         ends = torch.tensor([[len(sample["input_ids"])] for sample in samples])
         batch["attention_mask"] = (torch.arange(length)[None] < ends).long()
-        media = [{name: value for name, value in sample.items() if name not in _TOKENS} for sample in samples]
+        media = [{name: value for name, value in sample.items() if name not in TOKENS} for sample in samples]
         return batch | ({"media": media} if self.apart else join(media))
 
 

@@ -4,7 +4,6 @@ Those need torchvision; here is what they compute, for families whose rules are 
 FAMILIES: what its configuration says where the checkpoint does not, how large frames become, how they are laid out.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +126,7 @@ def _patches(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def _patches_that_change(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor]:
-    """VideoLLaMA3: patches, and a mask of those merged ones that differ from the frame before; one a frame at least."""
+    """VideoLLaMA3: patches, and a mask of those merged ones that differ from the frame before, at least one a frame."""
     found = _patches(settings, frames)
     times, rows, columns = found["video_grid_thw"][0].tolist()
     merge = settings["merge_size"]

@@ -43,7 +43,8 @@ def task_of(config) -> str:
 
 
 def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config,
-               kbit_preparation: bool = False, memory_args: MemoryArguments | None = None, frozen: tuple[str, ...] = ()):  # fmt: skip
+               kbit_preparation: bool = False, memory_args: MemoryArguments | None = None,
+               frozen: tuple[str, ...] = ()):  # fmt: skip
     """Called in the fake world.
 
     Args:

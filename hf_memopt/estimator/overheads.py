@@ -1,5 +1,7 @@
 """What a trace on the CPU cannot see: each figure with its source."""
 
+import copy
+
 from hf_memopt.estimator.ledger import Ledger, Peak
 from hf_memopt.hardware import Hardware
 
@@ -25,13 +27,22 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     accumulation = job.fields["gradient_accumulation_steps"]
     more = (1 if _one_at_a_time(job) else accumulation) - min(2, accumulation)
     size = more * batch_bytes(job)
+    joined = batch_bytes(job) if _joins(job) else 0
     for name, peak in peaks.items():
         if not name.startswith(("load", "start")):
-            grow(peak, "other", size)
+            grow(peak, "other", size + (0 if name.startswith("between") else joined))
+    if not _one_at_a_time(job):  # the last step's are let go only when the next step's are there
+        fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
+        grow(fetching, "other", accumulation * batch_bytes(job))
 
 
 def _one_at_a_time(job) -> bool:
     return job.memory_args is not None and job.device.memory_apart and job.engine in ("none", "ddp")
+
+
+def _joins(job) -> bool:
+    """Whether VideoTrainer's copy of the samples that run lies in the memory where they wait."""
+    return getattr(job, "video", None) is not None and job.memory_args is not None and not job.device.memory_apart
 
 
 def batch_bytes(job) -> int:

@@ -321,7 +321,8 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
-               world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video, tuple(frozen))  # fmt: skip
+               world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video,
+               tuple(frozen))  # fmt: skip
 
 
 def _check_length(config, seq_len: int) -> None:

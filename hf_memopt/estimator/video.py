@@ -1,4 +1,4 @@
-"""The batch of a video job, from its settings alone or from a sample: its tensors, and how many tokens each part takes."""
+"""The batch of a video job, from its settings or from a sample: its tensors, and how many tokens each part takes."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -87,7 +87,11 @@ class VideoInputs:
         """The clip in words: frames, the pixels that the model sees, tokens."""
         media, steps, per_step, closing = self.clip(config)
         patches = next(value for name, value in media.items() if name.startswith("pixel_values"))
-        rows = f"{patches.shape[0]:,} patches" if patches.dim() == 2 else f"{patches.shape[-2]} × {patches.shape[-1]} pixels each"
+        rows = (
+            f"{patches.shape[0]:,} patches"
+            if patches.dim() == 2
+            else f"{patches.shape[-2]} × {patches.shape[-1]} pixels each"
+        )
         return f"{self.frames} frames of {self.width} × {self.height} → {rows} → {steps * per_step + closing:,} tokens"
 
 
@@ -141,7 +145,9 @@ def video_inputs(model, config, given: dict[str, Any]) -> VideoInputs | None:
 
 def frozen_parts(given: dict[str, Any]) -> tuple[str, ...]:
     """The parts that are not trained: the vision tower, unless something else is said."""
-    return tuple(part for part, usual in (("vision", True), ("projector", False)) if given.get(f"freeze_{part}", usual))
+    return tuple(
+        part for part, usual in (("vision", True), ("projector", False)) if given.get(f"freeze_{part}", usual)
+    )
 
 
 def frame_size(text: str) -> tuple[int, int]:

@@ -78,8 +78,11 @@ def _not_adapted(model, frozen: tuple[str, ...]) -> str | None:
 
 
 def not_quantized(config, auto) -> list[str]:
-    """BitsAndBytesConfig's `llm_int8_skip_modules`, by full names: bitsandbytes' integration in transformers 5 does not
-    find "visual" within "model.visual", and a list of one's own drops the head that is left out by default."""
+    """BitsAndBytesConfig's `llm_int8_skip_modules`, by full names.
+
+    transformers 5 does not find "visual" within "model.visual", and a list of one's own drops the head, which is left
+    out by default.
+    """
     with torch.device("meta"):
         tower, projectors = vision_parts(auto.from_config(config))
     return [tower, *projectors, "lm_head"]

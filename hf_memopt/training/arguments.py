@@ -64,16 +64,21 @@ class RecipeArguments:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The recipe's own arguments, MemoryArguments, the TrainingArguments fields that were given, and nested ones."""
+    """The recipe's own arguments, MemoryArguments, the TrainingArguments fields that were given, and nested ones.
+
+    Attributes:
+        given: names on the command line or in the file; the others are a profile's.
+    """
 
     recipe: RecipeArguments
     memory: MemoryArguments
     training: dict[str, Any]
     lora: dict[str, Any]
     quantization: dict[str, Any]
+    given: frozenset[str] = frozenset()
 
 
-def parse(argv: list[str] | None = None, description: str = "") -> Parsed:
+def parse(argv: list[str] | None = None, description: str = "", own: type = RecipeArguments) -> Parsed:
     """Read the command line and the file named by --config.
 
     The command line goes over the file. A default of TrainingArguments never counts as given. `--lora.KEY` and
@@ -83,13 +88,14 @@ def parse(argv: list[str] | None = None, description: str = "") -> Parsed:
     Args:
         argv: without the program's name; by default sys.argv[1:].
         description: shown by --help.
+        own: RecipeArguments, or a recipe's subclass of it; its `profile_of(given)` says what a profile stands for.
 
     Raises:
         InputError: an unknown or badly typed argument, an unreadable file.
     """
     from transformers import TrainingArguments
 
-    parser = _parser(description)
+    parser = _parser(description, own)
     argv, nested = _split_nested(sys.argv[1:] if argv is None else argv)
     given, unknown = parser.parse_known_args(argv)
     actions = {action.dest: action for action in parser._actions}
@@ -100,14 +106,17 @@ def parse(argv: list[str] | None = None, description: str = "") -> Parsed:
         from_file = _read(given["config"], actions)
         nested = {name: {**from_file.pop(name, {}), **nested[name]} for name in _NESTED}
         given = {**from_file, **given}
+    named = frozenset(given)
+    if hasattr(own, "profile_of"):
+        given = {**own.profile_of(given), **given}
     _check_nested(nested)
     training_fields = {item.name for item in dataclasses.fields(TrainingArguments)}
     memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
-    own = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
+    other = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
     training = {name: value for name, value in given.items() if name in training_fields}
     if given_kwargs := training.get("activation_checkpointing_kwargs"):
         training["activation_checkpointing_kwargs"] = _checkpointing_kwargs(given_kwargs)
-    return Parsed(RecipeArguments(**own), MemoryArguments(**memory), training, **nested)
+    return Parsed(own(**other), MemoryArguments(**memory), training, **nested, given=named)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,14 +124,14 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+def _parser(description: str, own: type) -> argparse.ArgumentParser:
     from transformers import HfArgumentParser, TrainingArguments
 
     class Parser(_Parser, HfArgumentParser):
         """transformers' parser, with errors of one line."""
 
     parser = Parser(
-        [RecipeArguments, MemoryArguments, TrainingArguments],
+        [own, MemoryArguments, TrainingArguments],
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -131,7 +140,17 @@ def _parser(description: str) -> argparse.ArgumentParser:
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # so that only what was given appears
         action.required = False
+        if action.dest in getattr(own, "OR_NONE", ()):
+            action.type = _or_none(action.type)
     return parser
+
+
+def _or_none(kind):
+    def read(text: str):
+        return None if text.lower() in ("none", "null") else kind(text)
+
+    read.__name__ = f"{kind.__name__} or none"
+    return read
 
 
 def _split_nested(argv: list[str]) -> tuple[list[str], dict[str, dict]]:

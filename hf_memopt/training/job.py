@@ -17,6 +17,7 @@ from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.video_parts import not_quantized, train_parts
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
 
@@ -71,7 +72,8 @@ _DEFAULTS = {
 
 
 def start(description: str, argv: list[str] | None, scratch: bool = False, builtin: dict | None = None,
-          adapters: dict | None = None, **defaults: Any) -> Job:  # fmt: skip
+          adapters: dict | None = None, own: type = RecipeArguments, model: Callable[[], Path] = builtin_model,
+          **defaults: Any) -> Job:  # fmt: skip
     """Parse the arguments and build TrainingArguments; nothing is loaded or written.
 
     Preset, the recipe's defaults, the file named by --config, the command line: each goes over the one before.
@@ -84,21 +86,27 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
         argv: the command line without the program's name; by default sys.argv[1:].
         scratch: the built-in model starts from random weights of its architecture.
         defaults: the recipe's TrainingArguments fields.
-        adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model.
+        adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model (of the recipe's own too).
+        own: the recipe's own arguments.
+        model: makes the built-in model.
 
     Raises:
         InputError: anything that was given cannot be used.
     """
     _set_named_presets_environment(sys.argv[1:] if argv is None else argv)
-    parsed = parse(argv, description)
+    parsed = parse(argv, description, own)
     recipe = parsed.recipe
     if (file := launched_config_file()) and file.is_file():
         check_config_file(file)
     training = {**_DEFAULTS, **defaults, **((adapters or {}) if recipe.method != "full" else {})}
     if recipe.model_name_or_path is None and recipe.config_name is None:
-        recipe = _with_builtin_model(recipe, scratch)
-        training |= builtin or {}
-    training |= parsed.training
+        recipe = _with_builtin_model(recipe, scratch, model())
+        builtin = {name: value for name, value in (builtin or {}).items() if name not in parsed.given}
+        own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
+        recipe = replace(recipe, **own_fields)
+        training |= parsed.training | builtin
+    else:
+        training |= parsed.training
     _check_recipe(recipe, training)
 
     # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
@@ -128,11 +136,12 @@ def _set_named_presets_environment(argv: list[str]) -> None:
         configure_allocator()  # auto looks at the card, which starts CUDA
 
 
-def _with_builtin_model(recipe: RecipeArguments, scratch: bool) -> RecipeArguments:
-    folder = str(builtin_model())
+def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) -> RecipeArguments:
     if recipe.method != "full":
         logger.warning("the built-in model is untrained: an adapter on it shows the workings, not a useful result")
-    return replace(recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": folder})
+    return replace(
+        recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": str(folder)}
+    )
 
 
 def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
@@ -156,13 +165,17 @@ def load_config(job: Job):
         return AutoConfig.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code)
 
 
-def sequence_length(job: Job, config) -> int:
-    """Tokens per sample: what was asked for, or the preset's number within what the model has positions for.
+def sequence_length(job: Job, config, usual: int | None = None) -> int:
+    """Tokens per sample: what was asked for, or a usual number within what the model has positions for.
+
+    Args:
+        usual: by default the preset's.
 
     Raises:
         InputError: more was asked for than the model has positions.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    usual = usual or job.preset.seq_len
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     asked = job.recipe.max_length
     if asked is not None and asked < 2:
         raise InputError(f"max_length={asked} must be at least 2")
@@ -170,9 +183,9 @@ def sequence_length(job: Job, config) -> int:
         raise InputError(
             f"max_length={asked} is more than the {positions} positions of {job.model_name}: use at most {positions}"
         )
-    if not asked and job.preset.seq_len > positions:
-        logger.warning("max_length is %d, the model's positions (the preset has %d)", positions, job.preset.seq_len)
-    return asked or min(job.preset.seq_len, positions)
+    if not asked and positions < usual < sys.maxsize:
+        logger.warning("max_length is %d, the model's positions (the preset has %d)", positions, usual)
+    return asked or min(usual, positions)
 
 
 def load_tokenizer(job: Job):
@@ -194,26 +207,30 @@ def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
     recipe = job.recipe
     source = recipe.dataset_name or builtin
     with job.args.main_process_first(desc="preparing data"):
-        train, held_out, columns = load_rows(
-            source,
-            recipe.dataset_config,
-            recipe.dataset_train_split,
-            recipe.dataset_test_split,
-            recipe.held_out,
-            recipe.streaming,
-            recipe.shuffle_buffer_size,
-            job.args.seed,
-        )
+        train, held_out, columns = load_job_rows(job, source)
         train = encode(train, columns, tokenizer, length, source)
-        if held_out is None:
-            job.args.set_evaluate(strategy="no")
-            job.args.eval_on_start = False
-            return train, None
-        return train, encode(held_out, columns, tokenizer, length, source)
+        return train, None if held_out is None else encode(held_out, columns, tokenizer, length, source)
 
 
-def load_model(job: Job, config, tokenizer):
+def load_job_rows(job: Job, source: str):
+    """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their format."""
+    recipe = job.recipe
+    train, held_out, columns = load_rows(
+        source, recipe.dataset_config, recipe.dataset_train_split, recipe.dataset_test_split, recipe.held_out,
+        recipe.streaming, recipe.shuffle_buffer_size, job.args.seed,
+    )  # fmt: skip
+    if held_out is None:
+        job.args.set_evaluate(strategy="no")
+        job.args.eval_on_start = False
+    return train, held_out, columns
+
+
+def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] = ()):
     """The model as it will be trained: dtype, attention, quantisation, adapters.
+
+    Args:
+        auto: transformers' class that makes it; by default AutoModelForCausalLM.
+        frozen: parts of a video model that are not trained.
 
     Raises:
         InputError: the model cannot be loaded or does not take the tokenizer.
@@ -221,26 +238,29 @@ def load_model(job: Job, config, tokenizer):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
+    auto = auto or AutoModelForCausalLM
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if job.quantization and "quantization_config" not in kwargs:
         raise InputError("quantization.* applies to method=qlora only")
-    if job.quantization:
-        kwargs["quantization_config"] = BitsAndBytesConfig(**{**job.preset.quantization(), **job.quantization})
+    if "quantization_config" in kwargs:
+        skipped = {"llm_int8_skip_modules": not_quantized(config, auto)} if frozen else {}
+        settings = {**job.preset.quantization(), **skipped, **job.quantization}
+        kwargs["quantization_config"] = BitsAndBytesConfig(**settings)
     with as_input_error(f"model {job.model_name!r}", *_LOADING):
         if job.from_scratch:
             if len(tokenizer) > config.get_text_config().vocab_size:
                 config.get_text_config().vocab_size = len(tokenizer)
             kwargs["dtype"] = getattr(torch, kwargs["dtype"])
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
+            model = auto.from_config(config, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs
-            )
+            model = auto.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise InputError(
             f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "
             f"{model.config.get_text_config().vocab_size}: use the model's own tokenizer"
         )
     with as_input_error("lora", ValueError):
+        if frozen:
+            return train_parts(model, job.peft_config, frozen)
         return model if job.peft_config is None else add_adapters(model, job.peft_config)

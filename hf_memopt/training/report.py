@@ -3,6 +3,7 @@
 import copy
 import json
 import platform
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,14 +16,16 @@ from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.training.exhausted import TrainingOutOfMemory
 from hf_memopt.training.job import Job
 
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "hf_memopt")
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
 
 
-def announce(job: Job, trainer, length: int):
+def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (), **about):
     """Print what is about to run and the memory it will take, on the first process.
 
     Args:
         length: tokens per sample, at most.
+        more: rows to print, names and texts.
+        about: further arguments of predict().
 
     Returns:
         The Estimate; None where the job cannot be traced, and on other processes.
@@ -50,12 +53,15 @@ def announce(job: Job, trainer, length: int):
     if budget := job.memory_args.max_tokens_per_batch:
         budgets = f"{budget} padded tokens × {accumulation} × {args.world_size}"
         rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
+    rows += more
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
-    estimated = predict(job, trainer, length)
+    estimated = predict(job, trainer, length, **about)
     if estimated is not None:
         capacity = f"of {gib(estimated.capacity_bytes)}, allocated peak {gib(estimated.peak_allocated_bytes)}"
         rows.append(("memory", f"{gib(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted)"))
+        parts = [f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in estimated.breakdown.items() if size > 2**20]
+        rows.append(("", ", ".join(parts)))
     for name, value in rows:
         print(f"{name:>8}  {value}")
     if job.recipe.dry_run:
@@ -63,12 +69,13 @@ def announce(job: Job, trainer, length: int):
     return estimated
 
 
-def train(job: Job, trainer, resume: str | None, tokenizer, estimated) -> None:
+def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Callable | None = None) -> None:
     """Train to the end, save the model, and report: losses, memory, a few samples.
 
     Args:
         resume: the checkpoint folder to go on from, or None.
         estimated: what announce() returned.
+        show: prints samples at the end, given what sample() is given, in its place.
     """
     from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss, HostPeak
 
@@ -88,31 +95,41 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated) -> None:
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
     trainer.save_model()
     finish(job, trainer, losses.by_step, estimated, host.bytes)
-    sample(job, trainer, tokenizer)
+    (show or sample)(job, trainer, tokenizer)
 
 
-def predict(job: Job, trainer, length: int):
-    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced."""
+def predict(job: Job, trainer, length: int, **about):
+    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced.
+
+    Args:
+        about: further arguments of estimate(); by default what the data set's columns say.
+    """
     from hf_memopt.estimator import estimate
     from hf_memopt.estimator.prediction import fields_of_trainer
 
-    data = trainer.train_dataset
-    if hasattr(data, "__len__"):
-        longest = max(map(len, data["input_ids"]))
-        length = min(length, -(-longest // 8) * 8)
+    if not about:
+        length, about = _longest(trainer.train_dataset, length)
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
     try:
         return estimate(
             config, fields_of_trainer(trainer), length, job.preset.hardware, job.peft_config, job.preset.dtype,
-            config._attn_implementation, padded="attention_mask" in (data.column_names or ()),
-            packed="position_ids" in (data.column_names or ()),
-            quantization_config=quantization, world_size=job.args.world_size, memory_args=job.memory_args,
+            config._attn_implementation, quantization_config=quantization, world_size=job.args.world_size,
+            memory_args=job.memory_args, **about,
         )  # fmt: skip
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
         print(f"  memory  not predicted: {one_line(error)[:200]}")
         return None
+
+
+def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
+    """The length of the longest sample, and how samples are laid out."""
+    columns = data.column_names or ()
+    if hasattr(data, "__len__"):
+        longest = max(map(len, data["input_ids"]))
+        length = min(length, -(-longest // 8) * 8)
+    return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}
 
 
 def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: int) -> None:
@@ -136,6 +153,8 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: in
         "global_step": trainer.state.global_step,
         "events": trainer.memory_events,
     }
+    if hasattr(trainer.train_dataset, "bad"):
+        report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
     _print_table(measured, losses, estimated)
     cut = [event["micro_batch_after"] for event in trainer.memory_events

@@ -1,0 +1,89 @@
+"""Fine-tune a video-language model within max_frames: in full, with LoRA or with QLoRA.
+
+Built-in model and clips of moving shapes, on whatever this machine has:
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/video_sft.py --preset auto
+
+QLoRA of Qwen2.5-VL-7B on one RTX 4090, at most 64 frames of 224 × 224 pixels:
+
+    accelerate launch --config_file accelerate_configs/rtx_4090.yaml recipes/video_sft.py \\
+        --preset rtx_4090 --method qlora --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct \\
+        --dataset_name videos.jsonl --max_frames 64 --max_pixels_per_frame 50176 --output_dir out/qwen-video
+
+A row has `messages` (or LLaVA's `conversations`) with <video> and <image> where they belong, and `videos`, `images`:
+paths from the data file's folder on. The loss is on the answers alone. Frames are evenly spaced over the whole clip; a
+sample that is too long loses frames first, then the end of its answer. The vision tower stays frozen, and out of
+autograd, unless --no_freeze_vision. --video_profile sets frames, batch and precision together. A run goes on from the
+last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+"""
+
+import sys
+
+from hf_memopt.errors import run
+
+
+def main(argv: list[str] | None = None):
+    from hf_memopt.data.builtin_video_model import builtin_video_model
+    from hf_memopt.training import job as jobs
+    from hf_memopt.training import report
+    from hf_memopt.training import video_job as videos
+    from hf_memopt.training.checkpoints import checkpoint_to_resume
+
+    job = jobs.start(
+        __doc__,
+        argv,
+        own=videos.VideoArguments,
+        model=builtin_video_model,
+        output_dir="out/video_sft",
+        learning_rate=1e-5,
+        warmup_steps=0.03,
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        adapters={"learning_rate": 1e-4},
+        builtin={
+            "learning_rate": 3e-3, "max_steps": 120, "eval_steps": 40, "save_strategy": "no",
+            "activation_checkpointing": False, "freeze_vision": False, "max_frames": 8,
+            "held_out": 24,
+        },
+    )  # fmt: skip
+    job = videos.with_weights_dtype(job)
+
+    from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
+
+    from hf_memopt.data.video import VideoCollator
+    from hf_memopt.data.video_processor import load_processor
+    from hf_memopt.training.video_trainer import VideoTrainer
+
+    # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
+    resume = checkpoint_to_resume(job.args)
+    config = jobs.load_config(job)
+    processor = load_processor(job.recipe.tokenizer_name or job.model_name, config, job.recipe.trust_remote_code)
+    length = jobs.sequence_length(job, config, usual=sys.maxsize)  # frames take what the model has positions for
+    train, held_out = videos.load_samples(job, processor, length)
+    largest = videos.largest_sample(train)
+    kind = AutoModelForImageTextToText._model_mapping[type(config)]
+    job.memory_args = videos.with_answer_logits(job.memory_args, kind)
+
+    # ---- the model: its tower frozen, its language model and projector trained or adapted
+    frozen = job.recipe.frozen
+    model = jobs.load_model(job, config, processor.tokenizer, AutoModelForImageTextToText, frozen)
+    trainer = VideoTrainer(
+        model=model,
+        args=job.args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=VideoCollator(processor.tokenizer.pad_token_id, apart=True),
+        processing_class=processor,
+        memory_args=job.memory_args,
+    )
+
+    # ---- train, save, report
+    told = videos.budget(train, largest, frozen)
+    estimated = report.announce(job, trainer, length, told, video=videos.real_inputs(largest), frozen=frozen)
+    if not job.recipe.dry_run:
+        report.train(job, trainer, resume, processor, estimated, videos.show_answers)
+    return trainer
+
+
+if __name__ == "__main__":
+    run(main)
