@@ -320,7 +320,9 @@ def capped_size(height: int, width: int, max_pixels: int | None, multiple: int) 
     rounded = [round(side / multiple) * multiple for side in (height, width)]
     if max(height * width, rounded[0] * rounded[1]) <= max_pixels:
         return height, width
-    return within(height, width, multiple, 0, max_pixels)
+    high, wide = within(height, width, multiple, 0, max_pixels)
+    longest = max(multiple, max_pixels // min(high, wide) // multiple * multiple)  # of a very long frame
+    return min(high, longest), min(wide, longest)
 
 
 def within(height: int, width: int, multiple: int, least: float, most: float, frames: int = 1,

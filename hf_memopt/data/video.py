@@ -154,7 +154,7 @@ class Encoder:
     def _processed(self, kind: str, frames: int, **media) -> _Encoded:
         """What the processor makes of one medium alone."""
         place = getattr(self.processor, f"{kind}_token")
-        found = self.processor(text=[place], return_text_replacement_offsets=True, **media)
+        found = self.processor(text=[place], return_tensors="pt", return_text_replacement_offsets=True, **media)
         text = found["text_replacement_offsets"][0][0]["replacement"]
         names = found.keys() - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids",
                                 "text_replacement_offsets", "video_metadata"}  # fmt: skip

@@ -126,7 +126,7 @@ def _patches(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def _patches_that_change(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor]:
-    """VideoLLaMA3: patches, and a mask of those merged ones that differ from the frame before, at least one a frame."""
+    """VideoLLaMA3: patches, and a mask of those merged ones that differ from the frame before; at least one."""
     found = _patches(settings, frames)
     times, rows, columns = found["video_grid_thw"][0].tolist()
     merge = settings["merge_size"]

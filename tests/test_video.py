@@ -1,0 +1,275 @@
+"""Videos as samples and batches, in six families: what the tensors hold, what is trained, what is refused."""
+
+import json
+
+import numpy
+import pytest
+import torch
+import video_models
+import videos
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from hf_memopt.data.clips import BadVideo, frame_count
+from hf_memopt.data.conversations import conversation
+from hf_memopt.data.tokens import IGNORED
+from hf_memopt.data.video import BadVideos, Encoder, Limits, VideoCollator, VideoSamples, frames_in
+from hf_memopt.data.video_processor import FramesToPixels, load_processor
+from hf_memopt.errors import InputError
+from hf_memopt.levers.video_parts import take_videos_of_any_length
+
+FAMILIES = list(video_models.FAMILIES)
+LENGTHS = (1, 5, 150, 491)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for frames in LENGTHS:
+        videos.write(folder / f"{frames}.mp4", videos.numbered(frames, 60, 80), rate=25)
+    Image.fromarray(numpy.full((60, 80, 3), 90, numpy.uint8)).save(folder / "picture.png")
+    (folder / "broken.mp4").write_text("no video")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """A family's folder and processor, made once."""
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            folder = video_models.make(name, tmp_path_factory.mktemp(name))
+            made[name] = folder, load_processor(str(folder), AutoConfig.from_pretrained(folder))
+        return made[name]
+
+    return get
+
+
+def row(*clips: str, question: str = "What is moving?", answer: str = "first red then blue", images=()) -> dict:
+    tags = "<video>" * len(clips) + "<image>" * len(images)
+    messages = [{"role": "user", "content": tags + question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "videos": list(clips), "images": list(images)}
+
+
+def fresh(family, name: str, folder, **limits) -> Encoder:
+    """An encoder whose processor is its own: limits change it."""
+    path, _ = family(name)
+    return Encoder(load_processor(str(path), AutoConfig.from_pretrained(path)), Limits(**limits), folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tensors_hold_as_many_frames_as_the_formula_says(name, family, files):
+    _, processor = family(name)
+    for max_frames in (1, 2, 7, 16, 50, None):
+        encode = Encoder(processor, Limits(max_frames=max_frames), files)
+        for length in LENGTHS if max_frames else (1, 5):
+            sample = encode(row(f"{length}.mp4"))
+            wanted = frame_count(length, length / 25, max_frames, multiple_of=encode.merged)
+            wanted = max(wanted, encode.merged)  # a single frame is shown as often as the model merges
+            assert frames_in(sample, encode.merged) == wanted, (max_frames, length)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_batches_equal_single_samples(name, family, files):
+    """Clips of different lengths, two clips in one sample, clips and an image: each sample's logits are its own."""
+    folder, processor = family(name)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    take_videos_of_any_length(model)
+    encode = Encoder(processor, Limits(max_frames=6), files)
+    rows = [row("150.mp4"), row("1.mp4", answer="green"), row("5.mp4", "150.mp4", question="Describe both videos")]
+    if name != "smolvlm":  # whose processor puts pictures and clips into the same tensor
+        rows.append(row("5.mp4", images=["picture.png"]))
+    samples = [encode(one) for one in rows]
+    collate = VideoCollator(processor.tokenizer.pad_token_id)
+    with torch.no_grad():
+        together = model(**collate(samples)).logits
+        for number, sample in enumerate(samples):
+            alone = model(**collate([sample])).logits
+            tokens = len(sample["input_ids"])
+            torch.testing.assert_close(together[number, :tokens], alone[0, :tokens], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_labels_are_the_answers_alone(name, family, files):
+    _, processor = family(name)
+    talk = row("5.mp4", answer="green")
+    talk["messages"] += [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": "blue"}]
+    sample = Encoder(processor, Limits(max_frames=4), files)(talk)
+    ids, labels = sample["input_ids"], sample["labels"]
+    answered = labels != IGNORED
+    assert torch.equal(labels[answered], ids[answered])
+    said = processor.tokenizer.decode(labels[answered], skip_special_tokens=True)
+    assert said.split() == ["green", "blue"]
+    types = torch.tensor(processor.create_mm_token_type_ids([ids.tolist()])[0])
+    assert (types[answered] == 0).all() and (types > 0).any()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_an_image_alone(name, family, files):
+    folder, processor = family(name)
+    sample = Encoder(processor, Limits(), files)(row(images=["picture.png"]))
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        assert torch.isfinite(model(**VideoCollator(0)([sample])).loss)
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_too_long_a_sample_loses_frames_first(name, family, files):
+    _, processor = family(name)
+    whole = Encoder(processor, Limits(max_frames=16), files)(row("150.mp4"))
+    types = torch.tensor(processor.create_mm_token_type_ids([whole["input_ids"].tolist()])[0])
+    limit = len(whole["input_ids"]) - int((types > 0).sum()) // 2
+    shorter = Encoder(processor, Limits(max_frames=16, max_length=limit), files)(row("150.mp4"))
+    assert len(shorter["input_ids"]) <= limit
+    assert 1 <= frames_in(shorter, 1) < frames_in(whole, 1)
+    assert (shorter["labels"] != IGNORED).sum() == (whole["labels"] != IGNORED).sum()
+    few = Encoder(processor, Limits(max_frames=16, max_video_tokens=limit), files)(row("150.mp4"))
+    types = torch.tensor(processor.create_mm_token_type_ids([few["input_ids"].tolist()])[0])
+    assert (types > 0).sum() <= limit
+
+
+def test_then_the_end_of_the_answer(family, files):
+    _, processor = family("qwen2_5_vl")
+    talk = row("1.mp4", answer="red " * 200)
+    whole = Encoder(processor, Limits(), files)(talk)
+    asked = int((whole["labels"] != IGNORED).nonzero()[0])
+    cut = Encoder(processor, Limits(max_length=asked + 50), files)(talk)
+    assert len(cut["input_ids"]) == asked + 50 and (cut["labels"] != IGNORED).sum() == 50
+    assert torch.equal(cut["pixel_values_videos"], whole["pixel_values_videos"])
+    with pytest.raises(InputError, match=r"max_length=10 .* raise max_length, or lower max_pixels_per_frame"):
+        Encoder(processor, Limits(max_length=10), files)(talk)
+    with pytest.raises(InputError, match="max_video_tokens=1"):
+        Encoder(processor, Limits(max_video_tokens=1), files)(talk)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "video_llama_3"])
+def test_pixels_stay_below_the_cap(name, family, tmp_path):
+    """Also of frames that the processor would scale up."""
+    for height, width in ((360, 640), (40, 44)):
+        videos.write(tmp_path / f"{height}.mp4", videos.numbered(5, height, width))
+        encode = fresh(family, name, tmp_path, max_frames=4, max_pixels_per_frame=9000)
+        sample = encode(row(f"{height}.mp4"))
+        _, rows, columns = sample["video_grid_thw"][0].tolist()
+        patch = 16 if name == "qwen3_vl" else 14
+        assert rows * columns * patch**2 <= 9000
+
+
+def test_a_processor_that_takes_other_frames_is_found_out(family, files, monkeypatch):
+    encode = fresh(family, "qwen2_5_vl", files, max_frames=4)
+    call = FramesToPixels.__call__
+    monkeypatch.setattr(FramesToPixels, "__call__", lambda self, videos, **more: call(
+        self, [torch.cat([videos[0], videos[0]])], **more))  # fmt: skip
+    with pytest.raises(RuntimeError, match="8 frames in the tensors, 4 given, max_frames=4"):
+        encode(row("5.mp4"))
+
+
+@pytest.mark.parametrize("name", ["max_frames", "fps", "max_pixels_per_frame", "max_length"])
+def test_a_limit_of_nothing_is_refused(name):
+    with pytest.raises(InputError, match=f"{name}=0 must be above 0"):
+        Limits(**{name: 0})
+
+
+# ---- rows
+
+
+def test_formats_of_rows():
+    parts = [{"type": "video"}, {"type": "text", "text": "What?"}]
+    rows = [
+        row("a.mp4", question="What?", answer="This."),
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, parts[1]]},
+                      {"role": "assistant", "content": [{"type": "text", "text": "This."}]}]},
+        {"conversations": [{"from": "human", "value": "<video>\nWhat?"}, {"from": "gpt", "value": "This."}],
+         "video": "a.mp4"},
+        {"conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "This."}], "video": "a.mp4"},
+    ]  # fmt: skip
+    for one in rows:
+        messages, media = conversation(one, "row 0")
+        assert messages == [{"role": "user", "content": parts},
+                            {"role": "assistant", "content": [{"type": "text", "text": "This."}]}]  # fmt: skip
+        assert media == [("video", "a.mp4")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"messages": row("a.mp4")["messages"], "videos": []}, "more <video> tags than videos"),
+        ({"messages": row("a.mp4")["messages"], "videos": ["a", "b"]}, "1 video.s. more than <video> tags"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "no answer"),
+        ({"text": "Hi"}, "neither messages nor conversations"),
+    ],
+)
+def test_rows_that_do_not_add_up(wrong, said):
+    with pytest.raises(InputError, match=f"row 7: .*{said}"):
+        conversation(wrong, "row 7")
+
+
+def test_files_within_a_data_set(family, files):
+    """Bytes, as hub data sets carry them."""
+    _, processor = family("qwen2_5_vl")
+    encode = Encoder(processor, Limits(max_frames=4), files)
+    packed = row("5.mp4") | {"videos": [{"path": None, "bytes": (files / "5.mp4").read_bytes()}]}
+    wanted, found = encode(row("5.mp4")), encode(packed)
+    assert torch.equal(found["pixel_values_videos"], wanted["pixel_values_videos"])
+
+
+# ---- files that are no good
+
+
+def test_broken_files_end_the_run_with_their_name(family, files, tmp_path):
+    _, processor = family("qwen2_5_vl")
+    encode = Encoder(processor, Limits(max_frames=2), files)
+    rows = [row("5.mp4"), row("broken.mp4"), row("gone.mp4"), row("150.mp4")]
+    with pytest.raises(BadVideo, match=r"broken\.mp4.*raise max_bad_videos"):
+        VideoSamples(rows, encode, BadVideos(tmp_path / "none.txt"))[1]
+    assert not (tmp_path / "none.txt").exists()
+    bad = BadVideos(tmp_path / "bad.txt", 2)
+    samples = VideoSamples(rows, encode, bad)
+    wanted = samples[3]["pixel_values_videos"]
+    assert torch.equal(samples[1]["pixel_values_videos"], wanted)  # the next that is good
+    assert torch.equal(samples[2]["pixel_values_videos"], wanted)
+    assert [line.split(":")[0].rsplit("/", 1)[1] for line in bad.listed()] == ["broken.mp4", "gone.mp4"]
+    again = VideoSamples(rows, encode, BadVideos(tmp_path / "bad.txt", 2))  # as another worker, or a resumed run, does
+    assert again[1] and len(bad.listed()) == 2
+    with pytest.raises(BadVideo, match="max_bad_videos=1"):
+        VideoSamples([row("gone.mp4"), row("gone2.mp4")], encode, BadVideos(tmp_path / "one.txt", 1))[0]
+
+
+def test_workers_count_together(family, files, tmp_path):
+    _, processor = family("qwen2_5_vl")
+    encode = Encoder(processor, Limits(max_frames=2), files)
+    rows = [row("5.mp4"), row("broken.mp4")] * 4
+    bad = BadVideos(tmp_path / "bad.txt", 1)
+    loader = torch.utils.data.DataLoader(
+        VideoSamples(rows, encode, bad), 2, collate_fn=VideoCollator(0), num_workers=2
+    )  # fmt: skip
+    assert sum(len(batch["input_ids"]) for batch in loader) == 8
+    assert len(bad.listed()) == 1
+
+
+# ---- processors
+
+
+def test_a_processor_is_saved_whole(family, tmp_path):
+    """What is saved loads again, and says of videos what the checkpoint said."""
+    for name in FAMILIES:
+        folder, processor = family(name)
+        processor.save_pretrained(tmp_path / name)
+        again = load_processor(str(tmp_path / name), AutoConfig.from_pretrained(folder))
+        assert again.video_processor.settings == processor.video_processor.settings
+        assert again.chat_template == processor.chat_template
+        saved = json.loads((tmp_path / name / "processor_config.json").read_text())
+        assert saved["video_processor"]["video_processor_type"] == processor.video_processor.family.name
+
+
+def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"unknown video model type 'llama'.*install torchvision"):
+        load_processor(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(InputError, match="do_normalize=False: install torchvision"):
+        FramesToPixels("qwen2_5_vl", {"do_normalize": False})
