@@ -24,7 +24,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     from hf_memopt.estimator.prediction import estimate_job
     from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.savings import largest_savings
-    from hf_memopt.estimator.video import frozen_parts, video_inputs
+    from hf_memopt.estimator.video import frozen_as_said, video_inputs
     from hf_memopt.hardware import get_hardware
 
     preset = get_preset(preset_name, method, strategy)
@@ -37,7 +37,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     video = video_inputs(model, load_config(model), clips)
     job = job_of(
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
-        video=video, frozen=frozen_parts(clips) if video else (),
+        video=video, frozen=frozen_as_said(clips) if video else (),
         attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
         quantization_config=quantization_config(preset, quantization, model if video else None),
         memory_args=memory_args, padded=bool(own.get("padded")), packed=bool(own.get("packed")),

@@ -3,6 +3,15 @@
 import math
 
 
+def relative_sizes(data, looked_at: float = math.inf) -> list[float]:
+    """What samples take compared with each other: their tokens, or what a data set with `sizes()` says of itself.
+
+    Args:
+        looked_at: as in sample_lengths().
+    """
+    return data.sizes(looked_at) if hasattr(data, "sizes") else sample_lengths(data, looked_at)
+
+
 def sample_lengths(data, looked_at: float = math.inf) -> list[int]:
     """Tokens of every sample; 1 where a sample has none.
 

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_memopt.data.clips import BadVideo, Clip, capped_size, read_clip
+from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, read_clip
 from hf_memopt.data.conversations import Medium, conversation
 from hf_memopt.data.tokens import IGNORED, answer_spans
 from hf_memopt.errors import InputError, one_line
@@ -373,7 +374,27 @@ class VideoSamples(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def sizes(self, looked_at: float = math.inf) -> list[float]:
+        """Pixels of each row's videos, roughly, by the files' headers; what cannot be opened is as good as none.
+
+        Raises:
+            BadVideo: more of them than may be.
+        """
+        return [self._pixels(number) if number < looked_at else 0.0 for number in range(len(self))]
+
+    def _pixels(self, number: int) -> float:
+        limits = self.encode.limits
+        try:
+            _, media = conversation(self.rows[number], f"{self.name} {number}")
+            files = [self.encode.file_of(source) for kind, source in media if kind == "video"]
+            return sum(glance(file, limits.max_frames, limits.fps, limits.max_pixels_per_frame) for file in files)
+        except BadVideo as error:
+            self.bad.skip(error)
+            return 0.0
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name} {index} of {len(self)}")
         for step in range(len(self)):
             number = (index + step) % len(self)
             try:
@@ -387,16 +408,21 @@ class VideoSamples(torch.utils.data.Dataset):
 class VideoCollator:
     """Samples as one batch: tokens padded to the longest, media as the model takes them.
 
+    Causal attention looks back alone, so that padding behind a sample needs no mask; one of all tokens by all tokens
+    would grow with the square of the frames.
+
     Args:
         pad_token_id: of the tokenizer.
         pad_to_multiple_of: tokens.
         apart: leave each sample's media to itself (a list with one dictionary a sample, under "media"), as
             VideoTrainer wants them, which joins them when the batch runs and so can cut a batch between samples.
+        masked: give the model an `attention_mask` all the same, for attention that looks ahead.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int = 8
     apart: bool = False
+    masked: bool = False
 
     def __call__(self, samples: list[dict]) -> dict[str, Any]:
         longest = max(len(sample["input_ids"]) for sample in samples)
@@ -407,9 +433,9 @@ class VideoCollator:
             for name in TOKENS
             if name in samples[0]
         }
-        # From the lengths: a padding token may also be the end of a text.
-        ends = torch.tensor([[len(sample["input_ids"])] for sample in samples])
-        batch["attention_mask"] = (torch.arange(length)[None] < ends).long()
+        if self.masked:  # from the lengths: a padding token may also be the end of a text
+            ends = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+            batch["attention_mask"] = (torch.arange(length)[None] < ends).long()
         media = [{name: value for name, value in sample.items() if name not in TOKENS} for sample in samples]
         return batch | ({"media": media} if self.apart else join(media))
 

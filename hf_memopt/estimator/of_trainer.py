@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_memopt.data.lengths import sample_lengths
+from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
@@ -24,8 +24,10 @@ from hf_memopt.estimator.prediction import (
 )
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, repeated_layers
+from hf_memopt.estimator.video import values_of
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.token_budget import samples_within
+from hf_memopt.levers.video_parts import frozen_parts
 
 _ROWS_LOOKED_AT = 10_000
 
@@ -45,6 +47,8 @@ class TrainerJob:
     layer: Any
     task: str = "the trainer's own"
     memory_args: Any = None
+    video: Any = None
+    frozen: tuple[str, ...] = ()
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
@@ -80,12 +84,15 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
         raise InputError("trainer.model must be a transformers or peft model")
     fields = fields_of_trainer(trainer)
     world_size = world_size or args.world_size
-    batch, padded = _largest_batch(trainer)
+    tensors, padded = _largest_batch(trainer)
+    batch = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    sees = any(name.startswith("pixel_values") for name in tensors)  # such models ask what their inputs hold
     lists = _layer_lists(model)
     layer = lists[0][0] if lists else model
     job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
                      engine_of(fields, strategy, world_size), batch, model, layer,
-                     memory_args=getattr(trainer, "memory_args", None))  # fmt: skip
+                     memory_args=getattr(trainer, "memory_args", None), video=sees or None,
+                     frozen=frozen_parts(model) if sees else ())  # fmt: skip
     kept_batches = _batches_kept_for_metrics(trainer)
 
     def at(depth: int) -> TracedJob:
@@ -94,7 +101,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
             accelerator=device.backend != "cpu", host_apart=device.memory_apart,
             padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
-            trainer=trainer,
+            trainer=trainer, values=values_of(tensors) if sees else {},
         )  # fmt: skip
 
     whole = (layers_of(model.config),)
@@ -135,6 +142,7 @@ def _largest_batch(trainer) -> tuple[dict, bool]:
         batch = loader.collate_fn(rows)
     else:
         batch = next(iter(loader), None)
+    batch = trainer.joined(batch) if hasattr(trainer, "joined") else batch
     tensors = {name: value for name, value in dict(batch or {}).items() if isinstance(value, torch.Tensor)}
     if not tensors:
         raise InputError("the trainer's collator returns no tensors for its longest samples")
@@ -142,19 +150,13 @@ def _largest_batch(trainer) -> tuple[dict, bool]:
     places = tensors.get("position_ids")
     packed = places is not None and bool((places.diff(dim=-1) < 0).any())  # rows that attention keeps apart
     padded = packed or (mask is not None and not bool(mask.all()))
-    return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}, padded
+    return tensors, padded
 
 
 def _longest(data, count: int) -> list[int]:
-    """Indices of the samples with the most tokens, the largest tensors where there are no tokens."""
-    looked_at = min(len(data), _ROWS_LOOKED_AT)
-
-    def length(index: int) -> int:
-        row = data[index]
-        ids = row.get("input_ids") if hasattr(row, "get") else None
-        return len(ids) if ids is not None else 0
-
-    order = sorted(range(looked_at), key=length, reverse=True)
+    """Indices of the samples that take most."""
+    sizes = relative_sizes(data, _ROWS_LOOKED_AT)
+    order = sorted(range(min(len(sizes), _ROWS_LOOKED_AT)), key=sizes.__getitem__, reverse=True)
     return (order * math.ceil(count / max(1, len(order))))[:count]
 
 

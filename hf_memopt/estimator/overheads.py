@@ -27,13 +27,15 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     accumulation = job.fields["gradient_accumulation_steps"]
     more = (1 if _one_at_a_time(job) else accumulation) - min(2, accumulation)
     size = more * batch_bytes(job)
-    joined = batch_bytes(job) if _joins(job) else 0
+    joined = batch_bytes(job) if _joins(job) else 0  # of which pixels are all but nothing
     for name, peak in peaks.items():
         if not name.startswith(("load", "start")):
-            grow(peak, "other", size + (0 if name.startswith("between") else joined))
+            grow(peak, "other", size + (joined if _sees(job, name) else 0))
     if not _one_at_a_time(job):  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
         grow(fetching, "other", accumulation * batch_bytes(job))
+        if job.engine in ("none", "ddp"):  # gradients are gone by then
+            grow(fetching, "gradients", -fetching.by_kind.get("gradients", 0))
 
 
 def _one_at_a_time(job) -> bool:
@@ -43,6 +45,11 @@ def _one_at_a_time(job) -> bool:
 def _joins(job) -> bool:
     """Whether VideoTrainer's copy of the samples that run lies in the memory where they wait."""
     return getattr(job, "video", None) is not None and job.memory_args is not None and not job.device.memory_apart
+
+
+def _sees(job, segment: str) -> bool:
+    """Whether pixels are still wanted: until the tower has run, or has passed its gradients back."""
+    return segment.startswith("forward") or (segment.startswith("backward") and "vision" not in job.frozen)
 
 
 def batch_bytes(job) -> int:
@@ -112,7 +119,7 @@ def notes(job, books: Ledger) -> tuple[str, ...]:
             "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
         )
     video = getattr(job, "video", None)
-    if video is not None and video.sample is None:
+    if hasattr(video, "told") and video.sample is None:
         said.append(f"a sample: {video.told(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
         if not video.settings:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")

@@ -143,7 +143,7 @@ def video_inputs(model, config, given: dict[str, Any]) -> VideoInputs | None:
     )  # fmt: skip
 
 
-def frozen_parts(given: dict[str, Any]) -> tuple[str, ...]:
+def frozen_as_said(given: dict[str, Any]) -> tuple[str, ...]:
     """The parts that are not trained: the vision tower, unless something else is said."""
     return tuple(
         part for part, usual in (("vision", True), ("projector", False)) if given.get(f"freeze_{part}", usual)

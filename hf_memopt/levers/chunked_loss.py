@@ -18,6 +18,7 @@ from hf_memopt.levers.language_model import IGNORED, asks_for_its_loss, inner_mo
 from hf_memopt.levers.replaced import replace
 
 _VOCABULARY_SLICE = 16_384  # rows of the head's gradient that are added up at once, where it is kept in fp32
+_TRACED = 3  # chunks that the estimator follows: one after another, they take the same
 _NOTED = {torch.tanh, torch.mul, torch.div, torch.true_divide}
 
 
@@ -98,7 +99,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if of_bias else None
-        for start in range(0, len(hidden), chunk):
+        starts = range(0, len(hidden), chunk)
+        if without_values(hidden) and len(starts) > _TRACED:
+            starts = [*starts[: _TRACED - 1], starts[-1]]
+        for start in starts:
             part = hidden[start : start + chunk]
             logits = functional.linear(part, used, None if bias is None else bias.to(dtype))
             with torch.enable_grad():

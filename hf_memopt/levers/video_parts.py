@@ -31,6 +31,17 @@ def vision_parts(model) -> tuple[str, list[str]]:
     return names[id(tower)], outermost
 
 
+def frozen_parts(model) -> tuple[str, ...]:
+    """Of PARTS, those without a weight that is trained."""
+    tower, projectors = vision_parts(model)
+    trained = {"vision": False, "projector": False}
+    for name, weight in inner_model(model).named_parameters():
+        between = any(name.startswith(f"{part}.") for part in projectors)
+        if weight.requires_grad and (between or name.startswith(f"{tower}.")):
+            trained["projector" if between else "vision"] = True
+    return tuple(part for part in PARTS if not trained[part])
+
+
 def train_parts(model, peft_config, frozen: tuple[str, ...]):
     """The model with adapters, or trained in full, but for its frozen parts; the language model is always trained.
 

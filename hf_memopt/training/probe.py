@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_memopt.data.lengths import sample_lengths
+from hf_memopt.data.lengths import relative_sizes
 from hf_memopt.training.guarded_optimizer import torch_optimizer
 from hf_memopt.training.oom import free_memory
 from hf_memopt.training.pieces import shapes_of
@@ -52,7 +52,7 @@ def worst_batch(loader, epoch: int) -> list[int] | None:
     data = loader.dataset
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return None
-    lengths = sample_lengths(data, _LOOKED_AT)
+    lengths = relative_sizes(data, _LOOKED_AT)
     order = batch_order(loader, epoch)
     if order is not None:
         batches = itertools.islice(order, _LOOKED_AT)

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import send_to_device
 
-from hf_memopt.data.clips import BadVideo, glance
-from hf_memopt.data.conversations import conversation
 from hf_memopt.data.moving_shapes import moving_shapes
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.data.video import TOKENS, BadVideos, Encoder, Limits, VideoCollator, VideoSamples
@@ -147,24 +145,8 @@ def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:
     Raises:
         BadVideo: more of them than may be.
     """
-    sizes = [_pixels(samples, number) for number in range(min(len(samples), _GLANCED_AT))]
+    sizes = samples.sizes(_GLANCED_AT)
     return samples[max(range(len(sizes)), key=sizes.__getitem__)]
-
-
-def _pixels(samples: VideoSamples, number: int) -> float:
-    """Pixels of a row's videos, roughly; none where one is broken."""
-    encode = samples.encode
-    limits = encode.limits
-    try:
-        _, media = conversation(samples.rows[number], f"{samples.name} {number}")
-        return sum(
-            glance(encode.file_of(source), limits.max_frames, limits.fps, limits.max_pixels_per_frame)
-            for kind, source in media
-            if kind == "video"
-        )
-    except BadVideo as error:
-        samples.bad.skip(error)
-        return -1.0
 
 
 def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -217,6 +199,7 @@ def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) 
     prompt = {name: value[:first] if name in TOKENS else value for name, value in sample.items()}
     inputs = VideoCollator(tokenizer.pad_token_id, pad_to_multiple_of=1)([prompt])
     del inputs["labels"]
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs = send_to_device(inputs, model.device)
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)[0]

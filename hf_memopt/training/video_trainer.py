@@ -19,7 +19,10 @@ class VideoTrainer(MemoryTrainer):
         take_videos_of_any_length(self.model)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        media = inputs.get("media")
-        if media is not None:
-            inputs = {name: value for name, value in inputs.items() if name != "media"} | join(media)
-        return super()._prepare_inputs(inputs)
+        return super()._prepare_inputs(self.joined(inputs))
+
+    def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch as the model takes it."""
+        if "media" not in inputs:
+            return inputs
+        return {name: value for name, value in inputs.items() if name != "media"} | join(inputs["media"])

@@ -1,0 +1,296 @@
+"""The video recipe on real clips: that the model looks, what is trained, what it takes, and what is refused."""
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import video_models
+import videos
+from faults import Strikes, struck
+from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
+
+from hf_memopt import MemoryArguments, estimate, estimate_trainer
+from hf_memopt.data.clips import BadVideo
+from hf_memopt.data.video import Encoder, Limits, VideoCollator
+from hf_memopt.data.video_processor import load_processor
+from hf_memopt.errors import InputError
+from hf_memopt.levers.replaced import put_back
+from hf_memopt.levers.video_parts import train_parts, vision_parts
+from hf_memopt.training.callbacks import HostPeak
+from hf_memopt.training.video_job import answer, real_inputs
+from hf_memopt.training.video_trainer import VideoTrainer
+
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+         "remove_unused_columns": False}  # fmt: skip
+CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+FAST = ["--preset", "cpu", "--samples", "1", "--held_out", "2", "--max_steps", "2", "--effective_batch_size", "4",
+        "--per_device_train_batch_size", "2", "--max_frames", "4", "--eval_steps", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """A data file, its clips beside it, and tiny models of some families."""
+    folder = tmp_path_factory.mktemp("clips")
+    rows = []
+    for number, frames in enumerate((4, 9, 12, 30, 5, 7, 8, 20)):
+        videos.write(folder / f"{number}.mp4", videos.numbered(frames, 56, 56))
+        messages = [{"role": "user", "content": "<video>What is moving?"},
+                    {"role": "assistant", "content": "first red then blue" + " green" * (number % 3)}]  # fmt: skip
+        rows.append({"messages": messages, "videos": [f"{number}.mp4"]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("qwen2_5_vl", "llava_onevision"):
+        video_models.make(name, folder / name)
+    return folder
+
+
+def samples_of(folder: Path, name: str, **limits) -> list[dict]:
+    processor = load_processor(str(folder / name), AutoConfig.from_pretrained(folder / name))
+    encode = Encoder(processor, Limits(**limits), folder)
+    return [encode(json.loads(line)) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+class Copies(torch.utils.data.Dataset):
+    """Samples made anew every time, as decoding makes them."""
+
+    def __init__(self, samples: list[dict]):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return {name: value.clone() for name, value in self.samples[index].items()}
+
+
+def test_the_demo_looks_at_its_clips(recipe, tmp_path):
+    """22 of 24 held-out clips right, and a loss with another clip's pixels at least twice its own."""
+    output = tmp_path / "out"
+    trainer = recipe("video_sft")(["--preset", "cpu", "--output_dir", str(output), "--max_steps", "70", "--eval_steps",
+                                   "70", "--samples", "1"])  # fmt: skip
+    processor, held_out = trainer.processing_class, list(trainer.eval_dataset)
+    model = AutoModelForImageTextToText.from_pretrained(output).eval()
+    assert len(held_out) == 24
+    answers = [answer(model, processor.tokenizer, sample, 8) for sample in held_out]
+    assert sum(said == meant for said, meant in ((a.strip(), b.strip()) for a, b in answers)) >= 22
+    assert len({meant for _, meant in answers}) > 6
+
+    def loss(sample) -> float:
+        with torch.no_grad():
+            return model(**VideoCollator(processor.tokenizer.pad_token_id)([sample])).loss.item()
+
+    own = swapped = 0.0
+    for sample, (_, meant) in zip(held_out, answers, strict=True):
+        shape = sample["pixel_values_videos"].shape
+        others = zip(held_out, answers, strict=True)
+        other = next(one for one, (_, said) in others
+                     if said != meant and one["pixel_values_videos"].shape == shape)  # fmt: skip
+        own += loss(sample)
+        swapped += loss(sample | {"pixel_values_videos": other["pixel_values_videos"]})
+    assert own <= swapped / 2
+
+    report = json.loads((output / "memory_report.json").read_text())
+    assert report["bad_videos"] == []
+    predicted, measured = report["estimate"]["peak_allocated_bytes"], report["measured"]["peak_allocated_bytes"]
+    assert abs(predicted / measured - 1) < 0.05
+    assert load_processor(str(output), AutoConfig.from_pretrained(output)).video_token == processor.video_token
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_what_is_trained(name, method, recipe, clips, tmp_path):
+    """The tower stays as it is and in its precision; projector and language model get gradients."""
+    arguments = [*FAST, "--model_name_or_path", str(clips / name), "--dataset_name", str(clips / "rows.jsonl"),
+                 "--method", method, "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    trainer = recipe("video_sft")(arguments)
+    tower, projectors = vision_parts(trainer.model)
+    trained = [weight for weight, value in trainer.model.named_parameters() if value.requires_grad]
+    seeing = [weight for weight in trained if tower in weight and not any(part in weight for part in projectors)]
+    assert seeing == []
+    assert any(part in weight for weight in trained for part in projectors)
+    assert any("layers" in weight for weight in trained)
+    assert all(("lora_" in weight) == (method != "full") for weight in trained)
+    if method == "qlora":
+        packed = [part for part, module in trainer.model.named_modules() if type(module).__name__ == "Linear4bit"]
+        assert packed and not any(tower in part or part.endswith("lm_head") for part in packed)
+    assert trainer.args.activation_checkpointing and trainer.args.train_batch_size == 2
+    assert trainer.memory_args.logits_to_keep
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert all(loss > 0 for loss in losses)
+
+
+@pytest.mark.parametrize(
+    ("profile", "frames", "micro", "checkpointing"),
+    [("maximum_savings", 50, 2, True), ("balanced", 100, 4, True), ("maximum_performance", None, 8, False)],
+)
+def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path):
+    arguments = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
+                 str(clips / "rows.jsonl"), "--held_out", "1", "--video_profile", profile, "--dry_run",
+                 "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    trainer = recipe("video_sft")(arguments)
+    assert trainer.train_dataset.encode.limits.max_frames == frames
+    args = trainer.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (micro, 32 // micro)
+    assert bool(args.activation_checkpointing) is checkpointing
+    assert not (tmp_path / "out").exists()
+    given = recipe("video_sft")([*arguments, "--max_frames", "none" if frames else "7"])  # goes over the profile's
+    assert given.train_dataset.encode.limits.max_frames == (None if frames else 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "float16"], "dtype=float16 with method=full.*method=lora"),
+        (["--video_profile", "fastest"], "unknown video_profile 'fastest'"),
+        (["--max_frames", "0"], "max_frames=0 must be above 0"),
+        (["--media_folder", "nowhere"], "media_folder=nowhere: no such folder"),
+        (["--max_length", "9"], "max_length=9.*raise max_length, or lower max_pixels_per_frame"),
+    ],
+)
+def test_refusals(arguments, said, recipe, clips, tmp_path):
+    given = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
+             str(clips / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--held_out", "1"]  # fmt: skip
+    with pytest.raises(InputError, match=said):
+        recipe("video_sft")([*given, *arguments])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_language_model_is_refused(recipe, builtin_model, clips, tmp_path):
+    given = ["--preset", "cpu", "--model_name_or_path", str(builtin_model), "--dataset_name",
+             str(clips / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    with pytest.raises(InputError, match="'llama'"):
+        recipe("video_sft")(given)
+
+
+def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
+    rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
+    (tmp_path / "bad.mp4").write_text("no video")
+    broken = [row | {"videos": [str(clips / row["videos"][0])]} for row in rows]
+    broken[3] = broken[3] | {"videos": ["bad.mp4"]}
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in broken))
+    arguments = [*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name", str(data),
+                 "--held_out", "0", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    with pytest.raises(BadVideo, match=r"bad\.mp4.*raise max_bad_videos"):
+        recipe("video_sft")(arguments)
+    recipe("video_sft")([*arguments, "--max_bad_videos", "1"])
+    report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
+    assert len(report["bad_videos"]) == 1 and "bad.mp4" in report["bad_videos"][0]
+
+
+# ---- memory
+
+
+def trained(folder, name, samples, kind, model, memory=None, peak=None, **fields):
+    args = TrainingArguments(str(folder / "out"), max_steps=2, learning_rate=1e-3, **fields, **QUIET)
+    pad = 0
+    given = {"model": model, "args": args, "train_dataset": Copies(samples), "callbacks": [peak] if peak else []}
+    if kind is Trainer:
+        trainer = Trainer(data_collator=VideoCollator(pad, masked=True), **given)
+    else:
+        trainer = kind(memory_args=memory, data_collator=VideoCollator(pad, apart=True), **given)
+    return trainer
+
+
+def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
+    """Against a plain Trainer with LoRA and activation checkpointing on the same clips."""
+    from peft import LoraConfig
+
+    folder = video_models.make("qwen2_5_vl", tmp_path / "wide", vocab=16_000)
+    videos.write(tmp_path / "long.mp4", videos.numbered(64, 56, 56))
+    processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
+    row = {"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
+           "videos": ["long.mp4"]}  # fmt: skip
+    samples = [Encoder(processor, Limits(max_frames=64), tmp_path)(row)] * 6
+    peaks, losses = [], []
+    for kind in (Trainer, VideoTrainer):
+        set_seed(0)
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = train_parts(AutoModelForImageTextToText.from_pretrained(folder), lora, ("vision",))
+        if kind is Trainer:
+            put_back(model)
+        peak = HostPeak()
+        trainer = trained(tmp_path, "qwen2_5_vl", samples, kind, model, MemoryArguments(logits_to_keep=True), peak,
+                          per_device_train_batch_size=2, **CHECKPOINTED)  # fmt: skip
+        trainer.train()
+        peaks.append(peak.bytes)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert peaks[0] >= 3 * peaks[1]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "qwen3_vl"])
+def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
+    """Predicted within 5 % of what two steps hold, for each number of frames; twice the frames cost twice as much."""
+    folder = video_models.make(name, tmp_path / name)
+    config = AutoConfig.from_pretrained(folder)
+    processor = load_processor(str(folder), config)
+    videos.write(tmp_path / "long.mp4", videos.numbered(32, 56, 56))
+    row = {"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
+           "videos": ["long.mp4"]}  # fmt: skip
+    memory, fields = MemoryArguments(logits_to_keep=True), {"per_device_train_batch_size": 2, **CHECKPOINTED}
+    peaks = []
+    for frames in (8, 16, 32):
+        sample = Encoder(processor, Limits(max_frames=frames), tmp_path)(row)
+        model = train_parts(AutoModelForImageTextToText.from_pretrained(folder), None, ("vision",))
+        peak = HostPeak()
+        trainer = trained(tmp_path, name, [sample] * 6, VideoTrainer, model, memory, peak, **fields)
+        found = estimate(config, fields, 8, "cpu", memory_args=memory, video=real_inputs(sample), frozen=("vision",))
+        trainer.train()
+        assert found.peak_allocated_bytes == pytest.approx(peak.bytes, rel=0.05), frames
+        peaks.append(peak.bytes)
+    assert (peaks[2] - peaks[1]) / (peaks[1] - peaks[0]) == pytest.approx(2, rel=0.1)
+
+
+def test_estimate_trainer_sees_the_videos(clips, tmp_path):
+    samples = samples_of(clips, "qwen2_5_vl", max_frames=8)
+    model = train_parts(AutoModelForImageTextToText.from_pretrained(clips / "qwen2_5_vl"), None, ("vision",))
+    peak = HostPeak()
+    longest = max(samples, key=lambda sample: len(sample["input_ids"]))
+    trainer = trained(tmp_path, "", [longest] * 6, VideoTrainer, model, MemoryArguments(), peak,
+                      per_device_train_batch_size=2)  # fmt: skip
+    found = estimate_trainer(trainer, "cpu")
+    trainer.train()
+    assert found.peak_allocated_bytes == pytest.approx(peak.bytes, rel=0.05)
+
+
+# ---- the trainer
+
+
+def test_pixels_of_one_micro_batch_at_a_time(clips, tmp_path):
+    """4 × 8: when a micro-batch runs, no earlier one's joined pixels are left."""
+    samples = samples_of(clips, "qwen2_5_vl", max_frames=4)
+    model = train_parts(AutoModelForImageTextToText.from_pretrained(clips / "qwen2_5_vl"), None, ("vision",))
+    trainer = trained(tmp_path, "", samples * 8, VideoTrainer, model, MemoryArguments(),
+                      per_device_train_batch_size=4, gradient_accumulation_steps=8)  # fmt: skip
+    seen, alive = [], []
+    forward = model.forward
+
+    def watched(*args, pixel_values_videos=None, **kwargs):
+        alive.append(sum(reference() is not None for reference in seen))
+        seen.append(weakref.ref(pixel_values_videos))
+        return forward(*args, pixel_values_videos=pixel_values_videos, **kwargs)
+
+    model.forward = watched
+    trainer.train()
+    assert len(seen) == 16 and alive == [0] * 16
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+def test_a_micro_batch_that_does_not_fit_is_cut_between_samples(name, clips, tmp_path):
+    samples = samples_of(clips, name, max_frames=6)
+    weights = []
+    for strikes in (None, Strikes({"forward": {150}, "backward": {900}})):
+        model = AutoModelForImageTextToText.from_pretrained(clips / name, dtype=torch.float64)
+        trainer = trained(tmp_path, name, samples * 2, VideoTrainer, model, MemoryArguments(),
+                          per_device_train_batch_size=4, gradient_accumulation_steps=2)  # fmt: skip
+        if strikes:
+            struck(trainer, strikes)
+            with strikes:
+                trainer.train()
+            assert strikes.hits and any(event["event"] == "oom_recovered" for event in trainer.memory_events)
+        else:
+            trainer.train()
+        weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-7)
