@@ -35,6 +35,8 @@ bench: $(INSTALLED)
 	python benchmarks/trainer_overhead.py
 	python benchmarks/levers.py
 	python benchmarks/optimizers.py
+	python benchmarks/video.py
+	python benchmarks/video_tiers.py
 	python benchmarks/preset_peak.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_published.py
@@ -72,4 +74,7 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 # Tests also need what is optional.
 $(TESTABLE): $(INSTALLED)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8]'
+	# Apart from the rest, for the comparison with its video processors: a build that does not fit torch breaks transformers.
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
+		--target $(VENV)/torchvision torchvision
 	@touch $@

@@ -1,6 +1,6 @@
 """Peak memory of fine-tuning video models: what a plain Trainer takes, and what each measure leaves of it.
 
-Tiny models of three families with a vocabulary of 32,000 are trained with LoRA for two steps, on two clips of 64 frames
+Tiny models of three families with a vocabulary of 32,000 are trained with LoRA for two steps on two clips of 64 frames
 at once, with a frozen vision tower and activation checkpointing, as recipes usually have it. Measured is the peak of
 every live storage of those steps, beside the estimator's prediction, and the losses. Then the same by the number of
 frames, with both measures.
@@ -126,8 +126,8 @@ def main() -> None:
                 row["of_plain"] = row["measured_bytes"] / plain
             by_frames = {count: measure(place, make_sample(place, count), *BOTH) for count in (16, 32, 64, 128)}
             results[family] = {"measures": rows, "by_frames": by_frames}
-            print(family, {name: round(row["of_plain"], 3) for name, row in rows.items()},
-                  {count: (row["measured_bytes"], round(row["error"], 4)) for count, row in by_frames.items()})  # fmt: skip
+            print(family, {name: round(row["of_plain"], 3) for name, row in rows.items()})
+            print(family, {count: (row["measured_bytes"], row["error"]) for count, row in by_frames.items()})
     record("video", "python benchmarks/video.py", results)
 
 

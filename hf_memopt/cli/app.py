@@ -50,6 +50,16 @@ def show(
     show_one(preset, method, strategy, precision, json)
 
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
+        "lora.KEY, quantization.KEY, or deepspeed (a shipped JSON's name, or a file). Of videos: max_frames, "
+        "frame_size (640x360), max_pixels_per_frame, answer_tokens, freeze_vision, freeze_projector.",
+    ),
+]
 Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a file.")]
 
 
@@ -64,16 +74,7 @@ def estimate(
     world_size: Annotated[int | None, typer.Option(help="Devices that train together. Default: the preset's.")] = None,
     strategy: Strategy = None,
     hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
-            "lora.KEY, quantization.KEY, or deepspeed (a shipped JSON's name, or a file). Of videos: max_frames, "
-            "frame_size (640x360), max_pixels_per_frame, answer_tokens, freeze_vision, freeze_projector.",
-        ),
-    ] = None,
+    settings: Settings = None,
     levers: Annotated[
         bool, typer.Option("--levers", help="Also say what would save most; always said where the job does not fit.")
     ] = False,
@@ -86,6 +87,21 @@ def estimate(
     done = run_estimate(model, preset, method, seq_len, world_size, strategy, hardware, settings or [], levers, plot,
                         json)  # fmt: skip
     raise typer.Exit(done)
+
+
+@app.command(epilog="Example: hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max")
+def plan(
+    model: Annotated[str, typer.Argument(help="A bundled architecture's name, hub id, folder or config.json.")],
+    frames: Annotated[str, typer.Option(help="max: the most frames of a video that fit, by the size of a frame.")],
+    hardware: Annotated[str, typer.Option(help="Device to fit on, and preset to start from.")] = "auto",
+    method: Method = "full",
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
+    """Find how many frames of how many pixels fit a card; exit code 1 if none do."""
+    from hf_memopt.cli.plan import run_plan
+
+    raise typer.Exit(run_plan(model, frames, hardware, method, settings or [], json))
 
 
 @app.command(epilog="Example: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16")

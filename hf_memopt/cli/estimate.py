@@ -19,7 +19,7 @@ _VIDEO = ("max_frames", "frame_size", "max_pixels_per_frame", "answer_tokens", "
 def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
                  as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
-    _import_libraries()
+    import_libraries()
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.prediction import estimate_job
     from hf_memopt.estimator.reference import job_of
@@ -74,7 +74,7 @@ def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> 
     return 1 if found.fits is False else 0
 
 
-def _import_libraries() -> None:
+def import_libraries() -> None:
     """Collecting garbage while thousands of modules are made takes half a second and finds none."""
     gc.disable()
     try:

@@ -253,7 +253,8 @@ class Encoder:
 
 def cap_pixels(processor, cap: int | None) -> None:
     """Lower the size that a processor scales small frames and images up to, which may lie above the cap."""
-    for part in (processor.video_processor, getattr(processor, "image_processor", None)) if cap else ():
+    parts = (processor.video_processor, getattr(processor, "image_processor", None))
+    for part in filter(None, parts) if cap else ():
         settings = getattr(part, "settings", None) or vars(part)
         size = dict(settings.get("size") or {})
         if settings.get("patch_size") and size.get("shortest_edge") and size.get("longest_edge"):

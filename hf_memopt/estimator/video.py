@@ -79,6 +79,14 @@ class VideoInputs:
         tensors = processor.family.lay_out(settings, torch.empty(frames, 3, *size, device="meta"))
         return _taken(config, tensors, settings, frames)
 
+    def merged(self, config) -> int:
+        """Frames that the model merges in time."""
+        return FramesToPixels(config.model_type, self.settings).temporal_patch_size
+
+    def text_tokens(self, config, steps: int) -> int:
+        """Tokens around a clip, and those that the processor writes at each step."""
+        return self.prompt_tokens + self.answer_tokens + FAMILIES[config.model_type].text * steps
+
     def halved(self) -> "VideoInputs | None":
         """With half the frames; None where that cannot be."""
         return replace(self, frames=self.frames // 2) if self.sample is None and self.frames > 1 else None

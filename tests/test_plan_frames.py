@@ -1,0 +1,81 @@
+"""plan --frames max: the inverse of the estimate."""
+
+import dataclasses
+import json
+
+import pytest
+import video_models
+from conftest import run
+
+from hf_memopt import MemoryArguments
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.prediction import describe, estimate_job
+from hf_memopt.estimator.video import VideoInputs, frame_size
+from hf_memopt.planner.frames import most_frames
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return video_models.make("qwen2_5_vl", tmp_path_factory.mktemp("qwen"), weights=False)
+
+
+@pytest.fixture(scope="module")
+def job(folder):
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    video = VideoInputs(height=56, width=56, settings={"size": {"shortest_edge": 784, "longest_edge": 3136}})
+    memory = MemoryArguments(logits_to_keep=True)
+    return describe(str(folder), fields, 8, "cpu", memory_args=memory, frozen=("vision",), video=video)
+
+
+def with_frames(job, frames: int):
+    return dataclasses.replace(job, video=dataclasses.replace(job.video, frames=frames))
+
+
+def test_the_answer_fits_and_two_more_do_not(job):
+    room = estimate_job(with_frames(job, 40)).device_bytes + 1000
+    (fit,) = most_frames(job, room)  # frames of 56 × 56 are below every cap
+    assert fit.max_frames == 40 and fit.max_pixels_per_frame is None
+    assert fit.estimate.device_bytes <= room < estimate_job(with_frames(job, 42)).device_bytes
+    assert fit.seq_len == with_frames(job, 40).video.batch(job.config, 1)["input_ids"].shape[1]
+
+
+def test_no_frame_fits(job):
+    (fit,) = most_frames(job, 1000)
+    assert fit.max_frames == 0 and fit.estimate.device_bytes > 1000
+
+
+def test_smaller_frames_leave_room_for_more(job):
+    large = dataclasses.replace(job, video=VideoInputs(height=720, width=1280, settings={
+        "size": {"shortest_edge": 784, "longest_edge": 10**7}}))  # fmt: skip
+    room = estimate_job(with_frames(large, 6)).device_bytes
+    fits = list(most_frames(large, room))
+    assert [fit.max_pixels_per_frame for fit in fits] == [None, 448 * 448, 224 * 224]
+    assert fits[0].max_frames == 6 < fits[1].max_frames < fits[2].max_frames
+
+
+def test_the_command_line(folder):
+    done = run("hf-memopt", "plan", folder, "--hardware", "rtx_3070", "--method", "lora", "--frames", "max", "--set",
+               "frame_size=56x56", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["frames"]
+    assert row["max_frames"] > 1000 and row["seq_len"] <= 32768  # a tiny model runs out of positions first
+    assert row["estimate"]["fits"] is True
+
+
+def test_estimate_takes_frames_and_their_size(folder):
+    def told(*settings):
+        words = [word for setting in settings for word in ("--set", setting)]
+        return run("hf-memopt", "estimate", folder, "--preset", "cpu", *words, "--json")
+
+    found = json.loads(told("max_frames=64", "frame_size=56x56").stdout)
+    assert "64 frames of 56 × 56" in " ".join(found["notes"])
+    assert found["peak_allocated_bytes"] > 2 * json.loads(told().stdout)["breakdown"]["parameters"]
+    wrong = told("max_frames=none")
+    assert wrong.returncode == 2 and "max_frames=none must be a number" in wrong.stderr
+
+
+@pytest.mark.parametrize("text", ["640", "640x", "axb", "0x5", "1x2x3"])
+def test_sizes_are_written_as_width_and_height(text):
+    with pytest.raises(InputError, match="write width and height in pixels, as 640x360"):
+        frame_size(text)
+    assert frame_size("640x360") == frame_size("640 × 360") == (640, 360)
