@@ -57,12 +57,20 @@ def run(main: Callable[[], object]) -> None:
     except InputError as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
-        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
         # A process group that is still open would wait for its peers at interpreter exit.
         _leave(2) if "RANK" in os.environ else sys.exit(2)
     if "RANK" in os.environ:
         atexit._run_exitfuncs()  # trackers send what they have
         _leave(0)
+
+
+def _sentence(error: InputError) -> str:
+    """The message alone, where a data loader's worker has put a traceback before it."""
+    text = str(error)
+    if "Original Traceback" in text:
+        text = text.strip().rpartition(f"{type(error).__name__}: ")[2]
+    return one_line(InputError(text))
 
 
 def _leave(code: int) -> None:

@@ -10,10 +10,10 @@ QLoRA of an 8B model on one RTX 4090:
         --preset rtx_4090 --method qlora --model_name_or_path Qwen/Qwen3-8B \\
         --dataset_name trl-lib/Capybara --output_dir out/qwen-capybara
 
-The data need `messages`, or `prompt` and `completion`, or `instruction` and `output` (and perhaps `input`), or
-`text`. The loss is on the answers alone (on everything for `text`). --packing puts several rows into a sample, without
-padding. A run goes on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument;
---dry_run only shows.
+The data need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output` (and perhaps
+`input`), or `text`. The loss is on the answers alone (on everything for `text`). --packing puts several rows into a
+sample, without padding. A run goes on from the last checkpoint in output_dir. Every field of TrainingArguments is an
+argument; --dry_run only shows.
 """
 
 from hf_memopt.errors import run

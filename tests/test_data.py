@@ -70,6 +70,7 @@ def test_only_answers_are_labels(tokenizer):
         {"instruction": "Add.", "input": "2 + 2", "output": "four."},
         {"instruction": "Add two and two.", "input": None, "output": "four."},
         {"prompt": [CHAT[0]], "completion": [{"role": "assistant", "content": "four."}]},
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "four."}]},
     ],
 )
 def test_other_formats(rows, tokenizer):

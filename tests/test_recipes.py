@@ -14,7 +14,7 @@ QUICK = ["--preset", "cpu", "--samples", "1", "--max_length", "32", "--effective
 QUESTIONS = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)]
 
 
-@pytest.mark.parametrize("name", ["pretrain", "sft"])
+@pytest.mark.parametrize("name", ["pretrain", "sft", "video_sft"])
 def test_recipes_are_short_and_runnable_by_their_docstring(name):
     text = (ROOT / "recipes" / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 150

@@ -273,3 +273,19 @@ def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
         load_processor(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     with pytest.raises(InputError, match="do_normalize=False: install torchvision"):
         FramesToPixels("qwen2_5_vl", {"do_normalize": False})
+
+
+def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
+    """Data loaders hand on their workers' errors with a traceback before them."""
+    from hf_memopt.errors import run
+
+    _, processor = family("qwen2_5_vl")
+    encode = Encoder(processor, Limits(max_frames=2), files)
+    samples = VideoSamples([row("broken.mp4")], encode, BadVideos(tmp_path / "none.txt"))
+    loader = torch.utils.data.DataLoader(samples, 1, collate_fn=VideoCollator(0), num_workers=1)
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: list(loader))
+    said = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2
+    assert len([line for line in said if line.startswith("error: ")]) == 1
+    assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a video") and "Traceback" not in said[-1]

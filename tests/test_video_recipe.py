@@ -179,6 +179,25 @@ def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
     assert len(report["bad_videos"]) == 1 and "bad.mp4" in report["bad_videos"][0]
 
 
+def test_llava_rows_and_a_resumed_run(recipe, clips, tmp_path):
+    """Data of another format; and a run that goes on from its checkpoint ends where an uninterrupted one does."""
+    rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
+    llava = [{"conversations": [{"from": "human", "value": "<video>\nWhat?"},
+                                {"from": "gpt", "value": row["messages"][1]["content"]}], "video": row["videos"][0]}
+             for row in rows]  # fmt: skip
+    data = tmp_path / "llava.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in llava))
+    arguments = [*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name", str(data), "--held_out",
+                 "0", "--media_folder", str(clips), "--lr_scheduler_type", "constant"]  # fmt: skip
+    whole = recipe("video_sft")([*arguments, "--output_dir", str(tmp_path / "whole"), "--save_strategy", "no"])
+    first = [*arguments, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]
+    recipe("video_sft")([*first, "--max_steps", "1"])
+    resumed = recipe("video_sft")(first)
+    assert resumed.state.global_step == 2
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- memory
 
 

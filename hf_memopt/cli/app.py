@@ -131,7 +131,7 @@ def export(
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
-    recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain or sft.")] = "sft",
+    recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain, sft or video_sft.")] = "sft",
     nvme_path: Annotated[str | None, typer.Option(help="Folder on the NVMe disk, for zero3_offload_nvme.")] = None,
     json: Json = False,
 ) -> None:

@@ -11,7 +11,7 @@ from hf_memopt.files import shipped, write_whole
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
 
-RECIPES = ("pretrain", "sft")
+RECIPES = ("pretrain", "sft", "video_sft")
 
 
 def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json) -> None:

@@ -52,9 +52,15 @@ def _listed(row: dict, kind: str) -> list:
 
 
 def _message(turn: dict) -> dict:
-    role, content = turn.get("role") or turn.get("from"), turn.get("content", turn.get("value"))
+    content = turn.get("content", turn.get("value"))
     parts = _parts_of_text(content or "") if not isinstance(content, list) else [_part(part) for part in content]
-    return {"role": _ROLES.get(role, role), "content": parts}
+    return {"role": role_of(turn), "content": parts}
+
+
+def role_of(turn: dict) -> str:
+    """system, user or assistant, by whatever name."""
+    role = turn.get("role") or turn.get("from")
+    return _ROLES.get(role, role)
 
 
 def _parts_of_text(text: str) -> list[dict]:

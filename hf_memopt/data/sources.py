@@ -18,6 +18,7 @@ _FORMATS = {
 # What a row may hold, best first: the name of the format -> the columns that it needs.
 COLUMNS = {
     "messages": ("messages",),
+    "conversations": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),

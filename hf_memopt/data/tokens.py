@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 
+from hf_memopt.data.conversations import role_of
 from hf_memopt.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,8 @@ def _text(row: dict, columns: str, tokenizer) -> tuple[str, list[tuple[int, int]
         return text, [(0, len(text))]
     if columns == "messages":
         return answer_spans(row["messages"], tokenizer)
+    if columns == "conversations":
+        return answer_spans([_turn(role_of(turn), turn["value"]) for turn in row["conversations"]], tokenizer)
     if columns == "alpaca":
         question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
         return answer_spans([_turn("user", question), _turn("assistant", row["output"])], tokenizer)

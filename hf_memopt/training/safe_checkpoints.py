@@ -12,6 +12,7 @@ from unittest import mock
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.training.oom import diagnose, free_memory
+from hf_memopt.training.renamed_weights import load_renamed
 
 logger = logging.getLogger(__name__)
 UNFINISHED = ".unfinished"  # folder in output_dir; get_last_checkpoint and rotation do not look into it
@@ -162,6 +163,14 @@ class SafeCheckpoints:
         args.gradient_accumulation_steps = wanted // at_once
         self._event("effective_batch_kept", effective_batch_size=wanted, world_size=args.world_size,
                     gradient_accumulation_steps=args.gradient_accumulation_steps)  # fmt: skip
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not (self._whole_model() and load_renamed(model or self.model, resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        if not (self._whole_model() and load_renamed(self.model, self.state.best_model_checkpoint)):
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Where a device cannot take the checkpoint's states at once, they come by way of the host."""
