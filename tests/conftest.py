@@ -50,6 +50,22 @@ def jsonl(tmp_path):
     return write
 
 
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """hf-memopt in this process, which has imported everything: exit code, output and errors."""
+
+    def call(*words):
+        from hf_memopt.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["hf-memopt", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def recipe():
     """A recipe's main(argv), from recipes/."""

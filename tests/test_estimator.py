@@ -358,11 +358,11 @@ def test_the_plot_is_a_picture(model_folder, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and list(tmp_path.glob("tmp*")) == []
 
 
-def test_several_devices_and_4_bits_on_the_command_line(model_folder):
+def test_several_devices_and_4_bits_on_the_command_line(model_folder, command):
     def told(*words):
-        done = run("hf-memopt", "estimate", model_folder, "--preset", "a100_80gb", "--seq-len", 64, "--json", *words)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        code, out, err = command("estimate", model_folder, "--preset", "a100_80gb", "--seq-len", 64, "--json", *words)
+        assert code == 0, err
+        return json.loads(out)
 
     alone, sharded = told("--set", "effective_batch_size=32"), told("--world-size", 8, "--strategy", "zero3")
     assert sharded["breakdown"]["optimizer_states"] < 0.3 * alone["breakdown"]["optimizer_states"]

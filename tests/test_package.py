@@ -35,6 +35,34 @@ def test_the_documentations_tables_are_the_measured_ones():
     assert made["page"]() == (ROOT / "docs" / "levers.md").read_text(encoding="utf-8")
 
 
+def test_the_figures_of_videos_are_the_measured_ones():
+    """What docs/video.md says of memory and of cards stands in the results."""
+    import json
+
+    page = (ROOT / "docs" / "video.md").read_text(encoding="utf-8")
+    results = ROOT / "benchmarks" / "results"
+    families = json.loads((results / "video.json").read_text())["rows"]
+    measures = {
+        "vision out of autograd": "tower out of autograd",
+        "answer-only logits": "logits of answers alone",
+        "both": "both, as the recipe trains",
+    }
+    for measure, told in measures.items():
+        shares = [family["measures"][measure]["of_plain"] for family in families.values()]
+        cells = " | ".join(f"{100 * share:.1f} %" for share in shares)
+        assert f"| {told} | {cells} |" in page
+    for family in families.values():
+        assert all(abs(row["error"]) < 0.001 for row in family["by_frames"].values())
+        assert family["measures"]["both"]["losses"] == family["measures"]["plain Trainer"]["losses"]
+        assert (
+            3 * family["measures"]["both"]["measured_bytes"] <= family["measures"]["plain Trainer"]["measured_bytes"]
+        )
+    fits = json.loads((results / "video_tiers.json").read_text())["rows"]
+    for card in ("rtx_3070", "rtx_4080", "rtx_4090"):
+        cells = " | ".join(str(row["max_frames"] or "none") for row in fits if row["card"] == card)
+        assert f"(`{card}`) | {cells} |" in page
+
+
 def test_unknown_attribute_is_an_attribute_error():
     import hf_memopt
 

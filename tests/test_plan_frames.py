@@ -5,7 +5,6 @@ import json
 
 import pytest
 import video_models
-from conftest import run
 
 from hf_memopt import MemoryArguments
 from hf_memopt.errors import InputError
@@ -53,25 +52,28 @@ def test_smaller_frames_leave_room_for_more(job):
     assert fits[0].max_frames == 6 < fits[1].max_frames < fits[2].max_frames
 
 
-def test_the_command_line(folder):
-    done = run("hf-memopt", "plan", folder, "--hardware", "rtx_3070", "--method", "lora", "--frames", "max", "--set",
-               "frame_size=56x56", "--json")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["frames"]
+def test_the_command_line(folder, command):
+    code, out, err = command("plan", folder, "--hardware", "rtx_3070", "--method", "lora", "--frames", "max", "--set",
+                             "frame_size=56x56", "--json")  # fmt: skip
+    assert code == 0, err
+    (row,) = json.loads(out)["frames"]
     assert row["max_frames"] > 1000 and row["seq_len"] <= 32768  # a tiny model runs out of positions first
     assert row["estimate"]["fits"] is True
+    assert command("plan", folder, "--frames", "7")[0] == 2
+    code, _, err = command("plan", folder, "--hardware", "rtx_9999", "--frames", "max")
+    assert code == 2 and "unknown hardware 'rtx_9999'" in err
 
 
-def test_estimate_takes_frames_and_their_size(folder):
+def test_estimate_takes_frames_and_their_size(folder, command):
     def told(*settings):
         words = [word for setting in settings for word in ("--set", setting)]
-        return run("hf-memopt", "estimate", folder, "--preset", "cpu", *words, "--json")
+        return command("estimate", folder, "--preset", "cpu", *words, "--json")
 
-    found = json.loads(told("max_frames=64", "frame_size=56x56").stdout)
-    assert "64 frames of 56 × 56" in " ".join(found["notes"])
-    assert found["peak_allocated_bytes"] > 2 * json.loads(told().stdout)["breakdown"]["parameters"]
-    wrong = told("max_frames=none")
-    assert wrong.returncode == 2 and "max_frames=none must be a number" in wrong.stderr
+    few, many = (json.loads(told(f"max_frames={frames}", "frame_size=56x56")[1]) for frames in (8, 64))
+    assert few["peak_allocated_bytes"] < many["peak_allocated_bytes"]
+    assert "64 frames of 56 × 56" in " ".join(many["notes"])
+    code, _, err = told("max_frames=none")
+    assert code == 2 and "max_frames=none must be a number" in err
 
 
 @pytest.mark.parametrize("text", ["640", "640x", "axb", "0x5", "1x2x3"])
