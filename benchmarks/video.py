@@ -22,7 +22,8 @@ from record import record
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
 from hf_memopt import MemoryArguments, estimate
-from hf_memopt.data.video import Encoder, Limits, VideoCollator
+from hf_memopt.data.video import Encoder, Limits
+from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_processor import load_processor
 from hf_memopt.levers.replaced import put_back
 from hf_memopt.levers.video_parts import train_parts

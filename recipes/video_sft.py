@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None):
 
     from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
 
-    from hf_memopt.data.video import VideoCollator
+    from hf_memopt.data.video_batch import VideoCollator
     from hf_memopt.data.video_processor import load_processor
     from hf_memopt.training.video_trainer import VideoTrainer
 

@@ -10,10 +10,12 @@ import videos
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from hf_memopt.data.bad_videos import BadVideos
 from hf_memopt.data.clips import BadVideo, frame_count
 from hf_memopt.data.conversations import conversation
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.data.video import BadVideos, Encoder, Limits, VideoCollator, VideoSamples, frames_in
+from hf_memopt.data.video import Encoder, Limits, VideoSamples, frames_in
+from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_processor import FramesToPixels, load_processor
 from hf_memopt.errors import InputError
 from hf_memopt.levers.video_parts import take_videos_of_any_length
@@ -72,7 +74,7 @@ def test_the_tensors_hold_as_many_frames_as_the_formula_says(name, family, files
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ragged_batches_equal_single_samples(name, family, files):
-    """Clips of different lengths, two clips in one sample, clips and an image: each sample's logits are its own."""
+    """Clips of other lengths, two in a sample, a clip and an image, text alone: each sample's logits are its own."""
     folder, processor = family(name)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     take_videos_of_any_length(model)
@@ -80,6 +82,7 @@ def test_ragged_batches_equal_single_samples(name, family, files):
     rows = [row("150.mp4"), row("1.mp4", answer="green"), row("5.mp4", "150.mp4", question="Describe both videos")]
     if name != "smolvlm":  # whose processor puts pictures and clips into the same tensor
         rows.append(row("5.mp4", images=["picture.png"]))
+    rows.append(row(question="Nothing to see"))
     samples = [encode(one) for one in rows]
     collate = VideoCollator(processor.tokenizer.pad_token_id)
     with torch.no_grad():

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, Train
 
 from hf_memopt import MemoryArguments, estimate, estimate_trainer
 from hf_memopt.data.clips import BadVideo
-from hf_memopt.data.video import Encoder, Limits, VideoCollator
+from hf_memopt.data.video import Encoder, Limits
+from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_processor import load_processor
 from hf_memopt.errors import InputError
 from hf_memopt.levers.replaced import put_back
@@ -144,6 +145,8 @@ def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path
         (["--dtype", "float16"], "dtype=float16 with method=full.*method=lora"),
         (["--video_profile", "fastest"], "unknown video_profile 'fastest'"),
         (["--max_frames", "0"], "max_frames=0 must be above 0"),
+        (["--streaming", "true", "--max_steps", "1"], "streaming: videos are read one by one"),
+        (["--packing", "true"], "packing: clips are not packed"),
         (["--media_folder", "nowhere"], "media_folder=nowhere: no such folder"),
         (["--max_length", "9"], "max_length=9.*raise max_length, or lower max_pixels_per_frame"),
     ],
@@ -154,6 +157,20 @@ def test_refusals(arguments, said, recipe, clips, tmp_path):
     with pytest.raises(InputError, match=said):
         recipe("video_sft")([*given, *arguments])
     assert not (tmp_path / "out").exists()
+
+
+def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
+    """Columns of the type Video, which `datasets` would decode with torchcodec."""
+    from datasets import Dataset, List, Video
+
+    rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
+    data = Dataset.from_list([row | {"videos": [str(clips / row["videos"][0])]} for row in rows])
+    data.cast_column("videos", List(Video())).save_to_disk(str(tmp_path / "data"))
+    trainer = recipe("video_sft")([*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
+                                   str(tmp_path / "data"), "--output_dir", str(tmp_path / "out"), "--dry_run"])  # fmt: skip
+    (file,) = trainer.train_dataset.rows[0]["videos"]
+    assert len(file["bytes"]) > 1000
+    assert len(trainer.train_dataset[0]["input_ids"]) > 10
 
 
 def test_a_language_model_is_refused(recipe, builtin_model, clips, tmp_path):

@@ -85,7 +85,7 @@ def read_clip(path: str | Path | io.BytesIO, max_frames: int | None = 100, fps: 
             raise
         raise _unreadable(path, error) from error
     if clip is None:
-        raise BadVideo(f"{_name(path)}: none of its frames can be decoded")
+        raise BadVideo(f"{name_of(path)}: none of its frames can be decoded")
     return clip
 
 
@@ -120,12 +120,13 @@ def _opened(path):
     return av.open(str(path))
 
 
-def _name(path) -> str:
+def name_of(path) -> str:
+    """What a file is called in messages."""
     return "a file within the data set" if isinstance(path, io.BytesIO) else str(path)
 
 
 def _unreadable(path, error: Exception) -> BadVideo:
-    return BadVideo(f"{_name(path)}: not a video that can be read ({one_line(error)})")
+    return BadVideo(f"{name_of(path)}: not a video that can be read ({one_line(error)})")
 
 
 def _check_limits(max_frames, fps, max_pixels) -> None:
@@ -142,7 +143,7 @@ def _video_stream(container, path):
     streams = [stream for stream in container.streams.video if not stream.disposition & cover]
     if not streams:
         kinds = sorted({stream.type for stream in container.streams}) or ["none"]
-        raise BadVideo(f"{_name(path)}: holds no video (its streams: {', '.join(kinds)})")
+        raise BadVideo(f"{name_of(path)}: holds no video (its streams: {', '.join(kinds)})")
     streams[0].thread_type = "AUTO"
     return streams[0]
 

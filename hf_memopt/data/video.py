@@ -1,7 +1,6 @@
-"""Samples for video models: decoded within limits, tokenised with answers as labels, collated whatever their size."""
+"""Samples for video models: decoded within limits, tokenised, with answers as labels."""
 
 import io
-import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 import numpy
 import torch
 
-from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, read_clip
+from hf_memopt.data.bad_videos import BadVideos
+from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, name_of, read_clip
 from hf_memopt.data.conversations import Medium, conversation
 from hf_memopt.data.tokens import IGNORED, answer_spans
+from hf_memopt.data.video_batch import TOKENS, join
 from hf_memopt.errors import InputError, one_line
-
-logger = logging.getLogger(__name__)
-
-TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ class Encoder:
         try:
             image = ImageOps.exif_transpose(Image.open(found)).convert("RGB")
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise BadVideo(f"{_name(found)}: not an image that can be read ({one_line(error)})") from error
+            raise BadVideo(f"{name_of(found)}: not an image that can be read ({one_line(error)})") from error
         height, width = capped_size(image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple)
         return self._processed("image", 0, images=[image.resize((width, height))])
 
@@ -270,93 +267,9 @@ def frames_in(tensors: dict[str, torch.Tensor], merged: int) -> int:
     return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
 
 
-def join(parts: list[dict], in_a_row: bool = False) -> dict[str, Any]:
-    """The media tensors of several media, or of several samples.
-
-    Patches and frames are laid end to end. Videos of unequal length that a model takes as (videos, frames, …) become a
-    list. A model that takes (samples, frames, …) gets one row a sample, filled up with zeros, which it leaves out.
-
-    Args:
-        in_a_row: the parts are media of one sample.
-    """
-    names = dict.fromkeys(name for part in parts for name in part)
-    rows = "pixel_attention_mask" in names  # such a model
-    joined = {}
-    for name in names:
-        found = [value for part in parts if name in part for value in _as_list(part[name])]
-        joined[name] = _rows(found, in_a_row) if rows else _end_to_end(name, found)
-    return joined
-
-
-def _as_list(value) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def _rows(found: list[torch.Tensor], in_a_row: bool) -> torch.Tensor:
-    if in_a_row:
-        return torch.cat(found, dim=1)
-    most = max(tensor.shape[1] for tensor in found)
-    return torch.cat([_filled(tensor, most) for tensor in found])
-
-
-def _end_to_end(name: str, found: list[torch.Tensor]):
-    if len({tensor.shape[1:] for tensor in found}) == 1:
-        return torch.cat(found)
-    if name == "pixel_values_videos":
-        return found
-    most = max(tensor.shape[1] for tensor in found)  # images cut into unequal numbers of tiles
-    return torch.cat([_filled(tensor, most) for tensor in found])
-
-
-def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Zeros up to a length along the second dimension."""
-    missing = length - tensor.shape[1]
-    if not missing:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])], dim=1)
-
-
 def _tensor(value) -> torch.Tensor:
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(numpy.asarray(value))
     return value.float() if value.dtype is torch.float64 else value
-
-
-def _name(source) -> str:
-    return "a file within the data set" if isinstance(source, io.BytesIO) else str(source)
-
-
-class BadVideos:
-    """Files that give no frames, listed in a text file that all processes and workers of a run share.
-
-    Args:
-        path: of the list; made with its first line.
-        most: that may be skipped.
-    """
-
-    def __init__(self, path: str | Path, most: int = 0) -> None:
-        self.path, self.most = Path(path), most
-
-    def listed(self) -> list[str]:
-        """What was wrong with each, once."""
-        return list(dict.fromkeys(self.path.read_text(encoding="utf-8").splitlines())) if self.path.exists() else []
-
-    def skip(self, error: BadVideo) -> None:
-        """Count one more.
-
-        Raises:
-            BadVideo: there are more than may be.
-        """
-        line = one_line(error)
-        known = self.listed()
-        if line in known:
-            return
-        if len(known) >= self.most:
-            more = f"; with {len(known)} before it more than max_bad_videos={self.most}" if known else ""
-            raise BadVideo(f"{line}{more}. Take it out of the data, or raise max_bad_videos to skip it") from error
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        logger.warning("skipped: %s", line)
 
 
 class VideoSamples(torch.utils.data.Dataset):
@@ -403,43 +316,3 @@ class VideoSamples(torch.utils.data.Dataset):
             except BadVideo as error:
                 self.bad.skip(error)
         raise BadVideo(f"none of the {len(self)} rows has a video that can be decoded")
-
-
-@dataclass(frozen=True)
-class VideoCollator:
-    """Samples as one batch: tokens padded to the longest, media as the model takes them.
-
-    Causal attention looks back alone, so that padding behind a sample needs no mask; one of all tokens by all tokens
-    would grow with the square of the frames.
-
-    Args:
-        pad_token_id: of the tokenizer.
-        pad_to_multiple_of: tokens.
-        apart: leave each sample's media to itself (a list with one dictionary a sample, under "media"), as
-            VideoTrainer wants them, which joins them when the batch runs and so can cut a batch between samples.
-        masked: give the model an `attention_mask` all the same, for attention that looks ahead.
-    """
-
-    pad_token_id: int
-    pad_to_multiple_of: int = 8
-    apart: bool = False
-    masked: bool = False
-
-    def __call__(self, samples: list[dict]) -> dict[str, Any]:
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "mm_token_type_ids": 0}
-        batch: dict[str, Any] = {
-            name: torch.stack([_padded(sample[name], length, fill[name]) for sample in samples])
-            for name in TOKENS
-            if name in samples[0]
-        }
-        if self.masked:  # from the lengths: a padding token may also be the end of a text
-            ends = torch.tensor([[len(sample["input_ids"])] for sample in samples])
-            batch["attention_mask"] = (torch.arange(length)[None] < ends).long()
-        media = [{name: value for name, value in sample.items() if name not in TOKENS} for sample in samples]
-        return batch | ({"media": media} if self.apart else join(media))
-
-
-def _padded(values: torch.Tensor, length: int, filling: int) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (0, length - len(values)), value=filling)

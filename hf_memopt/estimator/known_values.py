@@ -72,6 +72,8 @@ def run(func, args, kwargs, call):
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     known = func not in _MADE_OF_NOTHING and all(_has_value(tensor) for tensor in tensors)
     if not known:
+        if func._schema.is_mutable:  # what was known of it holds no longer
+            _forget(args[0])
         return call(*_without_masks(func, args), **kwargs)
     with unset_fake_temporarily():
         values = func(*tree_map(_real, args), **tree_map(_real, kwargs))
@@ -83,6 +85,12 @@ def run(func, args, kwargs, call):
         if isinstance(fake, FakeTensor) and value.numel() <= _MOST:
             know(fake, value)
     return out
+
+
+def _forget(changed) -> None:
+    for tensor in tree_leaves(changed):
+        if value_of(tensor) is not None:
+            del tensor.known_value
 
 
 def _has_value(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,8 @@ import torch
 
 from hf_memopt.data.clips import capped_size
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.data.video import VideoCollator, cap_pixels
+from hf_memopt.data.video import cap_pixels
+from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_pixels import FAMILIES, Settings
 from hf_memopt.data.video_processor import FramesToPixels, settings_of
 from hf_memopt.errors import InputError, choose

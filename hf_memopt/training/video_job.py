@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import send_to_device
 
+from hf_memopt.data.bad_videos import BadVideos
 from hf_memopt.data.moving_shapes import moving_shapes
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.data.video import TOKENS, BadVideos, Encoder, Limits, VideoCollator, VideoSamples
+from hf_memopt.data.video import Encoder, Limits, VideoSamples
+from hf_memopt.data.video_batch import TOKENS, VideoCollator
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.video import VideoInputs
 from hf_memopt.levers.arguments import MemoryArguments
@@ -64,7 +66,7 @@ class VideoArguments(RecipeArguments):
 
     @classmethod
     def profile_of(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What the profile sets; layers that are recomputed pass gradients on without reentrance.
+        """What the profile that was asked for sets.
 
         Raises:
             InputError: an unknown profile.
@@ -105,11 +107,12 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
         length: tokens of a sample, at most.
     """
     recipe = job.recipe
+    for name, instead in (("streaming", "videos are read one by one anyway"), ("packing", "clips are not packed")):
+        if getattr(recipe, name):
+            raise InputError(f"{name}: {instead}; leave it out")
     source = recipe.dataset_name or str(moving_shapes())
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, _ = load_job_rows(job, source)
-    if not hasattr(train, "__len__"):
-        raise InputError("streaming: videos are read one by one anyway; leave it out")
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
     encode = Encoder(processor, limits, _folder(recipe.media_folder, source))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_memopt.data.video import join
+from hf_memopt.data.video_batch import join
 from hf_memopt.levers.video_parts import take_videos_of_any_length
 from hf_memopt.training.memory_trainer import MemoryTrainer
 
