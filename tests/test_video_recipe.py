@@ -166,8 +166,9 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
     rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
     data = Dataset.from_list([row | {"videos": [str(clips / row["videos"][0])]} for row in rows])
     data.cast_column("videos", List(Video())).save_to_disk(str(tmp_path / "data"))
-    trainer = recipe("video_sft")([*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
-                                   str(tmp_path / "data"), "--output_dir", str(tmp_path / "out"), "--dry_run"])  # fmt: skip
+    arguments = [*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name", str(tmp_path / "data"),
+                 "--output_dir", str(tmp_path / "out"), "--dry_run"]  # fmt: skip
+    trainer = recipe("video_sft")(arguments)
     (file,) = trainer.train_dataset.rows[0]["videos"]
     assert len(file["bytes"]) > 1000
     assert len(trainer.train_dataset[0]["input_ids"]) > 10
