@@ -12,6 +12,7 @@ import numpy
 
 from hf_memopt.errors import InputError, one_line
 
+_THREADS = 4  # of a decoder, which hold a frame each and more; data loaders have several decoders
 _STEADY = 0.3  # of a frame's duration: how far containers round the times of frames that are evenly spaced
 
 
@@ -145,6 +146,7 @@ def _video_stream(container, path):
         kinds = sorted({stream.type for stream in container.streams}) or ["none"]
         raise BadVideo(f"{name_of(path)}: holds no video (its streams: {', '.join(kinds)})")
     streams[0].thread_type = "AUTO"
+    streams[0].codec_context.thread_count = _THREADS
     return streams[0]
 
 
