@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None):
 
     from hf_memopt.data.video_batch import VideoCollator
     from hf_memopt.data.video_processor import load_processor
+    from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.training.video_trainer import VideoTrainer
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None):
     train, held_out = videos.load_samples(job, processor, length)
     largest = videos.largest_sample(train)
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
-    job.memory_args = videos.with_answer_logits(job.memory_args, kind)
+    job.memory_args = with_few_logits(job.memory_args, kind)
 
     # ---- the model: its tower frozen, its language model and projector trained or adapted
     frozen = job.recipe.frozen

@@ -18,6 +18,9 @@ from hf_memopt.data.video import Encoder, Limits, VideoSamples, frames_in
 from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_processor import FramesToPixels, load_processor
 from hf_memopt.errors import InputError
+from hf_memopt.levers.answer_logits import with_few_logits
+from hf_memopt.levers.apply import apply_levers
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.video_parts import take_videos_of_any_length
 
 FAMILIES = list(video_models.FAMILIES)
@@ -292,3 +295,22 @@ def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     assert ended.value.code == 2
     assert len([line for line in said if line.startswith("error: ")]) == 1
     assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a video") and "Traceback" not in said[-1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_few_logits_leave_the_loss_as_it_is(name, family, files):
+    """Those of answers alone, or, for VideoLLaMA3, whose forward takes no `logits_to_keep`, a loss in chunks."""
+    folder, processor = family(name)
+    model = AutoModelForImageTextToText.from_pretrained(folder).train()
+    take_videos_of_any_length(model)
+    encode = Encoder(processor, Limits(max_frames=4), files)
+    batch = VideoCollator(processor.tokenizer.pad_token_id)(
+        [encode(row("150.mp4")), encode(row("1.mp4", answer="red"))]
+    )
+    wanted = model(**batch).loss
+    memory_args = with_few_logits(MemoryArguments(), type(model))
+    assert memory_args.logits_to_keep != (memory_args.loss_chunk_size is not None) and (
+        memory_args.logits_to_keep is (name != "video_llama_3")
+    )
+    apply_levers(model, memory_args)
+    torch.testing.assert_close(model(**batch).loss, wanted, rtol=1e-5, atol=1e-6)

@@ -34,7 +34,15 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     world_size = preset.processes if world_size is None else world_size
     if world_size < 1:
         raise InputError(f"--world-size {world_size} must be at least 1")
-    video = video_inputs(model, load_config(model), clips)
+    config = load_config(model)
+    video = video_inputs(model, config, clips)
+    if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):  # as the recipe does
+        from transformers import AutoModelForImageTextToText
+
+        from hf_memopt.levers.answer_logits import with_few_logits
+
+        video.clip(config)  # a model that sees nothing is refused here
+        memory_args = with_few_logits(memory_args, AutoModelForImageTextToText._model_mapping[type(config)])
     job = job_of(
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
         video=video, frozen=frozen_as_said(clips) if video else (),

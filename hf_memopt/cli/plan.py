@@ -18,19 +18,26 @@ def run_plan(model, frames, hardware, method, settings, as_json) -> int:
     if hardware != "auto" and hardware not in list_presets():
         raise choose("hardware", hardware, list_presets())
     import_libraries()
+    from transformers import AutoModelForImageTextToText
+
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.video import frozen_as_said, video_inputs
+    from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.planner.frames import most_frames
 
     preset = get_preset(hardware, method)
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
-    if memory_args.loss_chunk_size is None:  # as the recipe does
-        memory_args = replace(memory_args, logits_to_keep=True)
+    config = load_config(model)
+    video = video_inputs(model, config, {"max_frames": 1, **clips})
+    video.clip(config)  # a model that sees nothing is refused here
+    memory_args = with_few_logits(
+        memory_args, AutoModelForImageTextToText._model_mapping[type(config)]
+    )  # as recipes do
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     given = {"per_device_train_batch_size": 1, **given}
     job = job_of(
-        preset, model, None, 1, given, lora, video=video_inputs(model, load_config(model), {"max_frames": 1, **clips}),
+        preset, model, None, 1, given, lora, video=video,
         frozen=frozen_as_said(clips), attn_implementation=own.get("attn_implementation"), memory_args=memory_args,
         quantization_config=quantization_config(preset, quantization, model),
     )  # fmt: skip

@@ -39,7 +39,9 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
 
 
 def _one_at_a_time(job) -> bool:
-    return job.memory_args is not None and job.device.memory_apart and job.engine in ("none", "ddp")
+    """Whether a MemoryTrainer keeps the batches of a step in host memory until they run."""
+    recovers = getattr(job.memory_args, "oom_recovery", False)
+    return recovers and job.device.memory_apart and job.engine in ("none", "ddp")
 
 
 def _joins(job) -> bool:

@@ -3,12 +3,16 @@
 import functools
 import inspect
 from contextlib import contextmanager
+from dataclasses import replace as replace_fields
 
 import torch
 
 from hf_memopt.errors import InputError
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.language_model import IGNORED, asks_for_its_loss, inner_model, shifted_labels, without_values
 from hf_memopt.levers.replaced import replace
+
+_CHUNK = 512  # tokens
 
 
 def keep_answer_logits(model) -> None:
@@ -37,6 +41,16 @@ def keep_answer_logits(model) -> None:
         return forward(*args, labels=labels, logits_to_keep=kept, shift_labels=shifted[:, kept], **kwargs)
 
     replace(inner, "forward", with_fewer_logits)
+
+
+def with_few_logits(memory_args: MemoryArguments, kind: type) -> MemoryArguments:
+    """Arguments that keep a class of models from computing logits of all positions: logits of answers alone where its
+    forward takes `logits_to_keep`, else a loss in chunks; as they were where a loss in chunks is asked for already."""
+    if memory_args.loss_chunk_size is not None or not asks_for_its_loss(kind):
+        return memory_args
+    if "logits_to_keep" in inspect.signature(kind.forward).parameters:
+        return replace_fields(memory_args, logits_to_keep=True)
+    return replace_fields(memory_args, loss_chunk_size=_CHUNK)
 
 
 @contextmanager

@@ -15,8 +15,10 @@ def inner_model(model):
 
 
 def asks_for_its_loss(model) -> bool:
-    """Whether a model's forward asks its `loss_function` for the loss, instead of computing it itself."""
-    return "self.loss_function(" in inspect.getsource(inspect.unwrap(type(model).forward))
+    """Whether the forward of a model, or of a class of models, asks its `loss_function` for the loss, instead of
+    computing it itself."""
+    kind = model if isinstance(model, type) else type(model)
+    return "self.loss_function(" in inspect.getsource(inspect.unwrap(kind.forward))
 
 
 def shifted_labels(labels, given=None, ignore_index: int = IGNORED) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What the video recipe asks for beside the others, its samples, and what it tells of them."""
 
-import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from hf_memopt.data.video import Encoder, Limits, VideoSamples
 from hf_memopt.data.video_batch import TOKENS, VideoCollator
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.video import VideoInputs
-from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.training.arguments import RecipeArguments
 from hf_memopt.training.job import Job, load_job_rows
 
@@ -175,12 +173,6 @@ def real_inputs(sample: dict[str, Any]) -> VideoInputs:
         return value.to("meta") if value.is_floating_point() and value.dim() > 1 else value
 
     return VideoInputs(sample={name: shape_alone(value) for name, value in sample.items()})
-
-
-def with_answer_logits(memory_args: MemoryArguments, kind: type) -> MemoryArguments:
-    """Logits of answers alone, where the model takes `logits_to_keep` and its loss is not chunked anyway."""
-    takes = "logits_to_keep" in inspect.signature(kind.forward).parameters
-    return replace(memory_args, logits_to_keep=True) if takes and memory_args.loss_chunk_size is None else memory_args
 
 
 def show_answers(job: Job, trainer, processor) -> None:
