@@ -29,7 +29,10 @@ def load_processor(name: str, config, trust_remote_code: bool = False):
         if importlib.util.find_spec("torchvision"):
             from transformers import AutoProcessor
 
-            return AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+            if not hasattr(processor, "video_processor"):
+                raise InputError(f"processor {name!r} takes no videos: use recipes/sft.py for language models")
+            return processor
         return _without_torchvision(name, config, trust_remote_code)
 
 
