@@ -20,6 +20,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.video_parts import not_quantized, train_parts
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
+from hf_memopt.training.cpu_features import answer_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
     args = preset.training_arguments(world_size=world_size(), **training)
+    if args.deepspeed_plugin is not None:
+        answer_at_once()
     output = Path(args.output_dir)
     new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     return Job(recipe, preset, args, parsed.memory, peft_config, parsed.quantization, new_folders)
