@@ -78,14 +78,14 @@ def _most(job: Job, cap: int | None, room: int, note: Callable[[str], None]) -> 
     most = min(_MOST, _positions(job)) // merged * merged
     for frames in _FIRST:
         needed(max(1, min(frames, most)))
-    low, high = 0, most
     for _ in range(_TRIES):
         low = max((frames for frames in tried if needed(frames) <= room), default=0)
         high = min([most, *(frames - merged for frames in tried if needed(frames) > room)])
         guess = min(high, max(1, _where_it_ends(tried, room)) // merged * merged)
-        if high <= low or guess <= low:
+        if guess <= low:
             break
         needed(guess)
+    low = max((frames for frames in tried if needed(frames) <= room), default=0)
     shown = max(1, low)
     needed(shown)
     return Fit(cap, low, _tokens(job, shown), tried[shown])
