@@ -9,6 +9,7 @@ from record import record
 
 from hf_memopt import MemoryArguments, get_preset
 from hf_memopt.cli.estimate import quantization_config
+from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.reference import job_of
 from hf_memopt.estimator.video import VideoInputs
 from hf_memopt.planner.frames import most_frames
@@ -28,7 +29,7 @@ def main() -> None:
                 job = job_of(
                     preset, model, None, 1, fields, {}, video=VideoInputs(height=224, width=224), frozen=("vision",),
                     memory_args=MemoryArguments(logits_to_keep=True),
-                    quantization_config=quantization_config(preset, {}, model),
+                    quantization_config=quantization_config(preset, {}, load_config(model)),
                 )  # fmt: skip
                 fit = next(iter(most_frames(job)))
                 rows.append({

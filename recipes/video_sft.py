@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None):
     length = jobs.sequence_length(job, config, usual=sys.maxsize)  # frames take what the model has positions for
     train, held_out = videos.load_samples(job, processor, length)
     largest = videos.largest_sample(train)
-    kind = AutoModelForImageTextToText._model_mapping[type(config)]
-    job.memory_args = with_few_logits(job.memory_args, kind)
+    job.memory_args = with_few_logits(job.memory_args, config)
 
     # ---- the model: its tower frozen, its language model and projector trained or adapted
     frozen = job.recipe.frozen

@@ -308,7 +308,7 @@ def test_few_logits_leave_the_loss_as_it_is(name, family, files):
         [encode(row("150.mp4")), encode(row("1.mp4", answer="red"))]
     )
     wanted = model(**batch).loss
-    memory_args = with_few_logits(MemoryArguments(), type(model))
+    memory_args = with_few_logits(MemoryArguments(), model.config)
     assert memory_args.logits_to_keep is (name != "video_llama_3")
     assert (memory_args.loss_chunk_size is not None) is (name == "video_llama_3")
     apply_levers(model, memory_args)

@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import library
 
 # The wheel's operators may be a CUDA build's; its Python, all that video processors use, wants two declared.
-_LIBRARY = torch.library.Library("torchvision", "DEF")
+_DECLARED = library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
-    _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _DECLARED.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 import transformers  # noqa: E402
 import video_models  # noqa: E402

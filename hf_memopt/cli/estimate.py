@@ -26,6 +26,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     from hf_memopt.estimator.savings import largest_savings
     from hf_memopt.estimator.video import frozen_as_said, video_inputs
     from hf_memopt.hardware import get_hardware
+    from hf_memopt.levers.answer_logits import with_few_logits
 
     preset = get_preset(preset_name, method, strategy)
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
@@ -36,18 +37,13 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
         raise InputError(f"--world-size {world_size} must be at least 1")
     config = load_config(model)
     video = video_inputs(model, config, clips)
-    if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):  # as the recipe does
-        from transformers import AutoModelForImageTextToText
-
-        from hf_memopt.levers.answer_logits import with_few_logits
-
-        video.clip(config)  # a model that sees nothing is refused here
-        memory_args = with_few_logits(memory_args, AutoModelForImageTextToText._model_mapping[type(config)])
+    if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):
+        memory_args = with_few_logits(memory_args, config)  # as the recipe does
     job = job_of(
         preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
         video=video, frozen=frozen_as_said(clips) if video else (),
         attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=quantization_config(preset, quantization, model if video else None),
+        quantization_config=quantization_config(preset, quantization, config if video else None),
         memory_args=memory_args, padded=bool(own.get("padded")), packed=bool(own.get("packed")),
     )  # fmt: skip
     found = estimate_job(job)
@@ -93,11 +89,11 @@ def import_libraries() -> None:
         gc.enable()
 
 
-def quantization_config(preset: Preset, changed: dict[str, Any], video_model: str | None = None):
+def quantization_config(preset: Preset, changed: dict[str, Any], video_config=None):
     """The preset's BitsAndBytesConfig with changed fields; None where the method is another.
 
     Args:
-        video_model: a model whose vision tower stays as it is.
+        video_config: of a model whose vision tower stays as it is.
     """
     if preset.method != "qlora":
         if changed:
@@ -109,15 +105,12 @@ def quantization_config(preset: Preset, changed: dict[str, Any], video_model: st
     known = set(BitsAndBytesConfig().to_dict())
     for name in changed.keys() - known:
         raise choose("key of quantization", name, known)
-    if video_model is not None:
+    if video_config is not None:
         from transformers import AutoModelForImageTextToText
 
-        from hf_memopt.estimator.architectures import load_config
         from hf_memopt.levers.video_parts import not_quantized
 
-        settings.setdefault(
-            "llm_int8_skip_modules", not_quantized(load_config(video_model), AutoModelForImageTextToText)
-        )
+        settings.setdefault("llm_int8_skip_modules", not_quantized(video_config, AutoModelForImageTextToText))
     return BitsAndBytesConfig(**settings)
 
 

@@ -18,8 +18,6 @@ def run_plan(model, frames, hardware, method, settings, as_json) -> int:
     if hardware != "auto" and hardware not in list_presets():
         raise choose("hardware", hardware, list_presets())
     import_libraries()
-    from transformers import AutoModelForImageTextToText
-
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.video import frozen_as_said, video_inputs
@@ -30,16 +28,13 @@ def run_plan(model, frames, hardware, method, settings, as_json) -> int:
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
     config = load_config(model)
     video = video_inputs(model, config, {"max_frames": 1, **clips})
-    video.clip(config)  # a model that sees nothing is refused here
-    memory_args = with_few_logits(
-        memory_args, AutoModelForImageTextToText._model_mapping[type(config)]
-    )  # as recipes do
+    memory_args = with_few_logits(memory_args, config)  # as the recipe does
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     given = {"per_device_train_batch_size": 1, **given}
     job = job_of(
         preset, model, None, 1, given, lora, video=video,
         frozen=frozen_as_said(clips), attn_implementation=own.get("attn_implementation"), memory_args=memory_args,
-        quantization_config=quantization_config(preset, quantization, model),
+        quantization_config=quantization_config(preset, quantization, config),
     )  # fmt: skip
     rows = []
     for fit in most_frames(job, note=lambda text: print(f"estimating {text}", file=sys.stderr)):

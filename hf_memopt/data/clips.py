@@ -199,7 +199,6 @@ def _listed_times(path) -> _Times | None:
 
 def _decoded_times(path) -> _Times:
     """The times of what really decodes; evenly spaced where frames carry none."""
-
     with _opened(path) as container:
         stream = _video_stream(container, path)
         times = [frame.time for frame in _frames(container, stream)]
@@ -249,7 +248,6 @@ def _even_in_time(seconds: list[float], count: int) -> list[int]:
 
 def _decoded(path, times: _Times, limits, size) -> Clip | None:
     """The chosen frames; None where one of them did not come."""
-
     if not times.seconds:
         return None
     chosen = _chosen(times, limits)

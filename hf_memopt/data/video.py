@@ -106,8 +106,7 @@ class Encoder:
     @property
     def side_multiple(self) -> int:
         """What the sides of frames are multiples of."""
-        video = self.processor.video_processor
-        settings = getattr(video, "settings", None) or vars(video)
+        settings = _settings(self.processor.video_processor)
         return (settings.get("patch_size") or 1) * (settings.get("merge_size") or 2)
 
     def _over(self, tokens: int, media_tokens: int) -> int:
@@ -230,8 +229,7 @@ class Encoder:
         if video and media_tokens > video:
             raise InputError(
                 f"{where}: its media take {media_tokens} tokens at their fewest frames, above "
-                f"max_video_tokens={video}: "
-                "raise it, or lower max_pixels_per_frame"
+                f"max_video_tokens={video}: raise it, or lower max_pixels_per_frame"
             )
         tokens = len(sample["input_ids"])
         if length is None or tokens <= length:
@@ -252,11 +250,16 @@ def cap_pixels(processor, cap: int | None) -> None:
     """Lower the size that a processor scales small frames and images up to, which may lie above the cap."""
     parts = (processor.video_processor, getattr(processor, "image_processor", None))
     for part in filter(None, parts) if cap else ():
-        settings = getattr(part, "settings", None) or vars(part)
+        settings = _settings(part)
         size = dict(settings.get("size") or {})
         if settings.get("patch_size") and size.get("shortest_edge") and size.get("longest_edge"):
             size["shortest_edge"] = min(size["shortest_edge"], cap // 4)  # sides are rounded up from there
             settings["size"] = size
+
+
+def _settings(part) -> dict:
+    """What a part of a processor goes by: transformers' keep it as attributes."""
+    return getattr(part, "settings", None) or vars(part)
 
 
 def frames_in(tensors: dict[str, torch.Tensor], merged: int) -> int:

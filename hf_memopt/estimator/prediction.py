@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ class Job:
     def batch(self) -> dict:
         """The tensors of one micro-batch: name -> (shape, dtype)."""
         if self.video is not None:
-            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._videos().items()}
+            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._videos.items()}
         micro, budget = (
             self.fields["per_device_train_batch_size"],
             getattr(self.memory_args, "max_tokens_per_batch", None),
@@ -80,6 +81,7 @@ class Job:
             micro = samples_within(budget, self.seq_len)
         return batch_of(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
 
+    @functools.cached_property
     def _videos(self) -> dict:
         return self.video.batch(self.config, self.fields["per_device_train_batch_size"])
 
@@ -109,7 +111,7 @@ class Job:
             host_apart=self.device.memory_apart,
             padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
             evaluated=evaluates(self.fields),
-            memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos()),
+            memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos),
         )  # fmt: skip
 
 

@@ -146,10 +146,12 @@ def video_inputs(model, config, given: dict[str, Any]) -> VideoInputs | None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name}={value} must be a number of at least 1: how many there are decides the memory")
     width, height = frame_size(given.get("frame_size", f"{VideoInputs.width}x{VideoInputs.height}"))
-    return VideoInputs(
+    video = VideoInputs(
         frames=frames, height=height, width=width, max_pixels_per_frame=given.get("max_pixels_per_frame"),
         answer_tokens=numbers["answer_tokens"], settings=settings_of(str(model)),
     )  # fmt: skip
+    video.clip(config)  # a model that sees nothing is refused here
+    return video
 
 
 def frozen_as_said(given: dict[str, Any]) -> tuple[str, ...]:

@@ -43,9 +43,12 @@ def keep_answer_logits(model) -> None:
     replace(inner, "forward", with_fewer_logits)
 
 
-def with_few_logits(memory_args: MemoryArguments, kind: type) -> MemoryArguments:
-    """Arguments that keep a class of models from computing logits of all positions: logits of answers alone where its
+def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
+    """Arguments that keep a video model from computing logits of all positions: logits of answers alone where its
     forward takes `logits_to_keep`, else a loss in chunks; as they were where a loss in chunks is asked for already."""
+    from transformers import AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText._model_mapping[type(config)]
     if memory_args.loss_chunk_size is not None or not asks_for_its_loss(kind):
         return memory_args
     if "logits_to_keep" in inspect.signature(kind.forward).parameters:
