@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 _HOME = {
     "get_preset": "hf_memopt.presets",
     "list_presets": "hf_memopt.presets",
+    "plan": "hf_memopt.planner.plan",
+    "Plan": "hf_memopt.planner.plan",
     "Preset": "hf_memopt.presets",
     "estimate": "hf_memopt.estimator",
     "Estimate": "hf_memopt.estimator",

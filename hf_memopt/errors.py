@@ -2,9 +2,11 @@
 
 import atexit
 import difflib
+import gc
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
@@ -13,6 +15,18 @@ _TURN = 5.0  # seconds; more than the launcher takes to notice that the first pr
 
 class InputError(ValueError):
     """Something the user gave cannot be used. The message is one sentence that says what to do instead."""
+
+
+class StartAgain(Exception):
+    """A recipe is to begin anew with other arguments.
+
+    Attributes:
+        argv: the command line without the program's name.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        super().__init__(f"begin again with {' '.join(argv)}")
+        self.argv = argv
 
 
 def choose(kind: str, name: str, known: Iterable[str]) -> InputError:
@@ -46,14 +60,14 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def run(main: Callable[[], object]) -> None:
+def run(main: Callable[..., object]) -> None:
     """Run a program's main function; an InputError becomes one line on stderr and exit code 2.
 
     Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
     the others; one of those that lives on is alone with its error, and speaks then.
     """
     try:
-        main()
+        _until_it_stands(main)
     except InputError as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
@@ -63,6 +77,21 @@ def run(main: Callable[[], object]) -> None:
     if "RANK" in os.environ:
         atexit._run_exitfuncs()  # trackers send what they have
         _leave(0)
+
+
+def _until_it_stands(main: Callable[..., object]) -> None:
+    """Run a program, and again with other arguments where it asks for that; what it held before is let go."""
+    argv: list[str] | None = None
+    while True:
+        try:
+            main(argv)
+            return
+        except StartAgain as again:
+            argv = again.argv
+            traceback.clear_frames(again.__traceback__)
+        gc.collect()
+        if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_available():
+            cuda.empty_cache()
 
 
 def _sentence(error: InputError) -> str:

@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from hf_memopt.errors import InputError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -31,3 +33,29 @@ def write_whole(path: str | Path, text: str, executable: bool = False) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def folder_for(directory: str | Path) -> Path:
+    """The whole path of a folder to write to, which need not be there.
+
+    Raises:
+        InputError: it is a file.
+    """
+    folder = Path(directory).expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, not a folder to write to")
+    return folder
+
+
+def write_folder(folder: Path, files: dict[str, str]) -> None:
+    """Write files, name -> text, into a folder; scripts (*.sh) can be run.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            write_whole(folder / file, text, executable=file.endswith(".sh"))
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error.strerror}") from error

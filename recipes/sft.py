@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None):
         output_dir="out/sft",
         learning_rate=2e-5,
         warmup_steps=0.03,
+        padded=True,
         adapters={"learning_rate": 2e-4},
         builtin={"learning_rate": 2e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
     )

@@ -89,19 +89,44 @@ def estimate(
     raise typer.Exit(done)
 
 
-@app.command(epilog="Example: hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max")
+@app.command(
+    epilog="Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
+    "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
+    "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max"
+)
 def plan(
     model: Annotated[str, typer.Argument(help="A bundled architecture's name, hub id, folder or config.json.")],
-    frames: Annotated[str, typer.Option(help="max: the most frames of a video that fit, by the size of a frame.")],
-    hardware: Annotated[str, typer.Option(help="Device to fit on, and preset to start from.")] = "auto",
-    method: Method = "full",
+    hardware: Annotated[
+        str, typer.Option(help="Device, or several of it: rtx_4090, rtx_4090x2, h100_80gbx128; auto: this machine's.")
+    ] = "auto",
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
+    effective_batch_size: Annotated[
+        int | None, typer.Option(help="Samples per optimizer step over all devices. Default: the preset's.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="full, lora or qlora; any: the first of them that fits.")] = "any",
+    strategy: Strategy = None,
+    memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="GiB of each device that may be used. Default: all.")
+    ] = None,
     settings: Settings = None,
+    frames: Annotated[
+        str | None, typer.Option(help="max: the most frames of a video that fit, by the size of a frame.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write a rung's files into a folder, as `export` does.")
+    ] = None,
+    rung: Annotated[str, typer.Option(help="The rung to write: safe, balanced, aggressive or maximum.")] = "balanced",
     json: Json = False,
 ) -> None:
-    """Find how many frames of how many pixels fit a card; exit code 1 if none do."""
-    from hf_memopt.cli.plan import run_plan
+    """Find the fastest settings that fit, from safe to maximum; exit code 1 if nothing does."""
+    from hf_memopt.cli.plan import run_frames, run_plan
 
-    raise typer.Exit(run_plan(model, frames, hardware, method, settings or [], json))
+    if frames is not None:
+        raise typer.Exit(run_frames(model, frames, hardware, method, settings or [], json))
+    raise typer.Exit(
+        run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory, settings or [], export,
+                 rung, json)
+    )  # fmt: skip
 
 
 @app.command(epilog="Example: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16")

@@ -7,9 +7,10 @@ from pathlib import Path
 from hf_memopt.cli.output import print_json
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
-from hf_memopt.files import shipped, write_whole
+from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
+from hf_memopt.presets.launch_script import launch_script
 
 RECIPES = ("pretrain", "sft", "video_sft")
 
@@ -20,16 +21,9 @@ def export_preset(name, directory, method, strategy, precision, recipe, nvme_pat
     check(preset.setup())
     if recipe not in RECIPES:
         raise choose("recipe", recipe, RECIPES)
-    folder = Path(directory).expanduser().resolve()
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file, not a folder to write to")
+    folder = folder_for(directory)
     files = _contents(preset, folder, recipe, name, nvme_path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
-            write_whole(folder / file, text, executable=file.endswith(".sh"))
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error.strerror}") from error
+    write_folder(folder, files)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
     else:
@@ -64,18 +58,11 @@ def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
 
 def _launch(preset: Preset, folder: Path, recipe: str, name: str) -> str:
     script = shipped("recipes") / f"{recipe}.py"
-    lines = [
-        "#!/bin/sh",
-        f"# {preset.name}, method {preset.method}. More arguments of {recipe}.py may follow this script's name.",
-        *(f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()),
-        f"exec accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))} \\",
-        f"    {shlex.quote(str(script))} --preset {name} --method {preset.method} "
-        f"--effective_batch_size {preset.effective_batch_size} \\",
-        f"    --config {shlex.quote(str(folder / 'training_arguments.json'))} "
-        f"--output_dir {shlex.quote(str(folder / 'out'))} \\",
-        '    "$@"',
-    ]
-    return "\n".join(lines) + "\n"
+    words = [
+        shlex.quote(str(script)), "--preset", name, "--method", preset.method, "--effective_batch_size",
+        str(preset.effective_batch_size), "--config", shlex.quote(str(folder / "training_arguments.json")),
+    ]  # fmt: skip
+    return launch_script(preset, folder, words, "")
 
 
 def _json(value: dict) -> str:

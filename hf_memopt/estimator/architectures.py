@@ -1,5 +1,6 @@
 """From what a user calls a model to its configuration."""
 
+import re
 from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error, one_line
@@ -45,6 +46,15 @@ def _bundled(model: str) -> Path | None:
         if "/" in model
         else None
     )
+
+
+def hub_id(model: str) -> str:
+    """Where a bundled architecture's weights are; any other name stays as it is."""
+    named = _FOLDER / f"{str(model).lower()}.json"
+    if Path(model).exists() or not named.is_file():
+        return str(model)
+    found = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", named.read_text())
+    return found[1] if found else str(model)
 
 
 def _unknown(model, reason: str) -> InputError:

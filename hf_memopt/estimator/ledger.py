@@ -5,7 +5,7 @@ differs on fake tensors is a fake kernel that allocates otherwise than the real 
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hf_memopt.estimator import known_values
+from hf_memopt.estimator.work import Kernel, Work
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
 HOST = "host"  # booked, but not on the device: what an engine keeps in host memory
@@ -53,6 +54,24 @@ class Event(NamedTuple):
     layer: int | None
 
 
+@dataclass(frozen=True)
+class Books:
+    """What a ledger wrote, closed; it can travel between processes.
+
+    Attributes:
+        peaks, events, segment_of_visit, layers, unpacked_experts, kept_logits: the ledger's.
+        kernels: what the steps ran, where that was counted.
+    """
+
+    peaks: dict[str, Peak]
+    events: list[Event]
+    segment_of_visit: list[str]
+    layers: dict[int, int]
+    unpacked_experts: bool
+    kept_logits: int
+    kernels: Counter[Kernel]
+
+
 class Ledger(TorchDispatchMode):
     """A dispatch mode that keeps the books of live storages.
 
@@ -67,6 +86,7 @@ class Ledger(TorchDispatchMode):
         paused: what is made now is not booked.
         unpacked_experts: the model is in 4 bits, but for its experts.
         kept_logits: bytes of one evaluation batch's logits, where they wait for metrics.
+        work: the kernels of the steps; None where nobody asks.
 
     Args:
         padded: batches hold padding.
@@ -87,6 +107,7 @@ class Ledger(TorchDispatchMode):
         self.paused = False
         self.unpacked_experts = False
         self.kept_logits = 0
+        self.work: Work | None = None
         self._segment = "load"
         self._layer: int | None = None
         self._visit = 0
@@ -102,6 +123,11 @@ class Ledger(TorchDispatchMode):
         self._block = _BLOCK if accelerator else 1
         self._opened = _written_in_torch(accelerator) if fake else {}
         self._replaced = (_ON_ACCELERATOR if accelerator else _ON_CPU) if fake else {}
+
+    def closed(self) -> Books:
+        """The books."""
+        return Books(self.peaks, self.events, self.segment_of_visit, self.layers, self.unpacked_experts,
+                     self.kept_logits, self.work.kernels if self.work else Counter())  # fmt: skip
 
     def begin(self, phase: str, kind: str) -> None:
         """Begin a phase; new storages are of the given kind."""
@@ -228,14 +254,16 @@ class Ledger(TorchDispatchMode):
         before = self._allocations
         if self._values:
             out = known_values.run(func, args, kwargs or {}, self._replaced.get(func, func))
-        elif self._fake and _about_pieces(func, args):
-            out = _shortcut(func, args)
+        elif self._fake and _is_plain(func, args, kwargs):
+            out = _shortcut(func, args, kwargs or {})
         else:
             out = self._replaced.get(func, func)(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.add(out)
         else:
             tree_map_only(torch.Tensor, self.add, out)
+        if self.work is not None and self.step and (self._allocations > before or func._schema.is_mutable):
+            self.work.note(func, args, kwargs or {}, out, self.phase)
         if self._fake:
             if self._allocations > before and self.phase == "optimizer":
                 self._inherit(args, out)
@@ -275,19 +303,34 @@ _SCALARS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonz
 _ALL = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
 
 
-def _about_pieces(func, args) -> bool:
-    """Whether a flat tensor is cut, or many are joined: engines do so for every rank and every weight."""
-    if func is _aten.slice.Tensor:
-        return isinstance(args[0], FakeTensor) and args[0].dim() == 1
-    return func is _aten.cat.default and len(args[0]) > 16 and all(isinstance(part, FakeTensor) for part in args[0])
+# Most of a step's operators. Their results follow from shapes and types, by torch's own kernels for the meta device,
+# which for these are not written in Python.
+_PLAIN = {
+    _aten.view.default, _aten._unsafe_view.default, _aten.detach.default, _aten.t.default, _aten.transpose.int,
+    _aten.unsqueeze.default, _aten.expand.default, _aten.slice.Tensor, _aten.select.int, _aten.permute.default,
+    _aten.mm.default, _aten._to_copy.default, _aten.clone.default,
+}  # fmt: skip
+_PLAIN_KEYWORDS = {"dtype", "memory_format"}
 
 
-def _shortcut(func, args) -> FakeTensor:
+def _is_plain(func, args, kwargs) -> bool:
+    """Whether an operator is one of those, or joins many pieces, as engines do for every rank and every weight."""
+    if func in _PLAIN:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return not (kwargs and kwargs.keys() - _PLAIN_KEYWORDS) and all(map(_is_shape, tensors))
+    return func is _aten.cat.default and len(args[0]) > 16 and all(map(_is_shape, args[0]))
+
+
+def _is_shape(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cpu" and tensor.constant is None
+
+
+def _shortcut(func, args, kwargs) -> FakeTensor:
     """What the fake operator gives, without the search for an earlier call like it, which takes several times as long
     as the call."""
     first = args[0] if isinstance(args[0], FakeTensor) else args[0][0]
     with in_kernel_invocation_manager(first.fake_mode):
-        out = func(*args)
+        out = func(*args, **kwargs)
     return FakeTensor(first.fake_mode, out, first.fake_device)
 
 

@@ -2,7 +2,7 @@
 
 import copy
 
-from hf_memopt.estimator.ledger import Ledger, Peak
+from hf_memopt.estimator.ledger import Books, Peak
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20
@@ -109,7 +109,7 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     return max(offloaded, staged) + loader + _SPARE_HOST
 
 
-def notes(job, books: Ledger) -> tuple[str, ...]:
+def notes(job, books: Books) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
     if job.world_size > 1:

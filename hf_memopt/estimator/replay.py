@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hf_memopt.estimator.ledger import Event, Ledger
+from hf_memopt.estimator.ledger import Books, Event
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20
@@ -176,7 +176,7 @@ class Replay:
     timeline: tuple[tuple[str, int], ...]
 
 
-def replay(books: Ledger, period: int, added: int, device: Hardware) -> Replay:
+def replay(books: Books, period: int, added: int, device: Hardware) -> Replay:
     """Run a job's events through the allocator.
 
     Args:
@@ -207,7 +207,7 @@ def replay(books: Ledger, period: int, added: int, device: Hardware) -> Replay:
     return Replay(highest, dict(zip(("expandable", "segments"), peaks, strict=True)), timeline)
 
 
-def stretched(books: Ledger, period: int, added: int):
+def stretched(books: Books, period: int, added: int):
     """The events of a deep model from those of a shallow one: yields (name, bytes, visit), 0 bytes to give it back.
 
     Layers far from both ends are alike: the n-th allocation in one is the n-th allocation in the next. One period of
@@ -249,7 +249,7 @@ def stretched(books: Ledger, period: int, added: int):
         layer_before = here
 
 
-def _places(books: Ledger):
+def _places(books: Books):
     """Of every allocation the layer it belongs to, and how to find the one like it in another layer: the n-th of the
     layer's m-th stay in a segment of that kind."""
     place: dict[int, int] = {}
@@ -279,7 +279,7 @@ def _stack(layer: int | None) -> int | None:
     return None if layer is None else layer // 10_000
 
 
-def _blocks(books: Ledger, period: int) -> dict[int, range]:
+def _blocks(books: Books, period: int) -> dict[int, range]:
     """Of every stack the layers that are repeated: the period before the last layer."""
     deepest: dict[int, int] = {}
     for event in books.events:

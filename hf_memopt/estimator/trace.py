@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import random
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from hf_memopt.estimator.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
 from hf_memopt.estimator.known_values import know
-from hf_memopt.estimator.ledger import HOST, Ledger
+from hf_memopt.estimator.ledger import HOST, Books, Ledger
 from hf_memopt.estimator.model import outside_zero3
 from hf_memopt.estimator.vision_windows import fewer_windows
+from hf_memopt.estimator.work import Work
 from hf_memopt.levers.activation_offload import AtOnce, Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
@@ -62,6 +64,7 @@ class TracedJob:
         host_apart: the device has memory of its own.
         memory_args: MemoryArguments, whose levers make_model() has put on the model.
         values: of those tensors of the batch that the model asks for them.
+        counted: the kernels of the step are counted too.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -77,25 +80,28 @@ class TracedJob:
     host_apart: bool = True
     memory_args: Any = None
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    counted: bool = False
 
 
-def trace(job: TracedJob) -> Ledger:
+def trace(job: TracedJob) -> Books:
     """The books of a job: peaks per segment, and every event.
 
     Segments are named alike at every depth: the first and the last layer by themselves, all layers between together.
     """
     ledger = Ledger(padded=job.padded, accelerator=job.accelerator, values=bool(job.values))
+    ledger.work = Work() if job.counted else None
     with (
         tempfile.TemporaryDirectory() as folder,
         _quiet(),
         _globals_kept(),
+        _without_deepspeed(job.engine),
         fake_cluster(job.world_size, job.engine, ledger),
     ):
         mesh = _mesh(job)
         args = _arguments(job, folder)
         with fake_world(job.accelerator), ledger:
             _run(job, args, ledger, mesh)
-    return ledger
+    return ledger.closed()
 
 
 def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
@@ -449,6 +455,16 @@ def _globals_kept():
         for state, before in shared:
             state.clear()
             state.update(before)
+
+
+@contextlib.contextmanager
+def _without_deepspeed(engine: str):
+    """accelerate imports DeepSpeed, which takes a second, to ask whether a model is its engine."""
+    if engine == "deepspeed" or "deepspeed" in sys.modules:
+        yield
+        return
+    with mock.patch("accelerate.utils.other.is_deepspeed_available", lambda: False):
+        yield
 
 
 @contextlib.contextmanager

@@ -11,6 +11,13 @@ PROFILES = {
     "balanced": (0.90, 0.92, 0.95, 0.97),
     "conservative": (0.85, 0.88, 0.92, 0.95),
 }
+# A plan's rung -> (profile, share of the memory to fill). The last one ends where that profile warns.
+RUNGS = {
+    "safe": ("conservative", PROFILES["conservative"][0]),
+    "balanced": ("balanced", PROFILES["balanced"][0]),
+    "aggressive": ("aggressive", PROFILES["aggressive"][0]),
+    "maximum": ("aggressive", PROFILES["aggressive"][1]),
+}
 CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
 _POSITIVE = (
     "min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size", "sliding_window",

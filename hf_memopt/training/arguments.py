@@ -18,8 +18,14 @@ _NESTED = ("lora", "quantization")
 class RecipeArguments:
     """What TrainingArguments has no word for: the preset, the model, the data."""
 
-    preset: str = field(default="auto", metadata={"help": "Hardware preset (hf-memopt presets), or auto."})
+    preset: str = field(
+        default="auto", metadata={"help": "Hardware preset (hf-memopt presets), or auto: planned for free memory."}
+    )
     method: str = field(default="full", metadata={"help": "full, lora or qlora."})
+    rung: str = field(
+        default="balanced",
+        metadata={"help": "How far --preset auto fills the memory: safe, balanced, aggressive or maximum."},
+    )
     config: str | None = field(default=None, metadata={"help": "YAML or JSON file with any of these arguments."})
     effective_batch_size: int | None = field(
         default=None, metadata={"help": "Samples per optimizer step over all devices. Default: the preset's."}

@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.levers.adapters import add_adapters
-from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.arguments import RUNGS, MemoryArguments
 from hf_memopt.levers.video_parts import not_quantized, train_parts
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.training.arguments import RecipeArguments, parse
+from hf_memopt.training.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.training.cpu_features import answer_at_once
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Job:
         peft_config: a LoraConfig; None for full fine-tuning.
         quantization: fields of BitsAndBytesConfig that the user set.
         new_folders: output_dir and its parents that were not there before, innermost first.
+        argv: the command line without the program's name.
+        planned: the rung of the plan; None where a preset was named.
     """
 
     recipe: RecipeArguments
@@ -47,7 +50,18 @@ class Job:
     memory_args: MemoryArguments
     peft_config: Any
     quantization: dict[str, Any]
-    new_folders: list[Path]
+    new_folders: list[Path] = field(default_factory=list)
+    argv: list[str] = field(default_factory=list)
+    planned: Planned | None = None
+
+    def probed(self, samples_at_once: int) -> None:
+        """What a plan does when the largest batch has been run.
+
+        Raises:
+            StartAgain: it did not fit in one piece, and there is a safer rung.
+        """
+        if self.planned is not None:
+            step_down(self.argv, self.planned.safer, samples_at_once, self.args.per_device_train_batch_size)
 
     @property
     def from_scratch(self) -> bool:
@@ -74,7 +88,7 @@ _DEFAULTS = {
 
 def start(description: str, argv: list[str] | None, scratch: bool = False, builtin: dict | None = None,
           adapters: dict | None = None, own: type = RecipeArguments, model: Callable[[], Path] = builtin_model,
-          **defaults: Any) -> Job:  # fmt: skip
+          padded: bool = False, **defaults: Any) -> Job:  # fmt: skip
     """Parse the arguments and build TrainingArguments; nothing is loaded or written.
 
     Preset, the recipe's defaults, the file named by --config, the command line: each goes over the one before.
@@ -90,17 +104,20 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
         adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model (of the recipe's own too).
         own: the recipe's own arguments.
         model: makes the built-in model.
+        padded: samples are padded, unless they are packed.
 
     Raises:
         InputError: anything that was given cannot be used.
     """
-    _set_named_presets_environment(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    _set_named_presets_environment(argv)
     parsed = parse(argv, description, own)
     recipe = parsed.recipe
     if (file := launched_config_file()) and file.is_file():
         check_config_file(file)
     training = {**_DEFAULTS, **defaults, **((adapters or {}) if recipe.method != "full" else {})}
-    if recipe.model_name_or_path is None and recipe.config_name is None:
+    own_model = recipe.model_name_or_path is not None or recipe.config_name is not None
+    if not own_model:
         recipe = _with_builtin_model(recipe, scratch, model())
         builtin = {name: value for name, value in (builtin or {}).items() if name not in parsed.given}
         own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
@@ -120,12 +137,38 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
-    args = preset.training_arguments(world_size=world_size(), **training)
-    if args.deepspeed_plugin is not None:
+    job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv)
+    if own_model and own is RecipeArguments and plans_here(recipe.preset):
+        job.planned = _plan(job, training, parsed.lora, padded)
+        job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
+        training |= job.planned.fields
+    job.args = job.preset.training_arguments(world_size=world_size(), **training)
+    if job.args.deepspeed_plugin is not None:
         answer_at_once()
-    output = Path(args.output_dir)
-    new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
-    return Job(recipe, preset, args, parsed.memory, peft_config, parsed.quantization, new_folders)
+    output = Path(job.args.output_dir)
+    job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
+    return job
+
+
+def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool) -> Planned:
+    """The plan for this machine, of a model of the user's.
+
+    Args:
+        padded: the recipe pads its samples, unless it packs them.
+    """
+    recipe = job.recipe
+    config = load_config(job)
+
+    def packed_weights(preset: Preset):
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(**{**preset.quantization(), **job.quantization})
+
+    return plan_here(
+        config, job.preset, sequence_length(job, config), recipe.rung, training, lora,
+        packed_weights if recipe.method == "qlora" else None, job.memory_args, padded=padded and not recipe.packing,
+        packed=padded and recipe.packing, attn_implementation=recipe.attn_implementation,
+    )  # fmt: skip
 
 
 def _set_named_presets_environment(argv: list[str]) -> None:
@@ -156,6 +199,8 @@ def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
         raise InputError("streaming has no known length: set max_steps")
     if recipe.dtype not in (None, *DTYPES):
         raise choose("dtype", recipe.dtype, DTYPES)
+    if recipe.rung not in RUNGS:
+        raise choose("rung", recipe.rung, RUNGS)
     if recipe.held_out < 0:
         raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
 

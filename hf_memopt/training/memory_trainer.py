@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,10 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
     Attributes:
         memory_args: MemoryArguments.
         memory_events: what happened, oldest first: dicts with `event` and `step`.
+        when_probed: called with the samples that ran at once, where the largest batch did not fit whole.
     """
+
+    when_probed: Callable[[int], None] | None = None
 
     def __init__(self, *args, memory_args: MemoryArguments | None = None, **kwargs) -> None:
         """Args:
@@ -190,7 +194,9 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
     def _prepare_for_training(self, *args, **kwargs):
         model, loader = super()._prepare_for_training(*args, **kwargs)
         if self.memory_args.probe_worst_batch and self._recovers():
-            probe(self, model, loader)
+            pieces = probe(self, model, loader)
+            if pieces is not None and self.when_probed is not None:
+                self.when_probed(pieces)
         return model, loader
 
     def _between_windows(self) -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _LOOKED_AT = 200_000  # samples or batches
 
 
-def probe(trainer, model, loader) -> None:
+def probe(trainer, model, loader) -> int | None:
     """Run the largest batch, in pieces if it must be, so that what does not fit shows before the first step.
 
     Weights, buffers, optimizer, gradients and random numbers are afterwards what they were, bit for bit. The size that
@@ -25,11 +25,14 @@ def probe(trainer, model, loader) -> None:
 
     Args:
         loader: the data loader that accelerate prepared.
+
+    Returns:
+        Samples of the pieces that it had to be run in; None where it fitted whole, or nothing was tried.
     """
     worst = worst_batch(loader, int(trainer.state.epoch or 0))
     if worst is None:
         logger.warning("probe_worst_batch: a stream has no largest batch; the first one is as good as any")
-        return
+        return None
     inputs = loader.collate_fn([loader.dataset[index] for index in worst])
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     with _undone(trainer, model):
@@ -44,6 +47,7 @@ def probe(trainer, model, loader) -> None:
         "worst_batch_fits", shapes=shapes_of(inputs), dataset_indices=list(worst), samples_at_once=micro.size,
         peak_allocated=reading.peak_allocated,
     )  # fmt: skip
+    return micro.size if micro.size < micro.rows else None
 
 
 def worst_batch(loader, epoch: int) -> list[int] | None:

@@ -53,6 +53,8 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     if budget := job.memory_args.max_tokens_per_batch:
         budgets = f"{budget} padded tokens × {accumulation} × {args.world_size}"
         rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
+    if job.planned is not None:
+        rows.insert(1, ("plan", job.planned.told))
     rows += more
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
@@ -84,9 +86,12 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Cal
     trainer.add_callback(GradientCheck())
     if job.args.device.type == "cpu" and job.args.world_size == 1:
         trainer.add_callback(host)
+    trainer.when_probed = job.probed
     try:
         trainer.train(resume_from_checkpoint=resume)
     except TrainingOutOfMemory as end:
+        if not trainer.state.global_step:
+            job.probed(0)
         trainer.memory_events.append(end.report)
         finish(job, trainer, losses.by_step, estimated, host.bytes)
         raise

@@ -1,0 +1,162 @@
+"""How long an optimizer step would take, to rank choices. It promises no seconds.
+
+Every kernel of the traced step takes the longest of three: its products at the device's rate, its bytes at the
+memory's, and a launch. Recomputed layers are kernels like any others. Engines' traffic and offloading come on top.
+"""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+
+from hf_memopt.compatibility.launch import split_strategy
+from hf_memopt.estimator.work import Kernel
+from hf_memopt.hardware import Hardware
+from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.sketch import Sketch, Traced
+
+GB = 1e9
+# Shares of the catalog's rates that training reaches: assumed, not calibrated on a GPU. Narayanan et al. 2021 report
+# 44 to 52 % of an A100's rate for whole steps; copies reach about 80 % of the memory's (STREAM and its GPU ports).
+PRODUCTS = 0.6
+TRAFFIC = 0.8
+LINK = 0.8
+LAUNCH = 5e-6  # seconds from one kernel to the next, NVIDIA's usual figure for an asynchronous launch
+EXPOSED = 0.1  # of traffic that runs beside computation and is still waited for: assumed
+# Where the catalog knows no rate, products are taken to be this many times as fast as a byte: a desktop CPU's
+# 1 TFLOP/s over 50 GB/s. Where it knows no bandwidth, the reference machine's stands in.
+BALANCE = 20.0
+BANDWIDTH = 51.2 * GB
+# ZeRO-Offload (Ren et al. 2021), table 4: Adam on 1e9 weights in 0.22 s, on the host's two sockets.
+HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
+DEVICES_PER_HOST = 8
+# One 400 Gb/s adapter a GPU (NVIDIA DGX H100), 200 Gb/s before (DGX A100).
+BETWEEN_HOSTS = {True: 50 * GB, False: 25 * GB}
+# Eager kernels on a CPU: 1.44 of the plain step's time (benchmarks/results/levers.json).
+COMPRESSION_ON_CPU = 0.44
+# A choice that rounds what another keeps exactly is taken if it is faster by more than this.
+APPROXIMATION = 1.05
+# The same for one that counts on the host's memory and link, which others may be using.
+OFFLOAD = 1.10
+LEVER = 1.002  # of equally fast choices the one with fewest levers
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted times of choices on one device, in seconds of which only ratios mean something.
+
+    Args:
+        sketch: of the job.
+    """
+
+    sketch: Sketch
+
+    @functools.cached_property
+    def _times(self) -> dict[int, tuple[float, float]]:
+        device = self.sketch.job.device
+        return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.recomputed)}
+
+    def step(self, choice: Choice) -> float:
+        """One optimizer step."""
+        micro = self._micro(choice)
+        moved = self._offloaded(choice, micro)
+        exchange_micro, exchange_step = self._exchanged(choice)
+        micro = _beside(micro + moved, exchange_micro)
+        return _beside(choice.accumulation * micro, exchange_step) + self._optimizer(choice)
+
+    def rank(self, choice: Choice) -> float:
+        """What choices are sorted by: the step's time, longer for what approximates, and a little for every lever."""
+        dearer = APPROXIMATION**choice.approximations * OFFLOAD**choice.offloads * LEVER**choice.levers
+        return self.step(choice) * dearer
+
+    def _micro(self, choice: Choice) -> float:
+        device, seconds = self.sketch.job.device, 0.0
+        for share, pair in ((1 - choice.recomputed, self.sketch.kept), (choice.recomputed, self.sketch.recomputed)):
+            one, two = (self._times[id(found)][0] for found in pair)
+            seconds += share * max(one, one + (two - one) * (choice.micro_batch - 1))
+        if choice.compressed:
+            if device.backend == "cpu":
+                seconds *= 1 + COMPRESSION_ON_CPU
+            else:  # read and written at half the width, twice
+                seconds += 3 * self.sketch.activations(choice) / _bandwidth(device)
+        return seconds
+
+    def _offloaded(self, choice: Choice, micro: float) -> float:
+        """What a micro-batch waits for its activations, on their way beside the computation."""
+        if not (choice.activations_offloaded or choice.inputs_offloaded):
+            return 0.0
+        size = self.sketch.activations(choice) * (0.5 if choice.compressed else 1)
+        moving = 2 * size / _host_link(self.sketch.job.device)
+        return _beside(micro, moving) - micro
+
+    def _exchanged(self, choice: Choice) -> tuple[float, float]:
+        """Seconds that devices exchange weights and gradients, per micro-batch and per step."""
+        ranks = self.sketch.job.world_size
+        if ranks == 1:
+            return 0.0, 0.0
+        link = self._link()
+        gradients, weights = 2.0 * self.sketch.trained, self.sketch.loaded
+        kept = (ranks - 1) / ranks
+        if choice.strategy == "ddp":
+            return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
+        if choice.strategy == "fsdp2":
+            return (2 * weights + 2 * gradients) * kept / link, 0.0
+        stage = int(choice.strategy[4])
+        if stage == 3:
+            moved = (2 * weights + gradients) * kept / link
+            if "offload" in choice.strategy:
+                moved += 2 * weights / ranks / _host_link(self.sketch.job.device)
+            return moved, 0.0
+        if stage == 2:  # gradients go to their owner after every micro-batch
+            return gradients * kept / link, gradients * kept / link
+        return 0.0, 2 * gradients * kept / link
+
+    def _link(self) -> float:
+        device = self.sketch.job.device
+        peer = (device.peer_link or _host_link(device)) * LINK
+        if self.sketch.job.world_size <= DEVICES_PER_HOST:
+            return peer
+        return min(peer, BETWEEN_HOSTS[device.fp8] * LINK)
+
+    def _optimizer(self, choice: Choice) -> float:
+        ranks = self.sketch.job.world_size
+        device = self.sketch.job.device
+        seconds = self._times[id(self.sketch.kept[0])][1]
+        if choice.engine in ("deepspeed", "fsdp2"):
+            seconds /= ranks
+        if choice.optimizer_offloaded or split_strategy(choice.strategy)[1] != "none":
+            there_and_back = 2 * 2 * self.sketch.trained / ranks / _host_link(device)
+            return there_and_back + self.sketch.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
+        return seconds
+
+
+def times(found: Traced, device: Hardware) -> tuple[float, float]:
+    """Seconds of a micro-batch and of an optimizer step."""
+    return _times(found.kernels, device, False), _times(found.kernels, device, True)
+
+
+def _times(kernels: Counter[Kernel], device: Hardware, optimizer: bool) -> float:
+    rate, bandwidth = _rate(device), _bandwidth(device)
+    launch = 0.0 if device.backend == "cpu" else LAUNCH
+    return sum(
+        count * max(kernel.flops / rate, kernel.bytes / bandwidth, launch)
+        for kernel, count in kernels.items()
+        if kernel.optimizer == optimizer
+    )
+
+
+def _rate(device: Hardware) -> float:
+    known = device.bf16_flops or device.fp16_flops
+    return known * PRODUCTS if known else BALANCE * _bandwidth(device)
+
+
+def _bandwidth(device: Hardware) -> float:
+    return (device.bandwidth or BANDWIDTH) * TRAFFIC
+
+
+def _host_link(device: Hardware) -> float:
+    return (device.host_link or 15.75 * GB) * LINK
+
+
+def _beside(computing: float, moving: float) -> float:
+    """Two things at once."""
+    return max(computing, moving) + EXPOSED * min(computing, moving)

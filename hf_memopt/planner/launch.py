@@ -1,0 +1,152 @@
+"""A rung in the words of the programs that run it: settings, launch command and files."""
+
+import json
+import shlex
+from typing import Any
+
+import yaml
+
+from hf_memopt.estimator.architectures import hub_id
+from hf_memopt.files import folder_for, shipped, write_folder
+from hf_memopt.presets import Preset, get_preset
+from hf_memopt.presets.accelerate_config import yaml_text
+from hf_memopt.presets.launch_script import launch_script
+from hf_memopt.presets.shipped_configs import config_name
+
+DEVICES_PER_HOST = 8
+
+
+def as_dict(request, rung) -> dict[str, Any]:
+    """A rung as JSON has it."""
+    quantization = rung.preset.quantization() if rung.preset.method == "qlora" else None
+    lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **request.lora}
+    attention = request.more.get("attn_implementation") or "sdpa"
+    kwargs = {"dtype": rung.preset.dtype, "attn_implementation": attention}
+    return {
+        "rung": rung.name,
+        "settings": rung.told,
+        "target_utilization": rung.share,
+        "strategy": rung.preset.strategy,
+        "training_arguments": training_arguments(request, rung),
+        "memory_arguments": memory_settings(rung),
+        "model_kwargs": kwargs | ({"quantization_config": quantization} if quantization else {}),
+        "lora": lora,
+        "launch": launch_command(request, rung),
+        "estimate": rung.estimate.to_dict(),
+        "relative_speed": round(rung.relative_speed, 3),
+        "relative_speed_is": "predicted",
+    }
+
+
+def training_arguments(request, rung) -> dict[str, Any]:
+    """All TrainingArguments fields of a rung."""
+    return {**rung.preset.settings(), **request.fields}
+
+
+def memory_settings(rung) -> dict[str, Any]:
+    """The MemoryArguments fields of a rung that differ from the defaults."""
+    made = rung.memory_args
+    shares = {name: getattr(made, name) for name in ("memory_profile", "target_memory_utilization")}
+    return shares | made.levers()
+
+
+def launch_command(request, rung) -> str:
+    """The command that starts a rung from the repository's root."""
+    return " ".join([*launcher_words(rung.preset, accelerate_config(rung)), *recipe_words(request, rung)])
+
+
+def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]:
+    """The accelerate configuration of a rung."""
+    config = rung.preset.accelerate_config(deepspeed_file)
+    if "fsdp_config" in config:
+        recomputed = bool(rung.choice.recomputed)
+        config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": recomputed}
+    hosts = -(-rung.preset.processes // DEVICES_PER_HOST)
+    return config | {"num_machines": hosts}
+
+
+def launcher_words(preset: Preset, config: dict[str, Any]) -> list[str]:
+    """`accelerate launch`, with the shipped file where one says the same."""
+    file = shipped("accelerate_configs") / config_name(preset)
+    if file.is_file() and yaml.safe_load(file.read_text()) == config:
+        return ["accelerate", "launch", "--config_file", f"accelerate_configs/{file.name}"]
+    words = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
+    words += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
+        config["distributed_type"]
+    ]
+    if config["use_cpu"]:
+        words.append("--cpu")
+    if "mixed_precision" in config:
+        words += ["--mixed_precision", config["mixed_precision"]]
+    for key, value in {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}.items():
+        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    words += ["--num_machines", str(config["num_machines"])]
+    return words + machine_words(config)
+
+
+def machine_words(config: dict[str, Any]) -> list[str]:
+    """Of several machines, each starts the same command with its own number."""
+    if config["num_machines"] == 1:
+        return []
+    return ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", '"$MAIN_PROCESS_IP"', "--main_process_port",
+            "29500"]  # fmt: skip
+
+
+def write_files(request, rung, directory: str) -> list[str]:
+    """Write training_arguments.json, accelerate.yaml, deepspeed.json (if used), plan.json and launch.sh.
+
+    Returns:
+        The files' paths.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+    folder = folder_for(directory)
+    files = {"training_arguments.json": _json(training_arguments(request, rung)),
+             "plan.json": _json(as_dict(request, rung))}  # fmt: skip
+    if deepspeed := rung.preset.deepspeed_config():
+        files["deepspeed.json"] = _json(deepspeed)
+    config = accelerate_config(rung, str(folder / "deepspeed.json"))
+    comment = f"{rung.preset.name}, rung {rung.name}: {rung.told}; written by hf-memopt plan"
+    files["accelerate.yaml"] = yaml_text(config, comment)
+    words = recipe_words(request, rung)
+    words[0] = shlex.quote(str(shipped("recipes").parent / words[0]))
+    files["launch.sh"] = launch_script(rung.preset, folder, words, " ".join(machine_words(config)))
+    write_folder(folder, files)
+    return [str(folder / file) for file in sorted(files)]
+
+
+def _json(value: dict) -> str:
+    return json.dumps(value, indent=2, default=str) + "\n"
+
+
+def recipe_words(request, rung, recipe: str | None = None) -> list[str]:
+    """The recipe and its arguments: what differs from the preset that it names."""
+    preset = rung.preset
+    recipe = recipe or ("video_sft" if request.more.get("video") is not None else "sft")
+    words = [f"recipes/{recipe}.py", "--preset", preset.name, "--method", preset.method]
+    words += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
+    if request.more.get("video") is None:
+        words += ["--max_length", str(request.seq_len)]
+    words += ["--effective_batch_size", str(request.effective_batch_size)]
+    usual = get_preset(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
+    given: dict[str, Any] = {"per_device_train_batch_size": preset.micro_batch_size,
+                             "per_device_eval_batch_size": preset.micro_batch_size}  # fmt: skip
+    for name in (usual.training.keys() | preset.training.keys()) - {"activation_checkpointing_kwargs"}:
+        if preset.training.get(name) != usual.training.get(name):
+            given[name] = preset.training.get(name, False)
+    if kwargs := preset.training.get("activation_checkpointing_kwargs"):
+        given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+    if preset.dtype != usual.dtype:
+        given["dtype"] = preset.dtype
+    given |= {**request.fields, **memory_settings(rung)}
+    for name, value in sorted(given.items()):
+        words += [f"--{name}", as_word(value)]
+    return words + [word for key, value in request.lora.items() for word in (f"--lora.{key}", as_word(value))]
+
+
+def as_word(value: Any) -> str:
+    """A value as the recipes' command lines read it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))

@@ -1,0 +1,336 @@
+"""plan(): the fastest settings that fit, from safe to maximum."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_memopt.errors import InputError, choose
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.depth import layers_of
+from hf_memopt.estimator.model import task_of
+from hf_memopt.estimator.prediction import Job
+from hf_memopt.estimator.reference import job_of
+from hf_memopt.estimator.report import Estimate
+from hf_memopt.hardware.catalog import gib
+from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.nearest import nearest_changes
+from hf_memopt.planner.search import Search, told
+from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
+from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
+from hf_memopt.presets.catalog import strategies
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder.
+
+    Attributes:
+        name: safe, balanced, aggressive or maximum.
+        share: of the device's memory that it may fill.
+        choice: the settings, short.
+        preset: the settings, whole.
+        memory_args: the levers, and the monitor's profile.
+        estimate: of exactly these settings.
+        relative_speed: predicted, 1.0 for the fastest rung.
+    """
+
+    name: str
+    share: float
+    choice: Choice
+    preset: Preset
+    memory_args: MemoryArguments
+    estimate: Estimate
+    relative_speed: float
+
+    @property
+    def told(self) -> str:
+        """The settings in a few words."""
+        return told(self.choice)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Settings that cannot be, and why."""
+
+    settings: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned for.
+
+    Attributes:
+        preset: the device's, with as many devices as are planned for; strategy "none" leaves the engine open.
+        memory: bytes of each device that may be used.
+        fields, lora: TrainingArguments and LoraConfig fields that are given.
+        memory_args: MemoryArguments that are given.
+        more: further arguments of estimator.prediction.describe: video, frozen, task, attn_implementation, …
+        opened: whether 4-bit loading leaves something out (QLoRA's BitsAndBytesConfig of a video model).
+    """
+
+    model: Any
+    config: Any
+    preset: Preset
+    memory: int
+    seq_len: int
+    effective_batch_size: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+    memory_args: MemoryArguments = field(default_factory=MemoryArguments)
+    more: dict[str, Any] = field(default_factory=dict)
+    quantization: Callable[[Preset], Any] | None = None
+
+    def job(self, choice: Choice) -> Job:
+        """The job of a choice, for the estimator."""
+        configured = choice.configured(self.preset)
+        more = dict(self.more)
+        if self.quantization is not None:
+            more["quantization_config"] = self.quantization(configured)
+        lora = self.lora if configured.method != "full" else {}
+        return job_of(
+            configured, self.config, self.seq_len, configured.processes, choice.fields(configured, self.fields), lora,
+            memory_args=memory_arguments(self.memory_args, choice), **more,
+        )  # fmt: skip
+
+    def search(self, say: Callable[[str], None]) -> Search | None:
+        """The search over all choices; None where compatibility leaves none."""
+        task = self.more.get("task") or task_of(self.config)
+        found = list(
+            choices(self.preset, layers_of(self.config), self.effective_batch_size, self.seq_len, self.memory_args,
+                    task, self.fields)
+        )  # fmt: skip
+        if not found:
+            return None
+        # Engines compute with weights in 16 bits; autocast's copies of 32-bit weights would pass for activations.
+        plain = min(found, key=lambda choice: (choice.strategy == "ddp", choice.levers))
+
+        def build(samples: int, recomputed: bool) -> Job:
+            choice = replace(plain, micro_batch=samples, accumulation=1, recomputed=0.0)
+            job = self.job(choice)
+            checkpointing = {"activation_checkpointing": recomputed}
+            if recomputed:
+                checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": False}
+            dropped = ("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config")
+            kept = {name: value for name, value in job.fields.items() if name not in dropped}
+            return dataclasses.replace(job, fields={**kept, **checkpointing})
+
+        say(f"tracing {self.preset.method} training with and without recomputation")
+        jobs = baselines(build)
+        return Search(found, sketch_of(jobs, traced_jobs(jobs)), self.job, say)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ladder, and what was left out.
+
+    Attributes:
+        request: with the method that was chosen.
+        ladder: from safe to maximum; empty where nothing fits.
+        rejected: methods and ways to train that do not fit, with reasons.
+        missing_bytes: where nothing fits, what the smallest choice lacks.
+        nearest: where nothing fits, changes that would make it fit.
+    """
+
+    request: Request
+    ladder: list[Rung]
+    rejected: list[Rejected]
+    missing_bytes: int | None = None
+    nearest: list[str] = field(default_factory=list)
+
+    def __iter__(self):
+        return iter(self.ladder)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as one JSON object."""
+        from hf_memopt.planner.launch import as_dict
+
+        return {
+            "model": str(self.request.model),
+            "method": self.request.preset.method,
+            "hardware": self.request.preset.hardware.name,
+            "devices": self.request.preset.processes,
+            "usable_bytes": self.request.memory,
+            "effective_batch_size": self.request.effective_batch_size,
+            "seq_len": self.request.seq_len,
+            "ladder": [as_dict(self.request, rung) for rung in self.ladder],
+            "rejected": [dataclasses.asdict(one) for one in self.rejected],
+            "missing_bytes": self.missing_bytes,
+            "nearest": self.nearest,
+        }
+
+
+def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | None = None, seq_len: int | None = None,
+         method: str = "any", strategy: str | None = None, memory: int | None = None, training: dict | None = None,
+         lora: dict | None = None, memory_args: MemoryArguments | None = None, quantization=None,
+         say: Callable[[str], None] = lambda text: None, **more) -> Plan:  # fmt: skip
+    """The fastest settings that are predicted to fit, at four shares of the device's memory.
+
+    Args:
+        model: a bundled architecture's name, hub id, folder, config.json or PretrainedConfig.
+        hardware: a preset's name, or a device's with a number of devices: rtx_4090, rtx_4090x2, h100_80gbx128; or a
+            Preset of the method.
+        effective_batch_size: samples per optimizer step over all devices; by default the preset's.
+        seq_len: tokens per sample; by default the preset's, within the model's positions.
+        method: full, lora or qlora; any takes the first of them that fits.
+        strategy: how several devices share the work; by default the fastest that fits.
+        memory: bytes of each device that may be used; by default all of it.
+        training, lora: TrainingArguments and LoraConfig fields that stay as they are given.
+        memory_args: MemoryArguments, whose levers stay on.
+        quantization: gives the BitsAndBytesConfig of a preset.
+        say: told what is being done.
+        more: further arguments of the estimator's: video, frozen, task, attn_implementation, dtype, padded, packed.
+
+    Raises:
+        InputError: unknown names, or a batch that the devices cannot share.
+    """
+    if method not in (*METHODS, "any"):
+        raise choose("method", method, [*METHODS, "any"])
+    if lora and method == "full":
+        raise InputError("lora.* applies to method=lora only, and to its 4-bit form qlora")
+    config = load_config(model)
+    rejected: list[Rejected] = []
+    methods = METHODS if method == "any" else (method,)
+    dtype = more.pop("dtype", None)
+    for name in methods:
+        preset = preset_of(hardware, name, strategy)
+        if dtype:
+            preset = replace(preset, dtype=dtype)
+        request = _request(model, config, preset, effective_batch_size, seq_len, memory, training or {}, lora or {},
+                           memory_args or MemoryArguments(), more, quantization)  # fmt: skip
+        search = request.search(say)
+        rungs = _ladder(request, search) if search else []
+        least = search.smallest() if search and not rungs else None
+        if least is not None:  # the sketch may have thought too ill of it
+            rungs = _ladder(request, search)
+        if rungs:
+            return Plan(request, rungs, rejected + list(_left_out(request, search, [rung.choice for rung in rungs])))
+        rejected.append(_too_large(request, search, least))
+    if least is None:
+        return Plan(request, [], rejected)
+    missing, changes = nearest_changes(request, least, search.found[least].device_bytes, say)
+    return Plan(request, [], rejected, missing, changes)
+
+
+def _request(model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization):
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = seq_len or min(preset.seq_len, positions or preset.seq_len)
+    devices = preset.processes
+    batch = effective or -(-preset.effective_batch_size // devices) * devices
+    if batch < 1 or batch % devices:
+        raise InputError(
+            f"effective_batch_size={batch} cannot be shared by {devices} devices: use a multiple of {devices}"
+        )
+    micro = fields.get("per_device_train_batch_size")
+    if micro and (batch // devices) % micro:
+        raise InputError(f"per_device_train_batch_size={micro} does not divide the {batch // devices} samples that a "
+                         f"device takes of effective_batch_size={batch}")  # fmt: skip
+    if memory is None:
+        memory = preset.hardware.memory
+    if memory <= 0:
+        raise InputError(f"memory={memory} must be above 0 bytes")
+    return Request(model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization)
+
+
+def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
+    """The preset of one device, told how many there are; strategy "none" where several may share in any way.
+
+    Args:
+        hardware: a preset's name, one with a number of devices behind it (rtx_4090x2, h100_80gb_x128), or a preset.
+
+    Raises:
+        InputError: no such hardware.
+    """
+    if strategy is not None and strategy not in strategies():
+        raise choose("strategy", strategy, strategies())
+    if isinstance(hardware, Preset):
+        return hardware
+    name, devices = hardware, 1
+    if hardware not in (*list_presets(), "auto") and (several := re.fullmatch(r"(.+?)_?x(\d+)", hardware)):
+        name, devices = several[1], int(several[2])
+    if name not in (*list_presets(), "auto"):
+        raise choose("hardware", hardware, [*list_presets(), "auto"])
+    if devices < 1:
+        raise InputError(f"hardware={hardware}: the number of devices must be at least 1")
+    preset = get_preset(name, method, "none" if name == "auto" else None)
+    if preset.processes > 1:
+        batch, length = preset.effective_batch_size, preset.seq_len
+        devices *= preset.processes
+        single = get_preset(preset.hardware.name, method)
+        preset = replace(single, effective_batch_size=batch, seq_len=length)
+    preset = replace(preset, processes=devices)
+    if strategy and strategy != "none":
+        if devices == 1:
+            raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
+        from hf_memopt.presets.preset import with_strategy
+
+        preset = with_strategy(preset, strategy)
+    return preset
+
+
+def _ladder(request: Request, search: Search) -> list[Rung]:
+    picks = search.ladder(int(request.memory * share) for _, share in RUNGS.values())
+    chosen = [(rung, choice) for rung, choice in zip(RUNGS.items(), picks, strict=True) if choice is not None]
+    fastest = min((search.seconds[choice] for _, choice in chosen), default=0)
+    rungs = []
+    for (name, (profile, share)), choice in chosen:
+        memory_args = memory_arguments(
+            request.memory_args, choice, memory_profile=profile, target_memory_utilization=share,
+            **dict.fromkeys(("warning_threshold", "critical_threshold", "emergency_threshold")),
+        )  # fmt: skip
+        rungs.append(Rung(name, share, choice, choice.configured(request.preset), memory_args, search.found[choice],
+                          fastest / search.seconds[choice]))  # fmt: skip
+    return rungs
+
+
+def _too_large(request: Request, search: Search | None, least: Choice | None) -> Rejected:
+    """Why a method does not fit at all."""
+    method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[request.preset.method]
+    if least is None:
+        return Rejected(method, "no combination of settings works here: see hf-memopt doctor")
+    share = max(share for _, share in RUNGS.values())
+    return Rejected(
+        method,
+        f"{method} needs {gib(search.found[least].device_bytes)} at least ({told(least)}), and {share:.0%} of "
+        f"{request.preset.hardware.label} is {gib(int(request.memory * share))}",
+    )
+
+
+def _left_out(request: Request, search: Search, chosen: list[Choice]):
+    """Families of settings that are faster than what was chosen, or simpler, and what they would need."""
+    room = int(request.memory * max(share for _, share in RUNGS.values()))
+    families: dict[str, list[Choice]] = {}
+    for choice in search.choices:
+        for family in _families(choice):
+            families.setdefault(family, []).append(choice)
+    for family, members in families.items():
+        if any(choice in members for choice in chosen):
+            continue
+        fitting = [choice for choice in members if search.needs(choice) <= room]
+        if fitting:
+            slower = min(search.seconds[choice] for choice in fitting) / min(search.seconds[one] for one in chosen)
+            yield Rejected(family, f"predicted to take {slower:.2f} of the time of the fastest rung")
+        else:
+            least = min(members, key=search.needs)
+            about = "" if search.found.get(least) else "about "
+            yield Rejected(family, f"needs {about}{gib(int(search.needs(least)))} at least, of {gib(room)}")
+
+
+def _families(choice: Choice) -> list[str]:
+    if choice.strategy != "none":
+        return [choice.strategy]
+    named = []
+    if not choice.levers:
+        named.append("no lever at all")
+    if not choice.recomputed and not choice.compressed and not choice.activations_offloaded:
+        named.append("all activations kept")
+    if choice.compressed:
+        named.append("8-bit activations")
+    if choice.activations_offloaded or choice.inputs_offloaded:
+        named.append("activations in host memory")
+    if choice.optimizer_offloaded:
+        named.append("optimizer states in host memory")
+    return named

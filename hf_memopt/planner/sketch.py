@@ -1,0 +1,192 @@
+"""A quick picture of every choice: four traces of the job, between and beyond which memory and work are lines.
+
+The job is traced with no layer recomputed and with all, for one sample and for two, as if on one device. Segments'
+peaks are linear in the samples of a micro-batch and in the share of recomputed layers; what other choices change is
+worked out by kind of memory. A sketch finds the choices that are worth a whole estimate; it never answers.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_memopt.estimator import overheads
+from hf_memopt.estimator.depth import FEWEST, at_full_depth, layers_of, shallow_depths
+from hf_memopt.estimator.ledger import Peak
+from hf_memopt.estimator.parallel import on_all_cores
+from hf_memopt.estimator.prediction import Job, traced
+from hf_memopt.estimator.work import Kernel, extended
+from hf_memopt.planner.choices import CHUNK, Choice
+
+# Bytes of 8-bit activations of those in 16 bits (benchmarks/results/levers.json: 0.516, and 0.258 of 32 bits).
+_COMPRESSED = {2: 0.516, 4: 0.258}
+_STATES_8BIT = 0.26  # of fp32 states: a byte each and a scale for every 256
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One traced job at full depth.
+
+    Attributes:
+        peaks: segment -> what is alive, by kind.
+        growing: segment -> bytes of activations that grow with the number of layers.
+        kernels: of a micro-batch and of the optimizer's step.
+    """
+
+    peaks: dict[str, Peak]
+    growing: dict[str, int]
+    kernels: Counter[Kernel]
+
+
+def traced_jobs(jobs: list[Job]) -> list[Traced]:
+    """Peaks and kernels of jobs at full depth, with one micro-batch a step, as if on one device.
+
+    Raises:
+        InputError: a job that cannot be traced.
+    """
+    alone = [dataclasses.replace(job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine="none",
+                                 world_size=1) for job in jobs]  # fmt: skip
+    depths = shallow_depths(jobs[0].config, FEWEST["none"])
+    books = iter(on_all_cores(_counted, [(job, depth) for job in alone for depth in depths]))
+    return [_at_full_depth(job.config, depths, [next(books) for _ in depths]) for job in alone]
+
+
+def _counted(trace_of: tuple[Job, int]) -> tuple[dict[str, Peak], Counter[Kernel]]:
+    job, depth = trace_of
+    books = traced(dataclasses.replace(job.at(depth), counted=True))
+    return books.peaks, books.kernels
+
+
+def _at_full_depth(config, depths: tuple[int, ...], books: list) -> Traced:
+    (low, low_kernels), (high, high_kernels) = books[0], books[-1]
+    apart = max(1, depths[-1] - depths[0])
+    peaks = at_full_depth(config, dict(zip(depths, (low, high), strict=False)).__getitem__, depths)
+    growing = {
+        name: max(0, high[name].by_kind.get("activations", 0) - low[name].by_kind.get("activations", 0))
+        * layers_of(config) // apart
+        for name in peaks
+    }  # fmt: skip
+    return Traced(peaks, growing, extended(low_kernels, high_kernels, (layers_of(config) - depths[0]) // apart))
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Four traced jobs and what follows from them.
+
+    Attributes:
+        job: with no layer recomputed, one sample.
+        kept, recomputed: traces with no layer and with all layers recomputed, of one sample and of two.
+        trained: number of parameters that are trained.
+    """
+
+    job: Job
+    kept: tuple[Traced, Traced]
+    recomputed: tuple[Traced, Traced]
+    trained: int
+
+    @functools.cached_property
+    def loaded(self) -> int:
+        """Bytes of the weights, on one device."""
+        return max(peak.by_kind.get("parameters", 0) for peak in self.kept[0].peaks.values())
+
+    def device_bytes(self, choice: Choice) -> tuple[int, int]:
+        """Bytes that a choice needs on each device, and of those the ones that grow with its micro-batch."""
+        parts = [self._segment(name, choice) for name in self.kept[0].peaks]
+        fixed, moving = max(parts, key=sum)
+        return int(fixed + moving) + overheads.context(self.job.device), int(moving)
+
+    def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
+        kinds: dict[str, float] = {}
+        growing = 0.0
+        for share, (one, two) in ((1 - choice.recomputed, self.kept), (choice.recomputed, self.recomputed)):
+            if name not in one.peaks or name not in two.peaks:
+                continue
+            of_kind = _line(one.peaks[name].by_kind, two.peaks[name].by_kind, choice.micro_batch)
+            for kind, size in of_kind.items():
+                kinds[kind] = kinds.get(kind, 0) + share * size
+            growing += share * (one.growing[name] + (two.growing[name] - one.growing[name]) * (choice.micro_batch - 1))
+        self._change(kinds, growing, choice, name)
+        moving = kinds.get("activations", 0) + kinds.get("logits", 0) + kinds.get("other", 0)
+        return sum(kinds.values()) - moving, moving
+
+    def _change(self, kinds: dict[str, float], growing: float, choice: Choice, name: str) -> None:
+        """What levers and engines make of one device's memory."""
+        activations = kinds.get("activations", 0)
+        if choice.chunked_loss:
+            tokens = choice.micro_batch * self.job.seq_len
+            kinds["logits"] = kinds.get("logits", 0) * min(1, CHUNK / tokens)
+        if choice.compressed:
+            width = 2 if self.job.fields.get("bf16") or self.job.fields.get("fp16") else 4
+            activations -= growing * (1 - _COMPRESSED[width])
+        if choice.activations_offloaded:
+            activations -= growing
+        if choice.inputs_offloaded:
+            activations -= growing * choice.recomputed
+        kinds["activations"] = max(0, activations)
+        if "8bit" in choice.optim:
+            kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * _STATES_8BIT
+        if choice.optimizer_offloaded:
+            kinds["optimizer_states"] = 0
+        if choice.accumulation > 1 and name.startswith(("forward", "backward")):
+            kinds["gradients"] = max(kinds.get("gradients", 0), self._gradients())
+        if choice.engine in ("deepspeed", "fsdp2"):
+            kinds |= self._sharded(choice)
+            if name.startswith("optimizer"):  # a rank steps over its own part, or the host does
+                kinds["workspace"] = (
+                    kinds.get("workspace", 0) / self.job.world_size * ("offload" not in choice.strategy)
+                )
+        elif choice.engine == "ddp":
+            wider = 2 if choice.dtype == "float32" != self.job.dtype else 1
+            for kind in ("parameters", "gradients", "optimizer_states"):
+                kinds[kind] = wider * kinds.get(kind, 0)
+            kinds["communication"] = wider * self._gradients()  # buckets of all gradients
+
+    def _gradients(self) -> float:
+        return max(peak.by_kind.get("gradients", 0) for peak in self.kept[0].peaks.values())
+
+    def _sharded(self, choice: Choice) -> dict[str, float]:
+        """One rank's share, by ZeRO's arithmetic (Rajbhandari et al. 2020, figure 1): 2 bytes a weight and a gradient
+        and 12 of fp32 master weight and states; FSDP2 holds weights and gradients in fp32."""
+        ranks = self.job.world_size
+        loaded = self.loaded
+        if choice.engine == "fsdp2":
+            return {"parameters": 2 * loaded / ranks, "gradients": 4 * self.trained / ranks,
+                    "optimizer_states": 8 * self.trained / ranks, "communication": 0}  # fmt: skip
+        stage = int(choice.strategy[4])
+        on_host = "offload" in choice.strategy
+        return {
+            "parameters": 0 if stage == 3 and on_host else loaded / (ranks if stage == 3 else 1),
+            "gradients": 2 * self.trained / (ranks if stage > 1 else 1) * (not on_host),
+            "optimizer_states": 12 * self.trained / ranks * (not on_host),
+            "communication": 2e9 if stage == 3 else 1e9,  # live weights and buckets, as the shipped JSONs bound them
+        }
+
+    def activations(self, choice: Choice) -> float:
+        """Bytes of a micro-batch that are kept between forward and backward, in all layers."""
+        growing = 0.0
+        for share, (one, two) in ((1 - choice.recomputed, self.kept), (choice.recomputed, self.recomputed)):
+            largest = [max(found.growing.values(), default=0) for found in (one, two)]
+            growing += share * (largest[0] + (largest[1] - largest[0]) * (choice.micro_batch - 1))
+        return growing
+
+
+def _line(one: dict[str, int], two: dict[str, int], samples: int) -> dict[str, float]:
+    return {kind: max(0, one.get(kind, 0) + (two.get(kind, 0) - one.get(kind, 0)) * (samples - 1))
+            for kind in one.keys() | two.keys()}  # fmt: skip
+
+
+def baselines(build: Callable[..., Job]) -> list[Job]:
+    """The four jobs to trace.
+
+    Args:
+        build: makes the job of a number of samples, with all layers recomputed or none.
+    """
+    return [build(samples, recomputed) for recomputed in (False, True) for samples in (1, 2)]
+
+
+def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:
+    """The sketch from the traces of baselines()."""
+    rest, layer = jobs[0].elements(trained=True)
+    trained = rest + layer * layers_of(jobs[0].config)
+    return Sketch(jobs[0], (found[0], found[1]), (found[2], found[3]), trained)
