@@ -81,13 +81,13 @@ def run(main: Callable[..., object]) -> None:
 
 def _until_it_stands(main: Callable[..., object]) -> None:
     """Run a program, and again with other arguments where it asks for that; what it held before is let go."""
-    argv: list[str] | None = None
+    again_with: list[list[str]] = []
     while True:
         try:
-            main(argv)
+            main(*again_with)
             return
         except StartAgain as again:
-            argv = again.argv
+            again_with = [again.argv]
             traceback.clear_frames(again.__traceback__)
         gc.collect()
         if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_available():

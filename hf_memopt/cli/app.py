@@ -129,6 +129,25 @@ def plan(
     )  # fmt: skip
 
 
+@app.command(
+    epilog="Examples: hf-memopt advise out/my-run · hf-memopt advise train.log --model llama-3.1-8b --preset rtx_4090 "
+    "--method lora · python train.py 2>&1 | hf-memopt advise -"
+)
+def advise(
+    source: Annotated[str, typer.Argument(help="A run's folder, a log file, the error itself, or - for stdin.")],
+    model: Annotated[str | None, typer.Option(help="The run's model, so that savings can be predicted.")] = None,
+    preset: Annotated[str, typer.Option(help="The run's preset, with --model.")] = "auto",
+    method: Method = "full",
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample, with --model.")] = None,
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
+    """Say what ran out of memory, when and why, and the next three changes; exit code 1 if nothing did."""
+    from hf_memopt.cli.advise import run_advise
+
+    raise typer.Exit(run_advise(source, model, preset, method, seq_len, settings or [], json))
+
+
 @app.command(epilog="Example: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16")
 def dry_run(
     script: Annotated[str, typer.Argument(help="A training script that uses transformers' Trainer, unchanged.")],

@@ -73,6 +73,8 @@ class MemoryCallback(TrainerCallback):
             self._named = label
             if label is not None:
                 logger.warning("memory grows: %s: %s", label, ADVICE[label])
+                if state.is_world_process_zero:
+                    append(args.output_dir, {"event": "memory_grows", "step": state.global_step, "label": label})
         line = self.monitor.dashboard(
             state.global_step, self._at_its_fullest(reading), f"memory grows: {label}" if label else ""
         )

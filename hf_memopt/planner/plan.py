@@ -69,7 +69,8 @@ class Request:
         fields, lora: TrainingArguments and LoraConfig fields that are given.
         memory_args: MemoryArguments that are given.
         more: further arguments of estimator.prediction.describe: video, frozen, task, attn_implementation, …
-        opened: whether 4-bit loading leaves something out (QLoRA's BitsAndBytesConfig of a video model).
+        quantization: gives the BitsAndBytesConfig of a preset; None for the preset's own.
+        host_memory: bytes that one process may use on the host; None where that is not known.
     """
 
     model: Any
@@ -83,6 +84,7 @@ class Request:
     memory_args: MemoryArguments = field(default_factory=MemoryArguments)
     more: dict[str, Any] = field(default_factory=dict)
     quantization: Callable[[Preset], Any] | None = None
+    host_memory: int | None = None
 
     def job(self, choice: Choice) -> Job:
         """The job of a choice, for the estimator."""
@@ -120,7 +122,7 @@ class Request:
 
         say(f"tracing {self.preset.method} training with and without recomputation")
         jobs = baselines(build)
-        return Search(found, sketch_of(jobs, traced_jobs(jobs)), self.job, say)
+        return Search(found, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class Plan:
 def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | None = None, seq_len: int | None = None,
          method: str = "any", strategy: str | None = None, memory: int | None = None, training: dict | None = None,
          lora: dict | None = None, memory_args: MemoryArguments | None = None, quantization=None,
+         host_memory: int | None = None,
          say: Callable[[str], None] = lambda text: None, **more) -> Plan:  # fmt: skip
     """The fastest settings that are predicted to fit, at four shares of the device's memory.
 
@@ -181,6 +184,7 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
         training, lora: TrainingArguments and LoraConfig fields that stay as they are given.
         memory_args: MemoryArguments, whose levers stay on.
         quantization: gives the BitsAndBytesConfig of a preset.
+        host_memory: bytes that one process may use on the host; by default any number.
         say: told what is being done.
         more: further arguments of the estimator's: video, frozen, task, attn_implementation, dtype, padded, packed.
 
@@ -200,7 +204,7 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
         if dtype:
             preset = replace(preset, dtype=dtype)
         request = _request(model, config, preset, effective_batch_size, seq_len, memory, training or {}, lora or {},
-                           memory_args or MemoryArguments(), more, quantization)  # fmt: skip
+                           memory_args or MemoryArguments(), more, quantization, host_memory)  # fmt: skip
         search = request.search(say)
         rungs = _ladder(request, search) if search else []
         least = search.smallest() if search and not rungs else None
@@ -215,7 +219,9 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
     return Plan(request, [], rejected, missing, changes)
 
 
-def _request(model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization):
+def _request(model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization,
+             host_memory) -> Request:  # fmt: skip
+    """The request of one method, checked."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = seq_len or min(preset.seq_len, positions or preset.seq_len)
     devices = preset.processes
@@ -232,7 +238,8 @@ def _request(model, config, preset, effective, seq_len, memory, fields, lora, me
         memory = preset.hardware.memory
     if memory <= 0:
         raise InputError(f"memory={memory} must be above 0 bytes")
-    return Request(model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization)
+    return Request(model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization,
+                   host_memory)  # fmt: skip
 
 
 def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:

@@ -20,6 +20,7 @@ class Search:
     """Choices of one job, their sketch, and the estimates made so far.
 
     Attributes:
+        host_memory: bytes that a process may use on the host; None where that is not known.
         found: choice -> its estimate; None where the job cannot be traced.
     """
 
@@ -27,6 +28,7 @@ class Search:
     sketch: Sketch
     build: Callable[[Choice], Job]
     say: Callable[[str], None]
+    host_memory: int | None = None
     found: dict[Choice, Estimate | None] = field(default_factory=dict)
     _off: dict[tuple, tuple[int, int]] = field(default_factory=dict)
 
@@ -64,11 +66,15 @@ class Search:
     def _pick(self, room: int, sure: bool = False) -> Choice | None:
         for choice in self.choices:
             if choice in self.found:
-                if self.found[choice] is not None and self.needs(choice) <= room:
+                if self._fits(self.found[choice], room):
                     return choice
             elif not sure and self.needs(choice) <= room * _OPTIMISM:
                 return choice
         return None
+
+    def _fits(self, found: Estimate | None, room: int) -> bool:
+        enough = self.host_memory is None or (found is not None and found.host_bytes <= self.host_memory)
+        return found is not None and found.device_bytes <= room and enough
 
     def estimate(self, new: list[Choice]) -> None:
         """Estimate choices, on all cores, and learn how far the sketch is off."""

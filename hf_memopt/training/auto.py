@@ -65,7 +65,7 @@ def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[st
     effective = fields.pop("effective_batch_size", None)
     found = plan(
         config, preset, effective, seq_len, preset.method, memory=memory, training=fields, lora=lora,
-        memory_args=memory_args, quantization=quantization, say=lambda text: print(text, file=sys.stderr), **layout,
+        memory_args=memory_args, quantization=quantization, host_memory=_host_memory(preset.hardware), say=lambda text: print(text, file=sys.stderr), **layout,
     )  # fmt: skip
     if not found.ladder:
         changes = "; ".join(found.nearest) or "a smaller model"
@@ -83,6 +83,13 @@ def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[st
     probed = replace(chosen.memory_args, probe_worst_batch=True)
     return Planned(chosen.preset, probed, batch, f"{chosen.name}: {chosen.told}; {needs} of {usable} free",
                    below[-1] if below else None)  # fmt: skip
+
+
+def _host_memory(device) -> int | None:
+    """Bytes free on the host, beside a device with memory of its own."""
+    import psutil
+
+    return psutil.virtual_memory().available if device.memory_apart else None
 
 
 def free_memory_of(device) -> int:

@@ -88,6 +88,15 @@ def diagnose(error: BaseException) -> Diagnosis:
     return Diagnosis(OomKind.NOT_MEMORY, False, "", one_line(error))
 
 
+def diagnose_text(text: str) -> Diagnosis:
+    """The last failure that a log or a pasted error tells of, looked up in the table; needs no torch."""
+    for line in reversed(text.splitlines()):
+        for kind, helps, pattern, cause in _TABLE:
+            if re.search(pattern, line, re.IGNORECASE):
+                return Diagnosis(kind, helps, cause, " ".join(line.split()))
+    return Diagnosis(OomKind.NOT_MEMORY, False, "", "")
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """An exception, then its causes; where there is no cause, what was being handled when it was raised."""
     seen = set()

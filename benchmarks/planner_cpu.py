@@ -1,0 +1,176 @@
+"""The planner against real runs on the CPU: python benchmarks/planner_cpu.py
+
+A number of bytes stands for the card. For every case (model, budget, length) the ladder is planned, and every rung
+that is said to fit really trains, evaluates, saves and resumes with an allocator that refuses what goes beyond the
+budget. The choice that needs least is run with 2 % less than it is predicted to need, which must fail. All choices
+are estimated, one by one, and the best of those that fit is compared with the one that the planner found: operations
+of a step as torch's FlopCounterMode counts them.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+import torch
+from record import record
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_memopt import MemoryTrainer
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.ledger import Ledger
+from hf_memopt.estimator.parallel import on_all_cores
+from hf_memopt.estimator.prediction import estimate_jobs
+from hf_memopt.planner.choices import memory_arguments
+from hf_memopt.planner.plan import Request, plan, preset_of
+from hf_memopt.planner.search import told
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "max_position_embeddings": 1024}  # fmt: skip
+FAMILIES = {
+    "llama": {**SHAPE, "num_hidden_layers": 4},
+    "qwen3": {**SHAPE, "num_hidden_layers": 5, "head_dim": 32},
+    "gpt2": {"n_embd": 128, "n_head": 4, "n_positions": 1024, "n_layer": 4},
+    "mistral": {**SHAPE, "num_hidden_layers": 6},
+}
+# (family, vocabulary, method, tokens, budget as a multiple of what the smallest choice needs)
+CASES = [
+    ("llama", 2000, "full", 256, 1.15), ("llama", 2000, "full", 512, 1.6), ("llama", 16000, "full", 256, 1.3),
+    ("llama", 2000, "lora", 256, 1.4), ("qwen3", 4000, "full", 128, 1.1), ("qwen3", 4000, "full", 512, 2.0),
+    ("qwen3", 4000, "lora", 512, 1.25), ("gpt2", 1000, "full", 256, 1.2), ("gpt2", 8000, "lora", 512, 1.8),
+    ("mistral", 2000, "full", 256, 1.35), ("mistral", 2000, "lora", 128, 1.15), ("mistral", 16000, "full", 128, 1.5),
+]  # fmt: skip
+BATCH = 8
+ROWS = 32
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+class Budget(Ledger):
+    """An allocator with an end: live bytes beyond the limit are refused as torch's own refuses them."""
+
+    def __init__(self, limit: int | None = None):
+        super().__init__(fake=False)
+        self.limit = limit
+
+    def _book(self, key, size, kind):
+        if self.limit is not None and self._total + size > self.limit:
+            raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes.")
+        super()._book(key, size, kind)
+
+
+def config_of(family: str, vocabulary: int):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **FAMILIES[family])
+
+
+def make_trainer(request: Request, choice, folder: str, steps: int, **more):
+    """The MemoryTrainer that a choice describes, which does not recover: what does not fit fails."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
+
+    preset = choice.configured(request.preset)
+    fields = {**preset.settings(), **choice.fields(preset, request.fields), **more}
+    args = TrainingArguments(folder, max_steps=steps, report_to="none", disable_tqdm=True, logging_strategy="no",
+                             **fields)  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(request.config, dtype=getattr(torch, preset.dtype))
+    if preset.method == "lora":
+        model = get_peft_model(model, preset.peft_config())
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, request.config.vocab_size, (ROWS, request.seq_len), generator=generator).tolist()
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    memory_args = memory_arguments(request.memory_args, choice, oom_recovery=False)
+    return MemoryTrainer(model=model, args=args, train_dataset=data, eval_dataset=data[:BATCH],
+                         data_collator=default_data_collator, memory_args=memory_args)  # fmt: skip
+
+
+def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, int]:
+    """Whether a choice trains, evaluates, saves and resumes within a limit, and the most bytes that were live."""
+    with tempfile.TemporaryDirectory() as folder:
+        peaks = []
+        try:
+            for steps, resume in ((2, None), (4, True)):
+                with Budget(limit) as books:
+                    trainer = make_trainer(request, choice, folder, steps, save_strategy="steps", save_steps=2)
+                    trainer.train(resume_from_checkpoint=resume)
+                    del trainer
+                peaks.append(max(peak.total for peak in books.peaks.values()))
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            return False, max(peak.total for peak in books.peaks.values())
+    return True, max(peaks)
+
+
+def operations(request: Request, choice) -> int:
+    """Of one optimizer step, as torch counts them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(request, choice, folder, 1, save_strategy="no", eval_strategy="no")
+        with FlopCounterMode(display=False) as counted:
+            trainer.train()
+    return counted.get_total_flops()
+
+
+def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float) -> dict:
+    """One case's row."""
+    config = config_of(family, vocabulary)
+    preset = preset_of("cpu", method)
+    request = Request(config, config, preset, 2**62, tokens, BATCH, EVALUATED)
+    search = request.search(lambda text: None)
+    least = search.smallest()
+    needed = search.found[least].device_bytes
+    budget = int(needed * multiple)
+    began = time.perf_counter()
+    found = plan(config, "cpu", BATCH, tokens, method, memory=budget, training=EVALUATED)
+    took = time.perf_counter() - began
+    rungs, tried = [], {}
+    for rung in found.ladder:
+        if rung.choice not in tried:
+            tried[rung.choice] = lived_through(request, rung.choice, budget)
+        survived, peak = tried[rung.choice]
+        rungs.append({
+            "rung": rung.name, "settings": rung.told, "predicted_bytes": rung.estimate.device_bytes,
+            "room_bytes": int(budget * rung.share), "measured_bytes": peak, "survived": survived,
+        })  # fmt: skip
+    under, _ = lived_through(request, least, int(needed * 0.98))
+    best, chosen = best_by_trying(request, search, int(budget * found.ladder[-1].share)), found.ladder[-1].choice
+    plain = replace(best, recomputed=0.0, inputs_offloaded=False)
+    return {
+        "family": family, "vocabulary": vocabulary, "method": method, "tokens": tokens, "budget_bytes": budget,
+        "smallest_bytes": needed, "rungs": rungs, "under_the_smallest_fails": not under,
+        "plan_seconds": round(took, 2), "choices": len(search.choices), "chosen": rungs[-1]["settings"],
+        "best": told(best),
+        "operations_chosen": operations(request, chosen), "operations_best": operations(request, best),
+        "operations_without_recomputing": operations(request, plain),
+    }  # fmt: skip
+
+
+def best_by_trying(request: Request, search, room: int):
+    """The fastest, by the cost model, of all choices that are estimated to fit."""
+    estimates = estimate_jobs([request.job(choice) for choice in search.choices], on_all_cores)
+    fitting = [choice for choice, found in zip(search.choices, estimates, strict=True)
+               if not isinstance(found, InputError) and found.device_bytes <= room]  # fmt: skip
+    return fitting[0]  # choices are sorted
+
+
+def main() -> None:
+    rows = []
+    for case in CASES[: int(sys.argv[1]) if len(sys.argv) > 1 else None]:
+        rows.append(run(*case))
+        print(json.dumps(rows[-1]), flush=True)
+    rungs = [rung for row in rows for rung in row["rungs"]]
+    summary = {
+        "cases": len(rows), "rungs": len(rungs), "rungs_survived": sum(rung["survived"] for rung in rungs),
+        "under_the_smallest_failed": sum(row["under_the_smallest_fails"] for row in rows),
+        "most_operations_over_best": max(row["operations_chosen"] / row["operations_best"] for row in rows),
+        "worst_error": max((rung["predicted_bytes"] / rung["measured_bytes"] - 1 for rung in rungs), key=abs),
+    }  # fmt: skip
+    print(json.dumps(summary, indent=2))
+    if len(sys.argv) == 1:
+        record("planner_cpu", "python benchmarks/planner_cpu.py", rows)
+
+
+if __name__ == "__main__":
+    main()

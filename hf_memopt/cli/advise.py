@@ -1,0 +1,57 @@
+"""`hf-memopt advise`: what ran out of memory, when, why, and what to change."""
+
+import sys
+from dataclasses import replace
+
+from hf_memopt.cli.output import print_json
+from hf_memopt.debug.advice import Advice, advise
+from hf_memopt.hardware.catalog import gib
+
+
+def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -> int:
+    """Print the advice; 0 where there is some, 1 where nothing is wrong with memory."""
+    found = advise(sys.stdin.read() if source == "-" else source)
+    if found is not None and model:
+        found = replace(found, changes=_predicted(model, preset_name, method, seq_len, settings) or found.changes)
+    if as_json:
+        print_json(found.to_dict() if found else {"what": None})
+    elif found is None:
+        print("nothing here tells of memory that ran out")
+    else:
+        _print(found)
+    return 0 if found else 1
+
+
+def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
+    """The three changes that the estimator says save most."""
+    from hf_memopt.cli.estimate import import_libraries, quantization_config, split_settings
+
+    import_libraries()
+    from hf_memopt.estimator.prediction import estimate_job
+    from hf_memopt.estimator.reference import job_of
+    from hf_memopt.estimator.savings import largest_savings
+    from hf_memopt.presets import get_preset
+
+    preset = get_preset(preset_name, method)
+    given, lora, quantization, own, memory_args, _ = split_settings(settings)
+    preset = replace(preset, dtype=own.get("dtype", preset.dtype))
+    job = job_of(preset, model, seq_len, None, given, lora, memory_args=memory_args,
+                 quantization_config=quantization_config(preset, quantization))  # fmt: skip
+    savings = largest_savings(job, estimate_job(job))
+    return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
+
+
+def _print(found: Advice) -> None:
+    print(f"what: {found.what}: {found.cause}" if found.what != "not memory" else f"what: {found.cause}")
+    if found.stage or found.step is not None:
+        after = "" if found.step is None else f" after {found.step} steps" if found.step else " in the first step"
+        print(f"when: {found.stage or 'not told where,'}{after}")
+    print(f"why:  {found.why}")
+    if found.figures:
+        told = (f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in found.figures.items())
+        print(f"      the message says: {', '.join(told)}")
+    for number, change in enumerate(found.changes, 1):
+        saved = f" (predicted to save {gib(change['saved_bytes'])})" if change.get("saved_bytes") else ""
+        print(f"try {number}: {change['change']}{saved}")
+    if not any(change.get("saved_bytes") for change in found.changes):
+        print("With --model, --preset, --method and --seq-len of the run, savings are predicted.")

@@ -1,0 +1,1 @@
+"""What went wrong, from what a run left behind."""

@@ -1,0 +1,283 @@
+"""Out of memory: what ran out, when, why, and what to change; from a run's folder, a log, or a pasted error."""
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.hardware.catalog import GIB, gib
+from hf_memopt.monitor.growth import ADVICE
+from hf_memopt.training.oom import Diagnosis, OomKind, diagnose_text
+
+LARGEST_LOG = 64 * 2**20  # bytes that are read of a log, its end
+
+# Traceback frames and messages -> where a run was. The innermost that is known counts, so the last match in the text.
+_STAGES = [
+    ("load", r"in from_pretrained|_load_pretrained_model|in load_checkpoint|model\.to\(|in _move_model_to_device"),
+    ("resume", r"in _load_from_checkpoint|in _load_optimizer_and_scheduler|in load_state_dict"),
+    ("eval", r"in evaluation_loop|in evaluate\b|in prediction_step|in nested_concat|stage.{0,4}eval"),
+    ("save", r"in _save_checkpoint|in save_model|in _save_optimizer_and_scheduler|in save_pretrained"),
+    (
+        "optimizer",
+        r"in _init_group|in _multi_tensor_adam|optim(izer)?\.py.*in step|in optimizer_update|initialize_optimizer",
+    ),
+    ("backward", r"in backward\b|run_backward|autograd/__init__"),
+    ("forward", r"in forward\b|in compute_loss"),
+]
+_STEP = re.compile(r"\|\s*(\d+)/\d+ \[|[\"']step[\"']: (\d+)|out of memory in \w+ of step (\d+)|(?:^|\s)step (\d+):")
+_GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
+_SIZE = r"([\d.]+) (GiB|MiB|KiB|GB|MB)"
+_FIGURES = {
+    "asked_bytes": rf"[Tt]r(?:ied|ying) to allocate {_SIZE}",
+    "capacity_bytes": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
+    "free_bytes": rf"of which {_SIZE} is free|; {_SIZE} free",
+    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated",
+    "unused_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "others_bytes": rf"Process \d+ has {_SIZE} memory in use",
+}
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+
+# Where it happened -> why, and what helps, the most effective first. Words are Hugging Face's.
+_BY_STAGE = {
+    "load": ("the weights alone do not fit", [
+        "--method qlora: weights in 4 bits", "strategy zero3 or fsdp2 on several cards: each holds its part",
+        "dtype=bfloat16, or a smaller model",
+    ]),
+    "optimizer": ("the optimizer makes its states in its first step, beside weights and gradients", [
+        "optim=adamw_8bit: 2 bytes a weight instead of 8", "--method lora: states of the adapters alone",
+        "optimizer_cpu_offload=true (one card), or strategy zero2 on several",
+    ]),
+    "eval": ("evaluation batches are larger than training's, or their logits are kept until metrics are computed", [
+        "per_device_eval_batch_size=1", "MemoryTrainer: evaluation halves its own batch and keeps no logits",
+        "eval_accumulation_steps=1, or prediction_loss_only=true",
+    ]),
+    "save": ("saving gathers on one device what training had spread out", [
+        "fsdp_state_dict_type: SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save: false",
+        "save_only_model=true", "MemoryTrainer: it saves tensor by tensor where memory is short",
+    ]),
+    "resume": ("a checkpoint's optimizer states were loaded onto the device beside the new ones", [
+        "MemoryTrainer: it loads them through host memory", "optim=adamw_8bit",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ]),
+    "step": ("activations and logits of a micro-batch do not fit beside weights, gradients and states", [
+        "activation_checkpointing=true, activation_checkpointing_kwargs={use_reentrant: false}",
+        "loss_chunk_size=1024: logits of so many tokens at once",
+        "half the per_device_train_batch_size, twice the gradient_accumulation_steps",
+    ]),
+}  # fmt: skip
+_LATER = ("it fitted for {step} steps, so a longer batch than before came, tensors are kept from step to step (losses "
+          "stored without item()), or memory was cut up into pieces")  # fmt: skip
+_LATER_CHANGES = [
+    "probe_worst_batch=true: the largest batch is tried before step 0",
+    "MemoryTrainer: a batch that does not fit runs in pieces, and growth is named",
+    "PYTORCH_ALLOC_CONF=expandable_segments:True",
+]
+_FRAGMENTED = ("the allocator holds {unused} that no tensor is in: memory is cut up into pieces", [
+    "PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "train_sampling_strategy=group_by_length: batches of few lengths",
+    "torch_empty_cache_steps=50",
+])  # fmt: skip
+_OTHERS = ("other processes hold {others} of the device", [
+    "end them (nvidia-smi lists them), or choose another card with CUDA_VISIBLE_DEVICES",
+    "--preset auto: plans for what is free", "max_memory_gib, where several jobs share a card on purpose",
+])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What is known of a failure.
+
+    Attributes:
+        what: whose memory ran out (training.oom.OomKind) and, in words, what that means.
+        stage: load, forward, backward, optimizer, eval, save or resume; None where the text does not tell.
+        step: optimizer steps that had been done; None where the text does not tell.
+        why: the likely cause.
+        changes: dicts with `change`, and `saved_bytes` where it was predicted.
+        figures: bytes that the message names.
+        message: the failure's own line.
+    """
+
+    what: str
+    cause: str
+    stage: str | None
+    step: int | None
+    why: str
+    changes: list[dict[str, Any]]
+    message: str
+    figures: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return asdict(self)
+
+
+def advise(source: str) -> Advice | None:
+    """What a folder, a log file or a text tells; None where it tells of no failure of memory.
+
+    Args:
+        source: a run's folder, a file, or the text itself.
+
+    Raises:
+        InputError: a folder without anything that a run writes, or a file that cannot be read.
+    """
+    path = _as_path(source)
+    if path is None:
+        return of_text(source)
+    if path.is_dir():
+        return _of_folder(path)
+    return of_text(_end_of(path))
+
+
+def of_text(text: str) -> Advice | None:
+    """What a log or a pasted error tells."""
+    found = diagnose_text(text)
+    if not found.cause:
+        return None
+    figures = _figures(text)
+    stage, step = _stage(text), _step(text)
+    why, changes = _reason(found, stage, step, figures)
+    if grown := _GROWTH.findall(text):  # the monitor has named it before
+        why = f"memory grew: {grown[-1]}: {ADVICE[grown[-1]]}"
+    return Advice(str(found.kind), found.cause, stage, step, why, [{"change": one, "saved_bytes": None} for one in
+                  changes[:3]], found.message[:500], figures)  # fmt: skip
+
+
+def _as_path(source: str) -> Path | None:
+    try:
+        path = Path(source).expanduser()
+        if path.exists():
+            return path
+    except (OSError, ValueError):
+        return None
+    if "\n" not in source and len(source.split()) == 1:
+        raise InputError(f"{source}: no such folder or file; to give the error itself, paste it whole or pipe it in: "
+                         "hf-memopt advise -")  # fmt: skip
+    return None
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LARGEST_LOG))
+            return file.read().decode("utf-8", errors="replace").replace("\r", "\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _of_folder(folder: Path) -> Advice | None:
+    """oom_report.json, which MemoryTrainer writes at the end; else recovered failures; else the newest log."""
+    if (file := folder / "oom_report.json").is_file():
+        return _of_report(_json(file))
+    events = _events(folder)
+    if events:
+        return _of_event(events[-1])
+    logs = sorted(
+        [*folder.glob("*.log"), *folder.glob("*.out"), *folder.glob("*.err")], key=lambda log: log.stat().st_mtime
+    )
+    for log in reversed(logs):
+        if found := of_text(_end_of(log)):
+            return found
+    if not logs and not (folder / "memory_log.jsonl").is_file() and not (folder / "memory_report.json").is_file():
+        raise InputError(f"{folder} has none of oom_report.json, memory_log.jsonl, memory_report.json and *.log: give "
+                         "the run's output_dir, or its log")  # fmt: skip
+    return None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file} does not hold an object")
+    return content
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    """Failures that a run recovered from, and growth that it named."""
+    lines = _end_of(folder / "memory_log.jsonl").splitlines() if (folder / "memory_log.jsonl").is_file() else []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed run may be torn
+        if isinstance(event, dict) and event.get("event") in ("oom_recovered", "memory_grows", "micro_batch_lowered"):
+            found.append(event)
+    return found
+
+
+def _of_report(report: dict[str, Any]) -> Advice:
+    stage, step = report.get("stage"), report.get("step")
+    found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), report.get("message", ""))
+    figures = _figures(found.message)
+    why, usual = _reason(found, stage, step, figures)
+    changes = report.get("next") or [{"change": one, "saved_bytes": None} for one in usual]
+    return Advice(str(found.kind), found.cause, stage, step, why, changes[:3], found.message[:500], figures)
+
+
+def _of_event(event: dict[str, Any]) -> Advice:
+    if event["event"] == "memory_grows":
+        label = event.get("label", "")
+        return Advice("device", f"memory grows: {label}", "training", event.get("step"), ADVICE.get(label, ""),
+                      [{"change": one, "saved_bytes": None} for one in _LATER_CHANGES], "")  # fmt: skip
+    message = str(event.get("message", event.get("advice", "")))
+    found = diagnose_text(message)
+    cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
+    why, usual = _reason(found, event.get("stage"), event.get("step"), _figures(message))
+    if after := event.get("micro_batch_after"):
+        usual = [f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
+                 *usual]  # fmt: skip
+    return Advice(str(found.kind), cause, event.get("stage"), event.get("step"), why,
+                  [{"change": one, "saved_bytes": None} for one in usual[:3]], message[:500], _figures(message))  # fmt: skip
+
+
+def _figures(text: str) -> dict[str, int]:
+    """The last of each figure that a message names, in bytes; of other processes, all of them together."""
+    found = {}
+    for name, pattern in _FIGURES.items():
+        sizes = [_bytes(match.groups()) for match in re.finditer(pattern, text)]
+        if sizes:
+            found[name] = sum(sizes) if name == "others_bytes" else sizes[-1]
+    return found
+
+
+def _bytes(groups: tuple[str | None, ...]) -> int:
+    number, unit = [part for part in groups if part is not None][:2]
+    return int(float(number) * _UNITS[unit])
+
+
+def _stage(text: str) -> str | None:
+    """Where the last traceback was."""
+    start = text.rfind("Traceback (most recent call last)")
+    last = text[max(0, start) :]
+    places = {stage: match.start() for stage, pattern in _STAGES for match in re.finditer(pattern, last)}
+    if not places:
+        return None
+    outer = [stage for stage in ("eval", "save", "load", "resume", "optimizer") if stage in places]
+    return outer[0] if outer else max(places, key=places.get)
+
+
+def _step(text: str) -> int | None:
+    steps = [int(next(filter(None, match.groups()))) for match in _STEP.finditer(text) if any(match.groups())]
+    return steps[-1] if steps else None
+
+
+def _reason(found: Diagnosis, stage: str | None, step: int | None, figures: dict[str, int]) -> tuple[str, list[str]]:
+    capacity = figures.get("capacity_bytes", 0)
+    if found.kind not in (OomKind.DEVICE, OomKind.LIBRARY_WORKSPACE) and "host memory ran out" not in found.cause:
+        return found.cause, [found.cause.partition(": ")[2] or found.cause]
+    if figures.get("others_bytes", 0) > max(GIB, 0.05 * capacity):
+        why, changes = _OTHERS
+        return why.format(others=gib(figures["others_bytes"])), changes
+    if figures.get("unused_bytes", 0) > max(figures.get("asked_bytes", 0), 0.05 * capacity):
+        why, changes = _FRAGMENTED
+        return why.format(unused=gib(figures["unused_bytes"])), changes
+    if stage in ("eval", "save", "load", "resume") or (stage == "optimizer" and not step):
+        return _BY_STAGE[stage]
+    why, changes = _BY_STAGE["step"]
+    if step and step > 1:
+        return _LATER.format(step=step), [*_LATER_CHANGES[:2], changes[0]]
+    return why, changes
