@@ -140,8 +140,8 @@ def of_text(text: str) -> Advice | None:
     why, changes = _reason(found, stage, step, figures)
     if grown := _GROWTH.findall(text):  # the monitor has named it before
         why = f"memory grew: {grown[-1]}: {ADVICE[grown[-1]]}"
-    return Advice(str(found.kind), found.cause, stage, step, why, [{"change": one, "saved_bytes": None} for one in
-                  changes[:3]], found.message[:500], figures)  # fmt: skip
+    message = found.message[:500]
+    return Advice(str(found.kind), found.cause, stage, step, why, _unpredicted(changes), message, figures)
 
 
 def _as_path(source: str) -> Path | None:
@@ -214,7 +214,7 @@ def _of_report(report: dict[str, Any]) -> Advice:
     found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), report.get("message", ""))
     figures = _figures(found.message)
     why, usual = _reason(found, stage, step, figures)
-    changes = report.get("next") or [{"change": one, "saved_bytes": None} for one in usual]
+    changes = report.get("next") or _unpredicted(usual)
     return Advice(str(found.kind), found.cause, stage, step, why, changes[:3], found.message[:500], figures)
 
 
@@ -222,7 +222,7 @@ def _of_event(event: dict[str, Any]) -> Advice:
     if event["event"] == "memory_grows":
         label = event.get("label", "")
         return Advice("device", f"memory grows: {label}", "training", event.get("step"), ADVICE.get(label, ""),
-                      [{"change": one, "saved_bytes": None} for one in _LATER_CHANGES], "")  # fmt: skip
+                      _unpredicted(_LATER_CHANGES), "")  # fmt: skip
     message = str(event.get("message", event.get("advice", "")))
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
@@ -230,8 +230,12 @@ def _of_event(event: dict[str, Any]) -> Advice:
     if after := event.get("micro_batch_after"):
         usual = [f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
                  *usual]  # fmt: skip
-    return Advice(str(found.kind), cause, event.get("stage"), event.get("step"), why,
-                  [{"change": one, "saved_bytes": None} for one in usual[:3]], message[:500], _figures(message))  # fmt: skip
+    return Advice(str(found.kind), cause, event.get("stage"), event.get("step"), why, _unpredicted(usual),
+                  message[:500], _figures(message))  # fmt: skip
+
+
+def _unpredicted(changes: list[str]) -> list[dict[str, Any]]:
+    return [{"change": change, "saved_bytes": None} for change in changes[:3]]
 
 
 def _figures(text: str) -> dict[str, int]:

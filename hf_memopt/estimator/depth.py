@@ -52,6 +52,11 @@ def shallow_depths(config, fewest: int = FEWEST["none"], every: int = 1) -> tupl
     return low, low + period
 
 
+def period_of_layers(config) -> int:
+    """After how many layers the kinds of layers repeat; 1 where all are alike."""
+    return _pattern(config.get_text_config(), layers_of(config))[1]
+
+
 def _pattern(text, depth: int) -> tuple[int, int]:
     """How many layers come before the pattern of kinds, and after how many it repeats; (0, 1) where all are alike."""
     prefix = max((value for name in _FIRST if isinstance(value := getattr(text, name, 0), int)), default=0)

@@ -114,7 +114,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.unpacked_experts = _unpacked_experts(model)
     _load(model, ledger)
     ledger.enter("start", "other")
-    _name_segments(model, stacks, ledger)
+    _name_segments(job, model, stacks, ledger)
     trainer = _make_trainer(job, model, args, ledger)
     _offload_in_the_books(job, model, ledger)
     trainer.add_callback(_phases()(ledger, trainer))
@@ -293,7 +293,13 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
         yield
 
 
-def _name_segments(model: torch.nn.Module, stacks, ledger: Ledger) -> None:
+def _told_apart(hidden: int, job: TracedJob) -> int:
+    """The hidden size, by which a head's weight is told from logits; 0 where there are as many tokens."""
+    samples, tokens = next(iter(job.batch.values()))[0][:2]
+    return 0 if hidden in (tokens, samples * tokens) else hidden
+
+
+def _name_segments(job: TracedJob, model: torch.nn.Module, stacks, ledger: Ledger) -> None:
     """Let the ledger know where in the model the job is, without touching the graph.
 
     In backward there is no hook that leaves the graph alone but a weight's: "its gradient is complete".
@@ -307,7 +313,7 @@ def _name_segments(model: torch.nn.Module, stacks, ledger: Ledger) -> None:
     model.register_forward_pre_hook(lambda *_: _unless_evaluating(ledger, "forward"))
     model.register_forward_hook(lambda *_: _unless_evaluating(ledger, "backward"))
     config = model.config.get_text_config()
-    ledger.vocabulary = (config.vocab_size, getattr(config, "hidden_size", 0))
+    ledger.vocabulary = (config.vocab_size, _told_apart(getattr(config, "hidden_size", 0), job))
 
     for name, weight in model.named_parameters():
         where, layer = place.get(id(weight), (name, None))

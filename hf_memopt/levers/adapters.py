@@ -15,6 +15,8 @@ def add_adapters(model, config):
     with warnings.catch_warnings():
         # peft 0.21 asks for the old name of is_activation_checkpointing.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # It also names patterns of its own making for experts that `target_modules` leaves out.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         return get_peft_model(model, config)
 
 

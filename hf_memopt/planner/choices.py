@@ -4,18 +4,22 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
+from hf_memopt.estimator.depth import layers_of, period_of_layers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import refusals as lever_refusals
+from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
 CHUNK = 1024  # tokens whose logits are held at once
 MOST_SAMPLES = 64  # of a micro-batch; beyond it products are as fast as they get
 _SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
+_LONGEST_PERIOD = 4
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # whose every estimate takes as long as three of one device's
 _FEW_LAYERS = 8  # up to this depth every number of recomputed layers is a choice
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
@@ -137,13 +141,13 @@ def memory_arguments(given: MemoryArguments, choice: Choice, **profile: Any) -> 
     return dataclasses.replace(given, **choice.memory_fields(), **profile)
 
 
-def choices(preset: Preset, layers: int, effective_batch: int, seq_len: int, given: MemoryArguments, task: str,
+def choices(preset: Preset, config, effective_batch: int, seq_len: int, given: MemoryArguments, task: str,
             pinned: dict[str, Any]) -> Iterator[Choice]:  # fmt: skip
     """Every combination that may run, in no order.
 
     Args:
         preset: where the search begins; its number of devices is the search's.
-        layers: of the model.
+        config: the model's.
         effective_batch: samples per optimizer step over all devices.
         given: MemoryArguments of the user's, which stay.
         pinned: TrainingArguments fields of the user's, which stay.
@@ -152,7 +156,7 @@ def choices(preset: Preset, layers: int, effective_batch: int, seq_len: int, giv
     for strategy in _strategies(preset, pinned):
         for optim, dtype, offloaded in _optimizers(preset, strategy, pinned):
             for micro, (recomputed, inputs), (compressed, moved), chunked in itertools.product(
-                _micro_batches(share, pinned), _checkpointing(preset, strategy, layers, given, pinned),
+                _micro_batches(share, pinned), _checkpointing(preset, strategy, config, given, pinned),
                 _kept(preset, strategy, given), _losses(given, task, seq_len),
             ):  # fmt: skip
                 if inputs and (compressed or moved):
@@ -178,13 +182,16 @@ def _strategies(preset: Preset, pinned: dict[str, Any]) -> list[str]:
     return [name for name in STRATEGIES if preset.hardware.memory_apart or "offload" not in name]
 
 
-def _checkpointing(preset, strategy: str, layers: int, given: MemoryArguments, pinned) -> list[tuple[float, bool]]:
+def _checkpointing(preset, strategy: str, config, given: MemoryArguments, pinned) -> list[tuple[float, bool]]:
     """(share of recomputed layers, inputs offloaded)."""
     if "activation_checkpointing" in pinned or given.checkpoint_ratio is not None or given.checkpoint_keeps:
         return [(float(bool(pinned.get("activation_checkpointing", given.checkpoint_ratio or 1))), False)]
     if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
         return [(0.0, False), (1.0, False)]
+    layers, period = layers_of(config), period_of_layers(config)
     shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
+    # An estimate traces whole periods of both patterns, the layers' and the recomputed ones'.
+    shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
     if layers <= _FEW_LAYERS:
         shares = [part / layers for part in range(layers + 1)]
     offloads = preset.hardware.memory_apart and not strategy.startswith("zero3")

@@ -8,7 +8,6 @@ from typing import Any
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.depth import layers_of
 from hf_memopt.estimator.model import task_of
 from hf_memopt.estimator.prediction import Job
 from hf_memopt.estimator.reference import job_of
@@ -102,7 +101,7 @@ class Request:
         """The search over all choices; None where compatibility leaves none."""
         task = self.more.get("task") or task_of(self.config)
         found = list(
-            choices(self.preset, layers_of(self.config), self.effective_batch_size, self.seq_len, self.memory_args,
+            choices(self.preset, self.config, self.effective_batch_size, self.seq_len, self.memory_args,
                     task, self.fields)
         )  # fmt: skip
         if not found:
@@ -207,11 +206,9 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
                            memory_args or MemoryArguments(), more, quantization, host_memory)  # fmt: skip
         search = request.search(say)
         rungs = _ladder(request, search) if search else []
-        least = search.smallest() if search and not rungs else None
-        if least is not None:  # the sketch may have thought too ill of it
-            rungs = _ladder(request, search)
         if rungs:
             return Plan(request, rungs, rejected + list(_left_out(request, search, [rung.choice for rung in rungs])))
+        least = search.smallest() if search else None
         rejected.append(_too_large(request, search, least))
     if least is None:
         return Plan(request, [], rejected)

@@ -13,6 +13,7 @@ from hf_memopt.planner.sketch import Sketch
 
 _OPTIMISM = 1.01  # a sketch may be so much above the room and its choice still be tried
 _ROUNDS = 8
+_LOOKS = 3  # for the choice that needs least
 
 
 @dataclass
@@ -42,6 +43,13 @@ class Search:
     def ladder(self, rooms: Iterable[int]) -> list[Choice | None]:
         """For every number of bytes the fastest choice that fits into it; None where none does."""
         rooms = list(rooms)
+        picks = self._settled(rooms)
+        if None in picks:  # the sketch may have thought too ill of what needs least
+            self.smallest()
+            picks = self._settled(rooms)
+        return picks
+
+    def _settled(self, rooms: list[int]) -> list[Choice | None]:
         for _ in range(_ROUNDS):
             picks = [self._pick(room) for room in rooms]
             new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.found))
@@ -53,14 +61,17 @@ class Search:
 
     def smallest(self) -> Choice | None:
         """The choice that needs least, by an estimate of those that look smallest."""
-        for _ in range(3):
+        for _ in range(_LOOKS):
             known = [choice for choice in self.choices if self.found.get(choice, True) is not None]
             if not known:
                 return None
             least = min(known, key=lambda choice: (self.needs(choice), self._rank[choice]))
             if least in self.found:
                 return least
-            self.estimate([least])
+            # What a sketch gets wrong, it may get wrong here: beside it one sample with every layer recomputed.
+            small = [choice for choice in known if choice.strategy == least.strategy]
+            sure = min(small, key=lambda choice: (choice.micro_batch, -choice.recomputed, self.needs(choice)))
+            self.estimate([choice for choice in dict.fromkeys((least, sure)) if choice not in self.found])
         return min((one for one in self.found if self.found[one]), key=self.needs, default=None)
 
     def _pick(self, room: int, sure: bool = False) -> Choice | None:
@@ -94,7 +105,8 @@ class Search:
         whole, moving = self._sketched[choice]
         off, held = next((self._off[key] for key in _keys(choice) if key in self._off), (0, 1))
         # What a sketch misses is half a constant and half in proportion to what a micro-batch holds.
-        return whole + off * (1 + moving / held) / 2
+        grown = (1 + moving / held) / 2
+        return whole + off * (grown if off > 0 else min(1.0, grown))
 
 
 def _keys(choice: Choice) -> list[tuple]:

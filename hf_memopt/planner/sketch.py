@@ -172,8 +172,12 @@ class Sketch:
 
 
 def _line(one: dict[str, int], two: dict[str, int], samples: int) -> dict[str, float]:
-    return {kind: max(0, one.get(kind, 0) + (two.get(kind, 0) - one.get(kind, 0)) * (samples - 1))
-            for kind in one.keys() | two.keys()}  # fmt: skip
+    """By kind, the line through one sample and two."""
+    found = {}
+    for kind in one.keys() | two.keys():
+        first, second = one.get(kind, 0), two.get(kind, 0)
+        found[kind] = max(min(first, second), first + (second - first) * (samples - 1))
+    return found
 
 
 def baselines(build: Callable[..., Job]) -> list[Job]:

@@ -65,7 +65,8 @@ def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[st
     effective = fields.pop("effective_batch_size", None)
     found = plan(
         config, preset, effective, seq_len, preset.method, memory=memory, training=fields, lora=lora,
-        memory_args=memory_args, quantization=quantization, host_memory=_host_memory(preset.hardware), say=lambda text: print(text, file=sys.stderr), **layout,
+        memory_args=memory_args, quantization=quantization, host_memory=_host_memory(preset.hardware),
+        say=lambda text: print(text, file=sys.stderr), **layout,
     )  # fmt: skip
     if not found.ladder:
         changes = "; ".join(found.nearest) or "a smaller model"

@@ -1,0 +1,386 @@
+"""plan: the fastest settings that fit."""
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from hf_memopt import InputError, MemoryArguments, list_architectures, plan
+from hf_memopt.compatibility.setup import refusals
+from hf_memopt.estimator.architectures import hub_id, load_config
+from hf_memopt.estimator.ledger import Ledger
+from hf_memopt.estimator.model import task_of
+from hf_memopt.estimator.parallel import on_all_cores, one_by_one
+from hf_memopt.estimator.prediction import estimate_jobs
+from hf_memopt.estimator.work import Kernel, Work, extended
+from hf_memopt.hardware import list_hardware
+from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.refusals import refusals as lever_refusals
+from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.cost import Cost
+from hf_memopt.planner.launch import launch_command
+from hf_memopt.planner.plan import Request, Rung, preset_of
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 2000}  # fmt: skip
+
+
+def config(layers: int = 3, **changes):
+    return AutoConfig.for_model(num_hidden_layers=layers, **{**SHAPE, **changes})
+
+
+def request_for(config, method: str = "full", seq_len: int = 256, hardware: str = "cpu", batch: int = 4) -> Request:
+    """Without a limit, with one optimizer."""
+    preset = preset_of(hardware, method)
+    optim = {"optim": preset.training["optim"]}
+    return Request(config, config, preset, 2**62, seq_len, batch * preset.processes, optim)
+
+
+def planned(request: Request, memory: float, method: str | None = None):
+    preset = request.preset
+    return plan(request.config, preset.hardware.name, request.effective_batch_size, request.seq_len,
+                method or preset.method, memory=int(memory), training=request.fields)  # fmt: skip
+
+
+def least(request: Request) -> int:
+    """Bytes that the smallest choice needs."""
+    search = request.search(lambda text: None)
+    return search.found[search.smallest()].device_bytes
+
+
+@pytest.fixture(scope="module")
+def search():
+    """Of a small model on the CPU."""
+    request = request_for(config())
+    return request, request.search(lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def every(search):
+    """The estimate of every choice, the fastest first."""
+    request, found = search
+    jobs = [request.job(choice) for choice in found.choices]
+    return dict(zip(found.choices, estimate_jobs(jobs, on_all_cores), strict=True))
+
+
+# ---- the ladder
+
+
+def test_every_rung_is_the_fastest_that_fits_of_all_choices(search, every):
+    request, _ = search
+    sizes = sorted({estimate.device_bytes for estimate in every.values()})
+    for memory in (int(sizes[0] * 1.12), sizes[len(sizes) // 2], sizes[-1] * 2):
+        made = planned(request, memory)
+        rooms = {name: int(memory * share) for name, (_, share) in RUNGS.items()}
+        assert [rung.name for rung in made] == [name for name, room in rooms.items() if sizes[0] <= room]
+        for rung in made:
+            best = next(choice for choice in every if every[choice].device_bytes <= rooms[rung.name])
+            assert rung.choice == best and rung.estimate.device_bytes == every[best].device_bytes
+    assert not made.ladder[-1].choice.levers  # nothing is pulled where memory is plenty
+
+
+def test_rungs_rise(search, every):
+    request, found = search
+    made = planned(request, every[found.choices[0]].device_bytes)
+    speeds = [rung.relative_speed for rung in made]
+    assert speeds == sorted(speeds) and speeds[-1] == 1.0
+    assert [rung.memory_args.memory_profile for rung in made] == [RUNGS[rung.name][0] for rung in made]
+    assert [rung.memory_args.target_memory_utilization for rung in made] == [rung.share for rung in made]
+
+
+def test_a_rung_lives_within_its_budget_and_less_than_the_least_does_not():
+    """Real training, evaluation, saving and resuming, on an allocator that ends where the budget does."""
+    from planner_cpu import EVALUATED, lived_through
+
+    request = request_for(config(2), seq_len=128, batch=8)
+    request = dataclasses.replace(request, fields={**request.fields, **EVALUATED})
+    search = request.search(lambda text: None)
+    smallest = search.smallest()
+    needed = search.found[smallest].device_bytes
+    budget = int(needed * 1.2)
+    made = planned(request, budget)
+    rung = made.ladder[-1]
+    survived, peak = lived_through(request, rung.choice, budget)
+    assert survived and peak <= rung.estimate.device_bytes * 1.02
+    assert lived_through(request, smallest, int(needed * 0.95))[0] is False
+
+
+def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
+    small = config(2, hidden_size=256, intermediate_size=704)
+    full, lora = (least(request_for(small, method, 64)) for method in ("full", "lora"))
+    assert lora < full
+    made = planned(request_for(small, "full", 64), (lora + full) / 2 / 0.94, "any")
+    assert made.request.preset.method == "lora" and made.ladder
+    assert "full fine-tuning needs" in made.rejected[0].reason and "at least" in made.rejected[0].reason
+
+
+def test_nothing_fits_but_a_shorter_sequence_would():
+    request = request_for(config(2, vocab_size=200), seq_len=512)
+    needed, shorter = least(request), least(dataclasses.replace(request, seq_len=256))
+    made = planned(request, shorter * 1.02 / 0.94)
+    assert not made.ladder and made.missing_bytes == pytest.approx(needed - shorter * 1.02, rel=0.01)
+    assert any(change.startswith("--seq-len 256") for change in made.nearest), made.nearest
+
+
+def test_a_lack_of_host_memory_rules_choices_out():
+    request = request_for(config(2), hardware="rtx_3060")
+    search = request.search(lambda text: None)
+    search.estimate(search.choices[:1])
+    (found,) = search.found.values()
+    search.host_memory = found.host_bytes
+    assert search._fits(found, found.device_bytes)
+    search.host_memory -= 1
+    assert not search._fits(found, found.device_bytes)
+
+
+# ---- what may be chosen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hardware=st.sampled_from(list_hardware()), devices=st.sampled_from([1, 2, 8, 128]),
+    model=st.sampled_from(list_architectures()), method=st.sampled_from(["full", "lora", "qlora"]),
+    chunked=st.booleans(),
+)  # fmt: skip
+def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, model, method, chunked):
+    preset = preset_of(f"{hardware}x{devices}", method)
+    given = MemoryArguments(loss_chunk_size=512 if chunked else None)
+    read = load_config(model)
+    found = list(choices(preset, read, 4 * devices, 512, given, task_of(read), {}))
+    assert found or hardware in ("apple_m2_16gb", "apple_m4_max_64gb", "rx_6750_xt") or method == "qlora"
+    for choice in found:
+        configured = choice.configured(preset)
+        assert refusals(configured.setup()) == []
+        stage = int(choice.strategy[4]) if choice.engine == "deepspeed" else 0
+        fields = {**configured.training, **choice.fields(configured)}
+        assert not list(lever_refusals(memory_arguments(given, choice), fields, choice.engine, stage))
+        assert choice.micro_batch * choice.accumulation * devices == 4 * devices
+
+
+def test_a_choice_becomes_hugging_faces_words():
+    preset = preset_of("rtx_4090", "full")
+    choice = Choice("none", 2, 4, 1 / 3, "adamw_8bit", "float32")
+    kwargs = choice.configured(preset).training["activation_checkpointing_kwargs"]
+    assert kwargs == {"use_reentrant": False, "every_n_layers": 3} and not choice.memory_fields()
+    uneven = dataclasses.replace(choice, recomputed=2 / 3, chunked_loss=True)
+    assert uneven.memory_fields() == {"loss_chunk_size": 1024, "checkpoint_ratio": 2 / 3}
+    offloaded = dataclasses.replace(choice, recomputed=1.0, inputs_offloaded=True).configured(preset)
+    assert offloaded.training["activation_checkpointing_kwargs"] == {"use_reentrant": False, "offload": True}
+    kept = dataclasses.replace(choice, recomputed=0.0).configured(preset).training
+    assert "activation_checkpointing" not in kept and "activation_checkpointing_kwargs" not in kept
+
+
+def test_what_the_user_sets_stays():
+    made = plan(config(2), "cpu", 8, 128, "full", training={"per_device_train_batch_size": 4, "optim": "adafactor"},
+                memory_args=MemoryArguments(loss_chunk_size=64))  # fmt: skip
+    for rung in made:
+        assert rung.choice.micro_batch == 4 and rung.choice.optim == "adafactor"
+        assert rung.estimate.training_arguments["optim"] == "adafactor" and rung.memory_args.loss_chunk_size == 64
+
+
+# ---- what it costs
+
+
+def test_products_are_counted_as_torch_counts_them():
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config(2), attn_implementation="eager")
+    ids = torch.ones(1, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as truth:
+        model(input_ids=ids, labels=ids).loss.backward()
+    books = Ledger(fake=False)
+    books.work, books.step = Work(), 1
+    with books:
+        books.begin("forward", "activations")
+        model(input_ids=ids, labels=ids).loss.backward()
+    counted = sum(kernel.flops * times for kernel, times in books.work.kernels.items())
+    assert counted == truth.get_total_flops() > 0
+
+
+def test_kernels_grow_with_layers():
+    few, more = Kernel(False, 10, 5), Kernel(True, 0, 7)
+    assert extended({few: 3, more: 1}, {few: 5, more: 1}, 4) == {few: 11, more: 1}
+
+
+def test_recomputing_costs_a_forward_pass(search):
+    _, found = search
+    cost = Cost(found.sketch)
+    plain = next(choice for choice in found.choices if not choice.levers and choice.micro_batch == 1)
+    whole = dataclasses.replace(plain, recomputed=1.0)
+    half = dataclasses.replace(plain, recomputed=0.5)
+    assert 1.1 < cost.step(whole) / cost.step(plain) < 1.5  # a forward pass beside a forward and a backward
+    assert cost.step(half) == pytest.approx((cost.step(whole) + cost.step(plain)) / 2, rel=0.02)
+
+
+def test_what_engines_exchange():
+    """ZeRO-3 gathers weights for every micro-batch, DDP reduces gradients once a step; both wait for the link."""
+    search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
+    zero3 = next(one for one in search.choices if one.strategy == "zero3" and one.accumulation == 4)
+    ddp = dataclasses.replace(zero3, strategy="ddp")
+
+    def seconds(choice: Choice, sketch) -> float:
+        per_micro_batch, per_step = Cost(sketch)._exchanged(choice)
+        return choice.accumulation * per_micro_batch + per_step
+
+    assert seconds(zero3, search.sketch) > 3 * seconds(ddp, search.sketch) > 0
+    device = search.sketch.job.device
+    slow = dataclasses.replace(device, peer_link=device.peer_link / 10)
+    slower = dataclasses.replace(search.sketch, job=dataclasses.replace(search.sketch.job, device=slow))
+    assert seconds(ddp, slower) == pytest.approx(10 * seconds(ddp, search.sketch))
+
+
+def test_traces_in_copies_of_the_process_are_the_same(search):
+    request, found = search
+    jobs = [request.job(choice) for choice in found.choices[:3]]
+    assert estimate_jobs(jobs, on_all_cores) == estimate_jobs(jobs, one_by_one)
+
+
+# ---- how it is told
+
+
+def _accelerate_reads(words: list[str]):
+    """accelerate's own parser of a launch command."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parsed = launch_command_parser().parse_args(words[2:])
+    assert parsed.training_script.startswith("recipes/")
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("hardware", "method", "strategy", "flags"),
+    [
+        ("rtx_4090", "lora", None, {"config_file": "accelerate_configs/rtx_4090.yaml"}),
+        ("a100_80gbx8", "lora", "zero3", {"use_deepspeed": True, "num_processes": 8, "zero3_init_flag": "true"}),
+        ("rtx_4090x2", "lora", "ddp", {"multi_gpu": True, "num_processes": 2, "mixed_precision": "bf16"}),
+        ("rtx_4090x4", "full", "fsdp2", {"use_fsdp": True, "fsdp_version": "2", "num_processes": 4}),
+        ("h100_80gbx16", "full", "zero3_offload_cpu", {"use_deepspeed": True, "num_machines": 2}),
+    ],
+)
+def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, method, strategy, flags, monkeypatch):
+    from hf_memopt.training.arguments import parse
+
+    monkeypatch.setenv("MACHINE_RANK", "1")
+    monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
+    preset = preset_of(hardware, method, strategy)
+    choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype, chunked_loss=True)
+    request = Request("smollm2-135m", None, preset, 2**40, 256, 64)
+    memory_args = memory_arguments(MemoryArguments(memory_profile="aggressive"), choice)
+    rung = Rung("maximum", 0.94, choice, choice.configured(preset), memory_args, None, 1.0)
+    words = shlex.split(os.path.expandvars(launch_command(request, rung)))
+    read = _accelerate_reads(words)
+    for name, value in flags.items():
+        assert getattr(read, name) == value, name
+    parsed = parse(read.training_script_args)
+    assert parsed.recipe.method == method and parsed.recipe.effective_batch_size == 64
+    assert parsed.recipe.model_name_or_path == "HuggingFaceTB/SmolLM2-135M" == hub_id("smollm2-135m")
+    assert parsed.training["per_device_train_batch_size"] == rung.choice.micro_batch
+    assert parsed.memory.levers() == rung.memory_args.levers()
+    assert (
+        bool(parsed.training.get("activation_checkpointing"))
+        == bool(rung.choice.recomputed and rung.choice.engine != "fsdp2")
+        or not rung.choice.recomputed
+    )
+
+
+def test_json_and_exported_files(command, tmp_path):
+    folder = tmp_path / "run"
+    (tmp_path / "model").mkdir()
+    config(2).save_pretrained(tmp_path / "model")
+    code, out, err = command(
+        "plan", tmp_path / "model", "--hardware", "cpu", "--seq-len", 128, "--memory", 0.5, "--method", "lora",
+        "--effective-batch-size", 2, "--export", folder, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    made = json.loads(out)
+    rung = made["ladder"][1]
+    for key in ("rung", "training_arguments", "memory_arguments", "model_kwargs", "lora", "launch", "estimate",
+                "relative_speed"):  # fmt: skip
+        assert key in rung
+    assert {"settings", "reason"} <= set((made["rejected"] or [{"settings": "", "reason": ""}])[0])
+    assert rung["estimate"]["fits"] and rung["lora"]["r"] == 16
+    assert sorted(Path(file).name for file in made["exported"]) == [
+        "accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]  # fmt: skip
+    settings = json.loads((folder / "training_arguments.json").read_text())
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=tmp_path, **settings)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 2
+    assert yaml.safe_load((folder / "accelerate.yaml").read_text())["num_processes"] == 1
+
+
+def test_an_exported_plan_trains(tmp_path, builtin_model, jsonl):
+    """plan --export, then sh launch.sh: from nothing to a trained model."""
+    folder = tmp_path / "run"
+    binaries = Path(sys.executable).parent
+    rows = jsonl([{"prompt": f"{number}?", "completion": f"{number}."} for number in range(24)])
+    subprocess.run([binaries / "hf-memopt", "plan", builtin_model, "--hardware", "cpu", "--seq-len", "64", "--memory",
+                    "1", "--effective-batch-size", "8", "--method", "full", "--export", folder],
+                   check=True, capture_output=True, cwd=tmp_path)  # fmt: skip
+    done = subprocess.run(
+        ["sh", folder / "launch.sh", "--dataset_name", rows, "--max_steps", "2", "--held_out", "0", "--samples", "0"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((folder / "out" / "memory_report.json").read_text())
+    assert report["global_step"] == 2
+    assert report["estimate"]["training_arguments"]["per_device_train_batch_size"] == 8
+
+
+def test_for_people(command):
+    code, out, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--seq-len", 512, "--method", "lora")
+    assert code == 0
+    for word in ("safe", "balanced", "aggressive", "maximum", "predicted speed", "accelerate launch", "of 512 tokens"):
+        assert word in out
+    assert "tracing" in err and "estimating" in err
+
+
+def test_nothing_fits_exits_with_1(command, tmp_path):
+    config(2).save_pretrained(tmp_path)
+    code, out, _ = command("plan", tmp_path, "--hardware", "cpu", "--seq-len", 128, "--memory", "0.001", "--method",
+                           "full")  # fmt: skip
+    assert code == 1 and "nothing fits" in out and "GiB missing" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["no-such-model"], "no such folder or hub id"),
+        (["gpt2", "--hardware", "rtx_4091"], "Did you mean 'rtx_4090'"),
+        (["gpt2", "--hardware", "rtx_4090x0"], "at least 1"),
+        (["gpt2", "--method", "dora"], "unknown method 'dora'"),
+        (["gpt2", "--rung", "fast"], "unknown rung 'fast'"),
+        (["gpt2", "--hardware", "rtx_4090", "--seq-len", "9999"], "from 1 to the model's 1024 positions"),
+        (["gpt2", "--hardware", "rtx_4090x3", "--effective-batch-size", "8"], "use a multiple of 3"),
+        (["gpt2", "--hardware", "rtx_4090", "--strategy", "zero3"], "say how many, as in rtx_4090x2"),
+        (["gpt2", "--hardware", "rtx_4090", "--memory", "-1"], "must be above 0"),
+        (["gpt2", "--set", "quantization.load_in_4bit=true", "--method", "full"], "applies to method=qlora only"),
+        (["gpt2", "--set", "lora.r=4", "--method", "full"], "applies to method=lora only"),
+        (["gpt2", "--set", "no_such_field=1", "--hardware", "cpu"], "unknown TrainingArguments field"),
+        (["gpt2", "--hardware", "cpu", "--set", "per_device_train_batch_size=3", "--effective-batch-size", "8"],
+         "does not divide the 8 samples"),
+        (["gpt2", "--export", __file__], "is a file, not a folder"),
+    ],
+)  # fmt: skip
+def test_bad_input(words, error, command):
+    code, out, err = command("plan", *words)
+    assert code == 2 and error in err and len(err.strip().splitlines()) <= 2 and not out
+
+
+def test_python_refuses_the_same():
+    with pytest.raises(InputError, match="unknown method"):
+        plan("gpt2", "rtx_4090", method="all")
