@@ -60,14 +60,15 @@ def _counted(trace_of: tuple[Job, int]) -> tuple[dict[str, Peak], Counter[Kernel
 
 def _at_full_depth(config, depths: tuple[int, ...], books: list) -> Traced:
     (low, low_kernels), (high, high_kernels) = books[0], books[-1]
-    apart = max(1, depths[-1] - depths[0])
     peaks = at_full_depth(config, dict(zip(depths, (low, high), strict=False)).__getitem__, depths)
-    growing = {
-        name: max(0, high[name].by_kind.get("activations", 0) - low[name].by_kind.get("activations", 0))
-        * layers_of(config) // apart
-        for name in peaks
-    }  # fmt: skip
-    return Traced(peaks, growing, extended(low_kernels, high_kernels, (layers_of(config) - depths[0]) // apart))
+    if len(depths) == 1:  # a shallow model, traced whole: all but a little is its layers'
+        return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, low_kernels)
+    apart, depth = depths[1] - depths[0], layers_of(config)
+    growing = {}
+    for name in peaks:
+        less, more = (found[name].by_kind.get("activations", 0) for found in (low, high))
+        growing[name] = max(0, more - less) * depth // apart
+    return Traced(peaks, growing, extended(low_kernels, high_kernels, (depth - depths[0]) // apart))
 
 
 @dataclass(frozen=True)
