@@ -94,6 +94,8 @@ def diagnose_text(text: str) -> Diagnosis:
         for kind, helps, pattern, cause in _TABLE:
             if re.search(pattern, line, re.IGNORECASE):
                 return Diagnosis(kind, helps, cause, " ".join(line.split()))
+        if re.match(r"\s*(\w+\.)*MemoryError\b", line):
+            return Diagnosis(OomKind.HOST, True, "host memory ran out", " ".join(line.split()))
     return Diagnosis(OomKind.NOT_MEMORY, False, "", "")
 
 

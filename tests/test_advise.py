@@ -1,0 +1,146 @@
+"""advise: what ran out of memory, when, why, and what to change."""
+
+import json
+import sys
+
+import pytest
+from test_oom import TABLE
+
+from hf_memopt.debug.advice import Advice, advise, of_text
+from hf_memopt.errors import InputError
+from hf_memopt.training.oom import diagnose, diagnose_text
+
+CUDA = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "
+    "of which 1.12 GiB is free. {others}Including non-PyTorch memory, this process has 22.50 GiB memory in use. Of "
+    "the allocated memory {allocated} GiB is allocated by PyTorch, and {unused} MiB is reserved by PyTorch but "
+    "unallocated."
+)
+PLAIN = CUDA.format(others="", allocated="21.50", unused="300.00")
+
+
+def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
+    where = "".join(f'  File "/x/y.py", line 3, in {frame}\n    something()\n' for frame in frames.split())
+    return f"{progress}\nTraceback (most recent call last):\n{where}{message}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "step", "why", "first"),
+    [
+        (log("<module> from_pretrained"), "load", None, "the weights alone do not fit", "--method qlora"),
+        (log("train forward"), "forward", None, "do not fit beside weights", "activation_checkpointing=true"),
+        (log("train compute_loss forward", progress="  0%|      | 0/500 [00:00<?, ?it/s]"), "forward", 0,
+         "do not fit beside weights", "activation_checkpointing=true"),
+        (log("train step _init_group"), "optimizer", None, "states in its first step", "optim=adamw_8bit"),
+        (log("train evaluate evaluation_loop prediction_step forward", progress=" 9%|# | 90/999 [1:0"), "eval", 90,
+         "evaluation batches", "per_device_eval_batch_size=1"),
+        (log("train _save_checkpoint _save_optimizer_and_scheduler"), "save", None, "saving gathers",
+         "fsdp_state_dict_type"),
+        (log("train _load_from_checkpoint"), "resume", None, "beside the new ones", "MemoryTrainer"),
+        (log("train training_step backward", progress=" 12%|█▏   | 120/1000 [10:01<1:20:00,  5.0s/it]"), "backward",
+         120, "it fitted for 120 steps", "probe_worst_batch=true"),
+        (log("train backward", CUDA.format(others="", allocated="16.00", unused="5800.00")), "backward", None,
+         "cut up into pieces", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        (log("train forward", CUDA.format(others="Process 7 has 9.00 GiB memory in use. ", allocated="11.00",
+                                          unused="100.00")), "forward", None, "other processes hold 9.00 GiB",
+         "end them"),
+        (log("train backward", progress="memory grows: leak: something keeps tensors\n 50%|## | 500/1000 [10:0"),
+         "backward", 500, "memory grew: leak", "probe_worst_batch"),
+    ],
+)  # fmt: skip
+def test_the_seeds_table_of_causes(text, stage, step, why, first):
+    found = of_text(text)
+    assert (found.what, found.stage, found.step) == ("device", stage, step)
+    assert why in found.why and found.changes[0]["change"].startswith(first)
+    assert 1 <= len(found.changes) <= 3 and found.figures["asked_bytes"] == int(1.96 * 2**30)
+
+
+@pytest.mark.parametrize(("error", "kind", "helps"), [row for row in TABLE if diagnose(row[0]).cause])
+def test_every_known_message_is_known_in_a_log(error, kind, helps):
+    """The table that the trainer asks, without the exceptions' types."""
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    found = diagnose_text(f"some line before\n{message}\nsome line after")
+    assert found.kind == kind and found.smaller_batch_helps is helps and found.cause
+
+
+def test_what_has_nothing_to_do_with_memory():
+    assert of_text("Traceback (most recent call last):\nKeyError: 'labels'") is None
+    assert of_text("") is None
+
+
+def test_a_log_file_and_a_folder_of_logs(tmp_path):
+    (tmp_path / "train.log").write_text("all is well\r" + log("train forward"), encoding="utf-8")
+    assert advise(str(tmp_path / "train.log")) == advise(str(tmp_path))
+    (tmp_path / "train.log").write_bytes(b"\xff\xfe broken \x00" + log("train forward").encode())
+    assert advise(str(tmp_path)).stage == "forward"
+
+
+def test_what_memory_trainer_leaves(tmp_path):
+    report = {
+        "event": "out_of_memory", "step": 7, "stage": "backward", "kind": "device", "message": PLAIN,
+        "cause": "device memory ran out", "next": [{"change": "loss_chunk_size=512", "saved_bytes": 2**30}],
+    }  # fmt: skip
+    event = {"event": "oom_recovered", "step": 3, "stage": "backward", "message": PLAIN, "micro_batch_before": 8,
+             "micro_batch_after": 4}  # fmt: skip
+    grown = {"event": "memory_grows", "step": 40, "label": "fragmentation"}
+    lines = [json.dumps({"step": 1, "phase": "train"}), json.dumps(event), '{"torn']
+    (tmp_path / "memory_log.jsonl").write_text("\n".join(lines))
+    recovered = advise(str(tmp_path))
+    assert recovered.step == 3 and recovered.changes[0]["change"].startswith("per_device_train_batch_size=4")
+    (tmp_path / "memory_log.jsonl").write_text(json.dumps(grown))
+    assert "expandable_segments" in advise(str(tmp_path)).why
+    (tmp_path / "oom_report.json").write_text(json.dumps(report))
+    ended = advise(str(tmp_path))
+    assert ended.changes == report["next"] and ended.step == 7  # the end counts more
+
+
+def test_a_run_that_went_well(tmp_path):
+    (tmp_path / "memory_report.json").write_text("{}")
+    assert advise(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda folder: str(folder), "has none of oom_report.json"),
+        (lambda folder: str(folder / "nothing.log"), "no such folder or file"),
+        (lambda folder: _write(folder / "oom_report.json", "{torn").parent, "cannot be read"),
+        (lambda folder: _write(folder / "oom_report.json", "[]").parent, "does not hold an object"),
+    ],
+)
+def test_bad_input(make, error, tmp_path, command):
+    with pytest.raises(InputError, match=error):
+        advise(str(make(tmp_path)))
+    code, out, err = command("advise", make(tmp_path))
+    assert code == 2 and error in err and not out
+
+
+def _write(file, text):
+    file.write_text(text)
+    return file
+
+
+def test_the_command_line(command, tmp_path, monkeypatch):
+    (tmp_path / "train.log").write_text(log("train backward", progress=" 5%| | 50/1000 [10:0"))
+    code, out, _ = command("advise", tmp_path / "train.log")
+    assert code == 0
+    for line in ("what: device", "when: backward after 50 steps", "why:", "try 1:", "try 3:", "capacity 23.64 GiB"):
+        assert line in out
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "train.log").open())
+    code, out, _ = command("advise", "-", "--json")
+    assert code == 0 and Advice(**json.loads(out)).step == 50
+    code, out, _ = command("advise", "a text that is about something else")
+    assert code == 1 and "nothing here" in out
+
+
+def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+                vocab_size=2000).save_pretrained(tmp_path)  # fmt: skip
+    code, out, err = command("advise", log("train forward"), "--model", tmp_path, "--preset", "rtx_3060", "--seq-len",
+                             1024, "--set", "activation_checkpointing=false", "--json")  # fmt: skip
+    assert code == 0, err
+    changes = json.loads(out)["changes"]
+    assert len(changes) == 3 and all(change["saved_bytes"] > 0 for change in changes)
+    assert changes == sorted(changes, key=lambda change: -change["saved_bytes"])
