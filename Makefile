@@ -12,7 +12,7 @@ help:
 	@echo "make test     set up and run the tests"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
-	@echo "make docs     put measured tables into docs/levers.md"
+	@echo "make docs     put measured and predicted tables into docs/levers.md and docs/plans.md"
 	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
 
 train: $(INSTALLED)
@@ -39,6 +39,8 @@ bench: $(INSTALLED)
 	python benchmarks/video.py
 	python benchmarks/video_tiers.py
 	python benchmarks/preset_peak.py
+	python benchmarks/planner_cpu.py
+	python benchmarks/plans.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
@@ -59,6 +61,7 @@ estimates: $(INSTALLED)
 
 docs: $(INSTALLED)
 	python benchmarks/levers_docs.py
+	python benchmarks/plans_docs.py
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,13 +77,18 @@ def presets() -> str:
     return f"{table(heads, rows)}\n\n{source('preset_peak', found)}"
 
 
+def filled(page: Path, made: dict[str, Callable[[], str]]) -> str:
+    """A page with the tables between its marks made anew."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in made.items():
+        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text = marked.sub(lambda found, make=make: f"{found[1]}{make()}\n{found[2]}", text)
+    return text
+
+
 def page() -> str:
     """The page with its tables made anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, made in (("levers", levers), ("optimizers", optimizers), ("presets", presets)):
-        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text = marked.sub(lambda found, made=made: f"{found[1]}{made()}\n{found[2]}", text)
-    return text
+    return filled(PAGE, {"levers": levers, "optimizers": optimizers, "presets": presets})
 
 
 if __name__ == "__main__":

@@ -27,12 +27,14 @@ def test_nothing_heavy_is_imported(code):
     assert "LOADED []" in done.stdout
 
 
-def test_the_documentations_tables_are_the_measured_ones():
+def test_the_documentations_tables_are_the_measured_ones(monkeypatch):
     """`make docs` was run after the benchmarks."""
     import runpy
 
-    made = runpy.run_path(str(ROOT / "benchmarks" / "levers_docs.py"))
-    assert made["page"]() == (ROOT / "docs" / "levers.md").read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name in ("levers", "plans"):
+        made = runpy.run_path(str(ROOT / "benchmarks" / f"{name}_docs.py"))
+        assert made["page"]() == (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_the_figures_of_videos_are_the_measured_ones():

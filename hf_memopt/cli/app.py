@@ -108,6 +108,10 @@ def plan(
     memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="GiB of each device that may be used. Default: all.")
     ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="GiB of the host for each device. Default: 48; 256 beside more than 36 GiB."),
+    ] = None,
     settings: Settings = None,
     frames: Annotated[
         str | None, typer.Option(help="max: the most frames of a video that fit, by the size of a frame.")
@@ -124,8 +128,8 @@ def plan(
     if frames is not None:
         raise typer.Exit(run_frames(model, frames, hardware, method, settings or [], json))
     raise typer.Exit(
-        run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory, settings or [], export,
-                 rung, json)
+        run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory, host_memory, settings or [],
+                 export, rung, json)
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.presets import get_preset, list_presets
 
 
-def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory_gib, settings, export_dir, rung,
-             as_json) -> int:  # fmt: skip
+def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory_gib, host_gib, settings,
+             export_dir, rung, as_json) -> int:  # fmt: skip
     """Print the ladder; 0 if anything fits, 1 if nothing does."""
     if rung not in RUNGS:
         raise choose("rung", rung, RUNGS)
@@ -39,7 +39,7 @@ def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, m
 
     found = plan(
         model, hardware, effective_batch_size, seq_len, method, strategy,
-        memory=int(memory_gib * GIB) if memory_gib is not None else None, training=given, lora=lora,
+        memory=_bytes(memory_gib), host_memory=_bytes(host_gib), training=given, lora=lora,
         memory_args=memory_args, quantization=packed, say=_say, video=video,
         frozen=frozen_as_said(clips) if video else (), **own,
     )  # fmt: skip
@@ -49,6 +49,10 @@ def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, m
     else:
         _print_plan(found, written)
     return 0 if found.ladder else 1
+
+
+def _bytes(size: float | None) -> int | None:
+    return None if size is None else int(size * GIB)
 
 
 def _say(text: str) -> None:
@@ -84,6 +88,9 @@ def _print_plan(found, written: list[str]) -> None:
         rows += [(kind.replace("_", " "), *(gib(rung.estimate.breakdown[kind]) for rung in found.ladder))
                  for kind in kinds]  # fmt: skip
         print_table("at the peak", ("what", *(rung.name for rung in found.ladder)), rows)
+    if any(rung.choice.offloads for rung in found.ladder):
+        most = max(rung.estimate.host_bytes for rung in found.ladder)
+        print(f"host memory: up to {gib(most)} a process, of {gib(request.host_memory)} (--host-memory says how much)")
     if found.rejected:
         print_table("left out", ("what", "why"), [(one.settings, one.reason) for one in found.rejected])
     if found.ladder:

@@ -13,7 +13,7 @@ from hf_memopt.planner.choices import Choice
 
 _SHORTEST = 128  # tokens
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)
-_ROUNDS = 4  # of one estimate in each direction
+_ROUNDS = 3  # of one estimate in each direction
 
 
 def nearest_changes(request, least: Choice, needed: int, say: Callable[[str], None]) -> tuple[int, list[str]]:
@@ -50,6 +50,10 @@ def _next_job(direction: Iterator[tuple]) -> tuple[str, Job] | None:
 
 def _directions(request, least: Choice) -> Iterator[list[tuple]]:
     """Lists of (what would change, the request, the choice), the nearest first."""
+    if least.dtype == "float32" and request.preset.hardware.native_bf16 and request.preset.method == "full":
+        text = "--set dtype=bfloat16 (updates below 2**-8 of a weight are lost)"
+        preset = replace(request.preset, dtype="bfloat16")
+        yield [(text, replace(request, preset=preset), replace(least, dtype="bfloat16"))]
     yield [(f"--method {method}", *_with_method(request, least, method)) for method in _later_methods(request)]
     if request.more.get("video") is None:
         lengths = [request.seq_len // 2**power for power in range(1, 6) if request.seq_len // 2**power >= _SHORTEST]

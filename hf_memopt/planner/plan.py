@@ -12,7 +12,7 @@ from hf_memopt.estimator.model import task_of
 from hf_memopt.estimator.prediction import Job
 from hf_memopt.estimator.reference import job_of
 from hf_memopt.estimator.report import Estimate
-from hf_memopt.hardware.catalog import gib
+from hf_memopt.hardware.catalog import GIB, gib
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
 from hf_memopt.planner.nearest import nearest_changes
@@ -20,6 +20,11 @@ from hf_memopt.planner.search import Search, told
 from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.catalog import strategies
+
+# Of the host for each device, where nobody says: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a
+# desktop's 64 GiB what its other programs leave.
+_USUAL_HOST = {True: 256 * GIB, False: 48 * GIB}
+_LARGE = 36 * GIB
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,7 @@ class Plan:
             "hardware": self.request.preset.hardware.name,
             "devices": self.request.preset.processes,
             "usable_bytes": self.request.memory,
+            "usable_host_bytes": self.request.host_memory,
             "effective_batch_size": self.request.effective_batch_size,
             "seq_len": self.request.seq_len,
             "ladder": [as_dict(self.request, rung) for rung in self.ladder],
@@ -183,7 +189,8 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
         training, lora: TrainingArguments and LoraConfig fields that stay as they are given.
         memory_args: MemoryArguments, whose levers stay on.
         quantization: gives the BitsAndBytesConfig of a preset.
-        host_memory: bytes that one process may use on the host; by default any number.
+        host_memory: bytes that one process may use on the host; by default 48 GiB, and 256 GiB beside a device of more
+            than 36 GiB, which is assumed.
         say: told what is being done.
         more: further arguments of the estimator's: video, frozen, task, attn_implementation, dtype, padded, packed.
 
@@ -233,6 +240,8 @@ def _request(model, config, preset, effective, seq_len, memory, fields, lora, me
                          f"device takes of effective_batch_size={batch}")  # fmt: skip
     if memory is None:
         memory = preset.hardware.memory
+    if host_memory is None:
+        host_memory = _USUAL_HOST[preset.hardware.memory > _LARGE]
     if memory <= 0:
         raise InputError(f"memory={memory} must be above 0 bytes")
     return Request(model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization,
@@ -296,10 +305,14 @@ def _too_large(request: Request, search: Search | None, least: Choice | None) ->
     if least is None:
         return Rejected(method, "no combination of settings works here: see hf-memopt doctor")
     share = max(share for _, share in RUNGS.values())
+    found, room = search.found[least], int(request.memory * share)
+    if found.device_bytes <= room:
+        reason = f"{gib(found.host_bytes)} of host memory for each device, of {gib(request.host_memory)}"
+        return Rejected(method, f"{method} needs {reason} ({told(least)}); --host-memory says how much there is")
     return Rejected(
         method,
-        f"{method} needs {gib(search.found[least].device_bytes)} at least ({told(least)}), and {share:.0%} of "
-        f"{request.preset.hardware.label} is {gib(int(request.memory * share))}",
+        f"{method} needs {gib(found.device_bytes)} at least ({told(least)}), and {share:.0%} of "
+        f"{request.preset.hardware.label} is {gib(room)}",
     )
 
 

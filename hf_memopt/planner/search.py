@@ -38,6 +38,8 @@ class Search:
         self.seconds = {choice: cost.step(choice) for choice in self.choices}
         self._rank = {choice: cost.rank(choice) for choice in self.choices}
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
+        if self.host_memory is not None:
+            self.choices = [one for one in self.choices if self.sketch.host_bytes(one) <= self.host_memory]
         self._sketched = {choice: self.sketch.device_bytes(choice) for choice in self.choices}
 
     def ladder(self, rooms: Iterable[int]) -> list[Choice | None]:

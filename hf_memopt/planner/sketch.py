@@ -97,6 +97,17 @@ class Sketch:
         fixed, moving = max(parts, key=sum)
         return int(fixed + moving) + overheads.context(self.job.device), int(moving)
 
+    def host_bytes(self, choice: Choice) -> int:
+        """Bytes that a choice moves to the host from each device."""
+        moved = 0.0
+        if choice.activations_offloaded or choice.inputs_offloaded:
+            moved += self.activations(choice) * (_COMPRESSED[2] if choice.compressed else 1)
+        if choice.optimizer_offloaded:
+            moved += 8 * self.trained
+        if "offload" in choice.strategy:  # fp32 weights, states and gradients, and weights in 16 bits
+            moved += (16 * self.trained + self.loaded) / self.job.world_size
+        return int(moved)
+
     def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
         kinds: dict[str, float] = {}
         growing = 0.0
