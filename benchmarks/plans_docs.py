@@ -55,7 +55,7 @@ def practical() -> str:
         parts += [f"Left out: {one['reason']}." for one in rejected]
         changes = [change for row in rows_of("plan") if row["title"] == title for change in row["nearest"]]
         if changes:
-            parts.append(f"What would make all weights trainable there: {'; '.join(changes)}.")
+            parts.append(f"What would fit there: {'; '.join(changes)}.")
     return "\n\n".join([*parts, source()])
 
 

@@ -19,8 +19,8 @@ def sft(recipe, builtin_model, jsonl, tmp_path):
     rows = [{"prompt": f"{number}? " * (1 + number % 9), "completion": f"{number}."} for number in range(40)]
     arguments = [
         "--model_name_or_path", str(builtin_model), "--dataset_name", jsonl(rows), "--output_dir",
-        str(tmp_path / "out"), "--max_length", "64", "--effective_batch_size", "8", "--held_out", "0", "--save_strategy", "no", "--samples",
-        "0", "--max_steps", "2", "--report_to", "none", "--disable_tqdm", "true",
+        str(tmp_path / "out"), "--max_length", "64", "--effective_batch_size", "8", "--held_out", "0",
+        "--save_strategy", "no", "--samples", "0", "--max_steps", "2", "--report_to", "none", "--disable_tqdm", "true",
     ]  # fmt: skip
     return recipe("sft"), arguments
 

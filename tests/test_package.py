@@ -37,6 +37,16 @@ def test_the_documentations_tables_are_the_measured_ones(monkeypatch):
         assert made["page"]() == (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
+def test_what_the_readme_says_of_plans():
+    """How long they took, as recorded."""
+    import json
+
+    rows = json.loads((ROOT / "benchmarks" / "results" / "plans.json").read_text())["rows"]
+    seconds = [row["seconds"] for row in rows if row["table"] == "plan"]
+    told = f"took {min(seconds):.0f} to {max(seconds):.0f} seconds each on two cores"
+    assert told in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
 def test_the_figures_of_videos_are_the_measured_ones():
     """What docs/video.md says of memory and of cards stands in the results."""
     import json

@@ -296,6 +296,22 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     )
 
 
+def test_videos_are_launched_with_their_frames():
+    from hf_memopt.estimator.video import VideoInputs
+    from hf_memopt.training.arguments import parse
+    from hf_memopt.training.video_job import VideoArguments
+
+    preset = preset_of("rtx_4090", "lora")
+    choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
+    more = {"video": VideoInputs(frames=24, max_pixels_per_frame=50176), "frozen": ("vision",)}
+    request = Request("qwen2.5-vl-3b", None, preset, 2**40, 256, 64, more=more)
+    rung = Rung("safe", 0.85, choice, choice.configured(preset), memory_arguments(MemoryArguments(), choice), None, 1.0)
+    words = shlex.split(launch_command(request, rung))
+    parsed = parse(words[words.index("recipes/video_sft.py") + 1 :], own=VideoArguments).recipe
+    assert (parsed.max_frames, parsed.max_pixels_per_frame) == (24, 50176)
+    assert parsed.freeze_vision and not parsed.freeze_projector
+
+
 def test_json_and_exported_files(command, tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "model").mkdir()

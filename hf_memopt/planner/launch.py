@@ -126,8 +126,7 @@ def recipe_words(request, rung, recipe: str | None = None) -> list[str]:
     recipe = recipe or ("video_sft" if request.more.get("video") is not None else "sft")
     words = [f"recipes/{recipe}.py", "--preset", preset.name, "--method", preset.method]
     words += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
-    if request.more.get("video") is None:
-        words += ["--max_length", str(request.seq_len)]
+    words += _length_words(request)
     words += ["--effective_batch_size", str(request.effective_batch_size)]
     usual = get_preset(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
     given: dict[str, Any] = {"per_device_train_batch_size": preset.micro_batch_size,
@@ -143,6 +142,19 @@ def recipe_words(request, rung, recipe: str | None = None) -> list[str]:
     for name, value in sorted(given.items()):
         words += [f"--{name}", as_word(value)]
     return words + [word for key, value in request.lora.items() for word in (f"--lora.{key}", as_word(value))]
+
+
+def _length_words(request) -> list[str]:
+    """How long samples are: tokens of text, or frames and pixels of clips."""
+    video = request.more.get("video")
+    if video is None:
+        return ["--max_length", str(request.seq_len)]
+    words = ["--max_frames", str(video.frames)]
+    if video.max_pixels_per_frame:
+        words += ["--max_pixels_per_frame", str(video.max_pixels_per_frame)]
+    for part in ("vision", "projector"):
+        words += [f"--freeze_{part}", as_word(part in request.more.get("frozen", ()))]
+    return words
 
 
 def as_word(value: Any) -> str:

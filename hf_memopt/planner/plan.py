@@ -329,11 +329,20 @@ def _left_out(request: Request, search: Search, chosen: list[Choice]):
         fitting = [choice for choice in members if search.needs(choice) <= room]
         if fitting:
             slower = min(search.seconds[choice] for choice in fitting) / min(search.seconds[one] for one in chosen)
-            yield Rejected(family, f"predicted to take {slower:.2f} of the time of the fastest rung")
+            yield Rejected(
+                family, f"predicted to take {slower:.2f} of the time of the fastest rung{_price(slower, fitting)}"
+            )
         else:
             least = min(members, key=search.needs)
             about = "" if search.found.get(least) else "about "
             yield Rejected(family, f"needs {about}{gib(int(search.needs(least)))} at least, of {gib(room)}")
+
+
+def _price(slower: float, members: list[Choice]) -> str:
+    """Why what is faster was left out all the same."""
+    if slower >= 1:
+        return ""
+    return ", too little for counting on the host" if members[0].offloads else ", too little for what it rounds"
 
 
 def _families(choice: Choice) -> list[str]:
