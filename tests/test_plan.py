@@ -305,7 +305,8 @@ def test_videos_are_launched_with_their_frames():
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
     more = {"video": VideoInputs(frames=24, max_pixels_per_frame=50176), "frozen": ("vision",)}
     request = Request("qwen2.5-vl-3b", None, preset, 2**40, 256, 64, more=more)
-    rung = Rung("safe", 0.85, choice, choice.configured(preset), memory_arguments(MemoryArguments(), choice), None, 1.0)
+    memory_args = memory_arguments(MemoryArguments(), choice)
+    rung = Rung("safe", 0.85, choice, choice.configured(preset), memory_args, None, 1.0)
     words = shlex.split(launch_command(request, rung))
     parsed = parse(words[words.index("recipes/video_sft.py") + 1 :], own=VideoArguments).recipe
     assert (parsed.max_frames, parsed.max_pixels_per_frame) == (24, 50176)

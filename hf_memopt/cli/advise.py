@@ -27,6 +27,7 @@ def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
     from hf_memopt.cli.estimate import import_libraries, quantization_config, split_settings
 
     import_libraries()
+    from hf_memopt.estimator.parallel import on_all_cores
     from hf_memopt.estimator.prediction import estimate_job
     from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.savings import largest_savings
@@ -37,7 +38,7 @@ def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     job = job_of(preset, model, seq_len, None, given, lora, memory_args=memory_args,
                  quantization_config=quantization_config(preset, quantization))  # fmt: skip
-    savings = largest_savings(job, estimate_job(job))
+    savings = largest_savings(job, estimate_job(job, on_all_cores), each=on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 

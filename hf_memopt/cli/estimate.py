@@ -21,6 +21,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     import_libraries()
     from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.estimator.parallel import on_all_cores
     from hf_memopt.estimator.prediction import estimate_job
     from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.savings import largest_savings
@@ -46,8 +47,8 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
         quantization_config=quantization_config(preset, quantization, config if video else None),
         memory_args=memory_args, padded=bool(own.get("padded")), packed=bool(own.get("packed")),
     )  # fmt: skip
-    found = estimate_job(job)
-    savings = largest_savings(job, found) if levers or found.fits is False else []
+    found = estimate_job(job, on_all_cores)
+    savings = largest_savings(job, found, each=on_all_cores) if levers or found.fits is False else []
     if plot_file:
         from hf_memopt.estimator.plot import plot
 

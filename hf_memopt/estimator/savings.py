@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.prediction import Job, estimate_job, fsdp_checkpoints
+from hf_memopt.estimator.parallel import one_by_one
+from hf_memopt.estimator.prediction import Job, estimate_jobs, fsdp_checkpoints
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.levers.arguments import MemoryArguments
 
@@ -28,16 +29,18 @@ class Saving:
     fits: bool | None
 
 
-def largest_savings(job: Job, found: Estimate, count: int = 3) -> list[Saving]:
+def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) -> list[Saving]:
     """The changes that save most, best first; those that save nothing are left out.
 
     Each is a whole estimate of its own, so this takes a few seconds.
+
+    Args:
+        each: as for estimate_jobs().
     """
+    changes = list(_changes(job))
     savings = []
-    for change, changed in _changes(job):
-        try:
-            other = estimate_job(changed)
-        except InputError:
+    for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], each), strict=True):
+        if isinstance(other, InputError):
             continue
         saved = found.device_bytes - other.device_bytes
         if saved > 0:
