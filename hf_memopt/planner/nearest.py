@@ -8,7 +8,6 @@ from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.parallel import on_all_cores
 from hf_memopt.estimator.prediction import Job, estimate_jobs
 from hf_memopt.hardware.catalog import gib
-from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.planner.choices import Choice
 
 _SHORTEST = 128  # tokens
@@ -16,15 +15,13 @@ _MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)
 _ROUNDS = 3  # of one estimate in each direction
 
 
-def nearest_changes(request, least: Choice, needed: int, say: Callable[[str], None]) -> tuple[int, list[str]]:
-    """Bytes that are missing, and one sentence for every direction in which something fits.
+def nearest_changes(request, least: Choice, say: Callable[[str], None]) -> list[str]:
+    """A sentence for every direction in which something fits.
 
     Args:
         request: a plan.Request for which nothing fits.
         least: the choice that needs least.
-        needed: bytes that it is estimated to need.
     """
-    room = int(request.memory * max(share for _, share in RUNGS.values()))
     say("looking for the nearest changes that would fit")
     directions = [iter(direction) for direction in _directions(request, least)]
     found: dict[int, str] = {}
@@ -33,9 +30,10 @@ def nearest_changes(request, least: Choice, needed: int, say: Callable[[str], No
                  if number not in found and (job := _next_job(direction))}  # fmt: skip
         estimates = estimate_jobs([job for _, job in tried.values()], on_all_cores)
         for (number, (text, _)), estimate in zip(tried.items(), estimates, strict=True):
-            if not isinstance(estimate, InputError) and estimate.device_bytes <= room:
-                found[number] = f"{text}: {gib(estimate.device_bytes)}"
-    return needed - room, [found[number] for number in sorted(found)]
+            if not isinstance(estimate, InputError) and estimate.device_bytes <= request.room:
+                beside = f", {gib(estimate.host_bytes)} of host memory" if "offload" in text else ""
+                found[number] = f"{text}: {gib(estimate.device_bytes)}{beside}"
+    return [found[number] for number in sorted(found)]
 
 
 def _next_job(direction: Iterator[tuple]) -> tuple[str, Job] | None:

@@ -20,6 +20,7 @@ from hf_memopt.planner.search import Search, told
 from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.catalog import strategies
+from hf_memopt.presets.preset import with_strategy
 
 # Of the host for each device, where nobody says: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a
 # desktop's 64 GiB what its other programs leave.
@@ -90,6 +91,11 @@ class Request:
     quantization: Callable[[Preset], Any] | None = None
     host_memory: int | None = None
 
+    @property
+    def room(self) -> int:
+        """Bytes that the fullest rung may fill."""
+        return int(self.memory * max(share for _, share in RUNGS.values()))
+
     def job(self, choice: Choice) -> Job:
         """The job of a choice, for the estimator."""
         configured = choice.configured(self.preset)
@@ -137,7 +143,7 @@ class Plan:
         request: with the method that was chosen.
         ladder: from safe to maximum; empty where nothing fits.
         rejected: methods and ways to train that do not fit, with reasons.
-        missing_bytes: where nothing fits, what the smallest choice lacks.
+        missing_bytes: where nothing fits, what the smallest choice lacks, of the device or else of the host.
         nearest: where nothing fits, changes that would make it fit.
     """
 
@@ -219,8 +225,11 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
         rejected.append(_too_large(request, search, least))
     if least is None:
         return Plan(request, [], rejected)
-    missing, changes = nearest_changes(request, least, search.found[least].device_bytes, say)
-    return Plan(request, [], rejected, missing, changes)
+    found, room = search.found[least], request.room
+    if found.device_bytes <= room:
+        wanted = f"--host-memory {-(-found.host_bytes // GIB)}"
+        return Plan(request, [], rejected, found.host_bytes - request.host_memory, [wanted])
+    return Plan(request, [], rejected, found.device_bytes - room, nearest_changes(request, least, say))
 
 
 def _request(model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization,
@@ -278,8 +287,6 @@ def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) 
     if strategy and strategy != "none":
         if devices == 1:
             raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
-        from hf_memopt.presets.preset import with_strategy
-
         preset = with_strategy(preset, strategy)
     return preset
 
@@ -304,21 +311,20 @@ def _too_large(request: Request, search: Search | None, least: Choice | None) ->
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[request.preset.method]
     if least is None:
         return Rejected(method, "no combination of settings works here: see hf-memopt doctor")
-    share = max(share for _, share in RUNGS.values())
-    found, room = search.found[least], int(request.memory * share)
+    found, room = search.found[least], request.room
     if found.device_bytes <= room:
         reason = f"{gib(found.host_bytes)} of host memory for each device, of {gib(request.host_memory)}"
         return Rejected(method, f"{method} needs {reason} ({told(least)}); --host-memory says how much there is")
     return Rejected(
         method,
-        f"{method} needs {gib(found.device_bytes)} at least ({told(least)}), and {share:.0%} of "
+        f"{method} needs {gib(found.device_bytes)} at least ({told(least)}), and {room / request.memory:.0%} of "
         f"{request.preset.hardware.label} is {gib(room)}",
     )
 
 
 def _left_out(request: Request, search: Search, chosen: list[Choice]):
     """Families of settings that are faster than what was chosen, or simpler, and what they would need."""
-    room = int(request.memory * max(share for _, share in RUNGS.values()))
+    room = request.room
     families: dict[str, list[Choice]] = {}
     for choice in search.choices:
         for family in _families(choice):

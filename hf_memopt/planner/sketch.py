@@ -136,7 +136,7 @@ class Sketch:
         if choice.inputs_offloaded:
             activations -= growing * choice.recomputed
         kinds["activations"] = max(0, activations)
-        if "8bit" in choice.optim:
+        if "8bit" in choice.optim and "8bit" not in str(self.job.fields.get("optim")):
             kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * _STATES_8BIT
         if choice.optimizer_offloaded:
             kinds["optimizer_states"] = 0
