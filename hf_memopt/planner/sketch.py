@@ -109,6 +109,11 @@ class Sketch:
         return int(moved)
 
     def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
+        """What a segment holds whatever the micro-batch is, and what its samples take.
+
+        Of what grows with depth a second sample adds the activations: the rest, as autocast's copies of weights,
+        cannot be compressed or moved.
+        """
         kinds: dict[str, float] = {}
         growing = 0.0
         for share, (one, two) in ((1 - choice.recomputed, self.kept), (choice.recomputed, self.recomputed)):
@@ -117,7 +122,7 @@ class Sketch:
             of_kind = _line(one.peaks[name].by_kind, two.peaks[name].by_kind, choice.micro_batch)
             for kind, size in of_kind.items():
                 kinds[kind] = kinds.get(kind, 0) + share * size
-            growing += share * (one.growing[name] + (two.growing[name] - one.growing[name]) * (choice.micro_batch - 1))
+            growing += share * (two.growing[name] - one.growing[name]) * choice.micro_batch
         self._change(kinds, growing, choice, name)
         moving = kinds.get("activations", 0) + kinds.get("logits", 0) + kinds.get("other", 0)
         return sum(kinds.values()) - moving, moving
@@ -178,8 +183,8 @@ class Sketch:
         """Bytes of a micro-batch that are kept between forward and backward, in all layers."""
         growing = 0.0
         for share, (one, two) in ((1 - choice.recomputed, self.kept), (choice.recomputed, self.recomputed)):
-            largest = [max(found.growing.values(), default=0) for found in (one, two)]
-            growing += share * (largest[0] + (largest[1] - largest[0]) * (choice.micro_batch - 1))
+            samples = [max(found.growing.values(), default=0) for found in (one, two)]
+            growing += share * (samples[1] - samples[0]) * choice.micro_batch
         return growing
 
 
