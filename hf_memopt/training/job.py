@@ -9,16 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility import check_config_file, launched_config_file, world_size
+from hf_memopt.compatibility import check_config_file, launched_config_file, launched_strategy, world_size
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.estimator.model import task_of
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
 from hf_memopt.levers.video_parts import not_quantized, train_parts
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
+from hf_memopt.training import preflight
 from hf_memopt.training.arguments import RecipeArguments, parse
 from hf_memopt.training.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.training.cpu_features import answer_at_once
@@ -287,6 +289,10 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
     auto = auto or AutoModelForCausalLM
+    shards = job.args.deepspeed_plugin is not None or bool(job.args.fsdp) or launched_strategy() == "fsdp2"
+    if shards:
+        adapters = job.peft_config is not None
+        preflight.check(preflight.launch_of(job.args, config, task_of(config), job.preset.dtype, adapters))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if job.quantization and "quantization_config" not in kwargs:
@@ -308,6 +314,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
             f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "
             f"{model.config.get_text_config().vocab_size}: use the model's own tokenizer"
         )
+    if job.args.deepspeed_plugin is not None:
+        preflight.check_sharded(model, job.args.deepspeed_plugin.zero_stage)
     with as_input_error("lora", ValueError):
         if frozen:
             return train_parts(model, job.peft_config, frozen)

@@ -1,0 +1,222 @@
+"""What would end a job of several processes after minutes of loading, told before, in one sentence."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.hardware.catalog import gib
+
+# Sizes that accelerate hands to its workers; their product is the number of processes.
+_SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+# ZeRO keeps of every trained weight an fp32 master and two states, and offloaded gradients in fp32 beside them
+# (deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat, Adam's exp_avg and exp_avg_sq, grad_partitions).
+_OFFLOADED_STATES = 16
+_OFFLOADED_WEIGHTS = 2  # weights in 16 bits
+_LEFT_ALONE = 0.9  # share of the host's free memory that may be used
+_DISK_SPARE = 1.05
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the checks look at.
+
+    Attributes:
+        world_size, per_host: processes, and those of them on this machine.
+        weights, trained: numbers of parameters.
+        weight_bytes: of one loaded weight.
+        deepspeed: its configuration; None without DeepSpeed.
+        fsdp_efficient: FSDP's fsdp_cpu_ram_efficient_loading; None without FSDP.
+        batches: DeepSpeed's three batch sizes as TrainingArguments have them.
+        parallel: sizes of the parallel dimensions that were set.
+        host_free: bytes.
+        compiles: whether DeepSpeed's operators can be built here: operator -> yes or no.
+    """
+
+    world_size: int = 1
+    per_host: int = 1
+    weights: int = 0
+    trained: int = 0
+    weight_bytes: int = 2
+    deepspeed: dict[str, Any] | None = None
+    fsdp_efficient: bool | None = None
+    batches: dict[str, int] = field(default_factory=dict)
+    parallel: dict[str, int] = field(default_factory=dict)
+    host_free: int = 2**62
+    compiles: dict[str, bool] = field(default_factory=dict)
+
+    def zero(self, part: str) -> dict[str, Any]:
+        """offload_optimizer or offload_param of the DeepSpeed configuration."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get(part) or {}
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's, 0 without it."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("stage", 0)
+
+
+def problems(launch: Launch) -> Iterator[str]:
+    """Every reason why a job would fail, the cheapest to find first."""
+    yield from _sizes(launch)
+    yield from _batches(launch)
+    yield from _loading(launch)
+    yield from _operators(launch)
+    yield from _host_memory(launch)
+    yield from _disk(launch)
+
+
+def check(launch: Launch) -> None:
+    """Raise for the first reason.
+
+    Raises:
+        InputError: the job would fail.
+    """
+    for reason in problems(launch):
+        raise InputError(f"preflight: {reason}")
+
+
+def _sizes(launch: Launch) -> Iterator[str]:
+    product = 1
+    for size in launch.parallel.values():
+        product *= size
+    if launch.parallel and product != launch.world_size:
+        told = " × ".join(f"{name} {size}" for name, size in launch.parallel.items())
+        yield (f"parallelism_config: {told} = {product} is not the number of processes, {launch.world_size}: set "
+               f"num_processes={product}, or other sizes")  # fmt: skip
+
+
+def _batches(launch: Launch) -> Iterator[str]:
+    for name, wanted in launch.batches.items():
+        given = (launch.deepspeed or {}).get(name, "auto")
+        if given not in ("auto", wanted):
+            yield f'the DeepSpeed configuration says {name}={given}, TrainingArguments {wanted}: write "auto" there'
+
+
+def _loading(launch: Launch) -> Iterator[str]:
+    """Every process that loads the whole model needs it in host memory."""
+    if launch.fsdp_efficient is not False or launch.per_host == 1:
+        return
+    needed = launch.weights * launch.weight_bytes * launch.per_host
+    if needed > _LEFT_ALONE * launch.host_free:
+        yield (f"fsdp_cpu_ram_efficient_loading is off: {launch.per_host} processes would load {gib(needed)} into "
+               f"{gib(launch.host_free)} of free host memory: set it to true")  # fmt: skip
+
+
+def _operators(launch: Launch) -> Iterator[str]:
+    for part, operator in (("offload_optimizer", "cpu_adam"), ("offload_param", None)):
+        device = launch.zero(part).get("device", "none")
+        wanted = [
+            name for name in (operator if device != "none" else None, "async_io" if device == "nvme" else None) if name
+        ]
+        for name in wanted:
+            if not launch.compiles.get(name, True):
+                needs = "libaio-dev and a C++ compiler" if name == "async_io" else "a C++ compiler (g++)"
+                yield f"{part}.device={device} needs DeepSpeed's {name}, which cannot be built here: install {needs}"
+
+
+def _host_memory(launch: Launch) -> Iterator[str]:
+    needed = _on_host(launch, "cpu")
+    if needed > _LEFT_ALONE * launch.host_free:
+        yield (f"offloading to the host needs {gib(needed)} for the {launch.per_host} processes of this machine, "
+               f"and {gib(launch.host_free)} are free: use more machines, offload_optimizer.device=nvme, or "
+               "LoRA")  # fmt: skip
+
+
+def _on_host(launch: Launch, device: str) -> int:
+    """Bytes that this machine's processes offload to the host or to the disk."""
+    share = launch.per_host / launch.world_size
+    states = _OFFLOADED_STATES * launch.trained if launch.zero("offload_optimizer").get("device") == device else 0
+    weights = _OFFLOADED_WEIGHTS * launch.weights if launch.zero("offload_param").get("device") == device else 0
+    return int((states + weights) * share)
+
+
+def _disk(launch: Launch) -> Iterator[str]:
+    paths = {launch.zero(part).get("nvme_path") for part in ("offload_optimizer", "offload_param")
+             if launch.zero(part).get("device") == "nvme"}  # fmt: skip
+    for path in paths:
+        if not path or not Path(path).is_dir():
+            yield (f"nvme_path={path} is not a folder on this machine: make it, or export with --nvme-path "
+                   "(hf-memopt export … --strategy zero3_offload_nvme --nvme-path FOLDER)")  # fmt: skip
+            continue
+        if not os.access(path, os.W_OK):
+            yield f"nvme_path={path} cannot be written to: choose a folder of yours"
+        needed, free = int(_on_host(launch, "nvme") * _DISK_SPARE), shutil.disk_usage(path).free
+        if needed > free:
+            yield f"nvme_path={path} needs {gib(needed)} for what is offloaded, and {gib(free)} are free"
+
+
+def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> Launch:
+    """The launch of this process.
+
+    Args:
+        args: TrainingArguments.
+        config: the model's.
+        dtype: of the loaded weights.
+        adapters: they alone are trained, and their states are too few to count.
+    """
+    import psutil
+    import torch
+
+    weights = count_weights(config, task)
+    plugin = args.deepspeed_plugin
+    sizes = {}
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        given = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in _SIZES}
+        sizes = {name: size for name, size in given.items() if size != 1}
+    efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return Launch(
+        world_size=args.world_size,
+        per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        weights=weights,
+        trained=0 if adapters else weights,
+        weight_bytes=getattr(torch, dtype).itemsize,
+        deepspeed=plugin.hf_ds_config.config if plugin is not None else None,
+        fsdp_efficient=efficient if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" else None,
+        batches={"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
+                 "train_batch_size": micro * accumulation * args.world_size},
+        parallel=sizes,
+        host_free=psutil.virtual_memory().available,
+        compiles=_buildable() if plugin is not None else {},
+    )  # fmt: skip
+
+
+def count_weights(config, task: str) -> int:
+    """A model's number of weights, without making them."""
+    import torch
+
+    from hf_memopt.estimator.model import make_model, outside_zero3
+
+    with torch.device("meta"), outside_zero3():
+        model = make_model(config, task, "float32", None, None, None)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _buildable() -> dict[str, bool]:
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+    return {"cpu_adam": compiler and CPUAdamBuilder().is_compatible(),
+            "async_io": compiler and AsyncIOBuilder().is_compatible()}  # fmt: skip
+
+
+def check_sharded(model, stage: int) -> None:
+    """Under ZeRO-3 every weight must have been cut up while it was loaded.
+
+    Raises:
+        InputError: whole weights lie on every process.
+    """
+    if stage != 3:
+        return
+    whole = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
+    base = [
+        name for name in whole if "lora_" not in name
+    ]  # adapters are made after loading and cut up with the engine
+    if base:
+        raise InputError(
+            f"preflight: {len(base)} weights ({base[0]}, …) were loaded whole on every process: TrainingArguments "
+            "must be made, and live, before from_pretrained, with zero3_init_flag: true in accelerate's configuration"
+        )
