@@ -181,12 +181,15 @@ def export(
     precision: Precision = None,
     recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain, sft or video_sft.")] = "sft",
     nvme_path: Annotated[str | None, typer.Option(help="Folder on the NVMe disk, for zero3_offload_nvme.")] = None,
+    machines: Annotated[
+        int | None, typer.Option(help="So many machines, each with the preset's devices; also writes slurm.sbatch.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
     from hf_memopt.cli.export import export_preset
 
-    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json)
+    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, machines, json)
 
 
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")

@@ -10,14 +10,17 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
-from hf_memopt.presets.launch_script import launch_script
+from hf_memopt.presets.base import on_machines
+from hf_memopt.presets.launch_script import launch_script, sbatch_script
 
 RECIPES = ("pretrain", "sft", "video_sft")
 
 
-def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json) -> None:
+def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, machines, as_json) -> None:
     """Write the files, all or none; those that are there already are replaced."""
     preset = get_preset(name, method, strategy, precision)
+    if machines is not None:
+        preset = on_machines(preset, machines)
     check(preset.setup())
     if recipe not in RECIPES:
         raise choose("recipe", recipe, RECIPES)
@@ -27,19 +30,28 @@ def export_preset(name, directory, method, strategy, precision, recipe, nvme_pat
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
     else:
-        print(f"wrote {', '.join(sorted(files))} to {folder}; start with: sh {shlex.quote(str(folder / 'launch.sh'))}")
+        start = "sbatch" if preset.machines > 1 else "sh"
+        script = shlex.quote(str(folder / ("slurm.sbatch" if preset.machines > 1 else "launch.sh")))
+        print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
 
 
 def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: str | None) -> dict[str, str]:
     """File name -> text."""
-    files = {"training_arguments.json": _json(preset.settings())}
+    settings = preset.settings()
+    if preset.machines > 1:  # it follows from the effective batch, however many machines there are
+        del settings["gradient_accumulation_steps"]
+    files = {"training_arguments.json": _json(settings)}
     deepspeed = _with_nvme_path(preset, nvme_path)
     if deepspeed:
         files["deepspeed.json"] = _json(deepspeed)
     comment = f"{preset.name}, method {preset.method}, strategy {preset.strategy}; written by hf-memopt export"
     # accelerate resolves this path against the working directory, so it has to be absolute.
     files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), comment)
-    files["launch.sh"] = _launch(preset, folder, recipe, name)
+    words = _recipe_words(preset, folder, recipe, name)
+    files["launch.sh"] = launch_script(preset, folder, words)
+    if preset.processes > 1:
+        with_output = [*words, "--output_dir", shlex.quote(str(folder / "out"))]
+        files["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
     return files
 
 
@@ -56,13 +68,12 @@ def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
     return config
 
 
-def _launch(preset: Preset, folder: Path, recipe: str, name: str) -> str:
+def _recipe_words(preset: Preset, folder: Path, recipe: str, name: str) -> list[str]:
     script = shipped("recipes") / f"{recipe}.py"
-    words = [
+    return [
         shlex.quote(str(script)), "--preset", name, "--method", preset.method, "--effective_batch_size",
         str(preset.effective_batch_size), "--config", shlex.quote(str(folder / "training_arguments.json")),
     ]  # fmt: skip
-    return launch_script(preset, folder, words, "")
 
 
 def _json(value: dict) -> str:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from hf_memopt.errors import choose
 
+DEVICES_PER_HOST = 8  # at most, in the machines that clusters are made of (NVIDIA HGX and DGX, AMD's platforms)
 GIB = 2**30
 GB = 10**9
 TERA = 10**12

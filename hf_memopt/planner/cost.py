@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hf_memopt.compatibility.launch import split_strategy
 from hf_memopt.estimator.work import Kernel
 from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.sketch import Sketch, Traced
 
@@ -28,7 +29,6 @@ BALANCE = 20.0
 BANDWIDTH = 51.2 * GB
 # ZeRO-Offload (Ren et al. 2021), table 4: Adam on 1e9 weights in 0.22 s, on the host's two sockets.
 HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
-DEVICES_PER_HOST = 8
 # One 400 Gb/s adapter a GPU (NVIDIA DGX H100), 200 Gb/s before (DGX A100).
 BETWEEN_HOSTS = {True: 50 * GB, False: 25 * GB}
 # Eager kernels on a CPU: 1.44 of the plain step's time (benchmarks/results/levers.json).

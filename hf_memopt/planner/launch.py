@@ -10,10 +10,8 @@ from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
-from hf_memopt.presets.launch_script import launch_script
+from hf_memopt.presets.launch_script import launch_script, machine_words
 from hf_memopt.presets.shipped_configs import config_name
-
-DEVICES_PER_HOST = 8
 
 
 def as_dict(request, rung) -> dict[str, Any]:
@@ -61,8 +59,7 @@ def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]
     if "fsdp_config" in config:
         recomputed = bool(rung.choice.recomputed)
         config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": recomputed}
-    hosts = -(-rung.preset.processes // DEVICES_PER_HOST)
-    return config | {"num_machines": hosts}
+    return config
 
 
 def launcher_words(preset: Preset, config: dict[str, Any]) -> list[str]:
@@ -81,15 +78,7 @@ def launcher_words(preset: Preset, config: dict[str, Any]) -> list[str]:
     for key, value in {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}.items():
         words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     words += ["--num_machines", str(config["num_machines"])]
-    return words + machine_words(config)
-
-
-def machine_words(config: dict[str, Any]) -> list[str]:
-    """Of several machines, each starts the same command with its own number."""
-    if config["num_machines"] == 1:
-        return []
-    return ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", '"$MAIN_PROCESS_IP"', "--main_process_port",
-            "29500"]  # fmt: skip
+    return words + machine_words(preset)
 
 
 def write_files(request, rung, directory: str) -> list[str]:
@@ -111,7 +100,7 @@ def write_files(request, rung, directory: str) -> list[str]:
     files["accelerate.yaml"] = yaml_text(config, comment)
     words = recipe_words(request, rung)
     words[0] = shlex.quote(str(shipped("recipes").parent / words[0]))
-    files["launch.sh"] = launch_script(rung.preset, folder, words, " ".join(machine_words(config)))
+    files["launch.sh"] = launch_script(rung.preset, folder, words)
     write_folder(folder, files)
     return [str(folder / file) for file in sorted(files)]
 

@@ -12,7 +12,7 @@ from hf_memopt.estimator.model import task_of
 from hf_memopt.estimator.prediction import Job
 from hf_memopt.estimator.reference import job_of
 from hf_memopt.estimator.report import Estimate
-from hf_memopt.hardware.catalog import GIB, gib
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST, GIB, gib
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
 from hf_memopt.planner.nearest import nearest_changes
@@ -283,7 +283,7 @@ def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) 
         devices *= preset.processes
         single = get_preset(preset.hardware.name, method)
         preset = replace(single, effective_batch_size=batch, seq_len=length)
-    preset = replace(preset, processes=devices)
+    preset = replace(preset, processes=devices, machines=-(-devices // DEVICES_PER_HOST))
     if strategy and strategy != "none":
         if devices == 1:
             raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")

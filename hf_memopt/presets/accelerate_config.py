@@ -7,7 +7,8 @@ from hf_memopt.files import shipped
 from hf_memopt.hardware.catalog import Hardware
 
 
-def accelerate_config(hardware: Hardware, strategy: str, processes: int, precision: str, deepspeed_file: str) -> dict:
+def accelerate_config(hardware: Hardware, strategy: str, processes: int, precision: str, deepspeed_file: str,
+                      machines: int = 1) -> dict:  # fmt: skip
     """Keys and values as `accelerate launch --config_file` reads them.
 
     Args:
@@ -16,6 +17,7 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
         precision: fp8 | bf16 | fp16 | fp32.
         deepspeed_file: path of the DeepSpeed JSON. accelerate resolves it against the working directory, not
             against the YAML, so an exported one is absolute.
+        machines: every one starts a launcher of its own, with its --machine_rank.
     """
     config: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _distributed_type(strategy)}
     if strategy.startswith("zero"):
@@ -32,7 +34,7 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
     if strategy == "fsdp2":
         # accelerate refuses the efficient loading together with torchao's fp8.
         config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
-    config |= {"num_machines": 1, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
+    config |= {"num_machines": machines, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
     return config
 
 

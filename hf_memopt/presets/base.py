@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import GIB, Hardware, get_hardware
 from hf_memopt.presets.preset import Preset, with_strategy
 
@@ -19,6 +20,7 @@ QWEN_8B = "Qwen/Qwen3-8B"
 QWEN_14B = "Qwen/Qwen3-14B"
 QWEN_32B = "Qwen/Qwen3-32B"
 LLAMA_70B = "meta-llama/Llama-3.1-70B"
+LLAMA_405B = "meta-llama/Llama-3.1-405B"
 
 _CHECKPOINTING = {
     "activation_checkpointing": True,
@@ -82,6 +84,24 @@ def several(preset: Preset, function, processes: int, strategy: str, sizes: dict
         reference_model=model,
         meant_for=describe(function),
     )
+
+
+def on_machines(preset: Preset, machines: int) -> Preset:
+    """The preset on several machines, each with its devices. The effective batch stays where they can share it.
+
+    Raises:
+        InputError: no such number of machines.
+    """
+    if machines < 1:
+        raise InputError(f"machines={machines} must be at least 1")
+    if machines > 1 and preset.strategy == "none":
+        raise InputError(f"preset {preset.name} is for one device: machines={machines} needs a preset of several")
+    if preset.machines > 1:
+        raise InputError(f"preset {preset.name} is for {preset.machines} machines already: leave machines out")
+    devices = preset.processes * machines
+    batch = -(-preset.effective_batch_size // devices) * devices
+    micro = max(size for size in range(1, preset.micro_batch_size + 1) if batch // devices % size == 0)
+    return replace(preset, processes=devices, machines=machines, effective_batch_size=batch, micro_batch_size=micro)
 
 
 def retrained(preset: Preset, **changes: Any) -> Preset:

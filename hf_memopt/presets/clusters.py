@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from hf_memopt.presets.base import LLAMA_70B, QWEN_0_6B, QWEN_8B, QWEN_14B, QWEN_32B, describe, retrained, several
+from hf_memopt.presets.base import (
+    LLAMA_70B,
+    LLAMA_405B,
+    QWEN_0_6B,
+    QWEN_8B,
+    QWEN_14B,
+    QWEN_32B,
+    describe,
+    retrained,
+    several,
+)
 from hf_memopt.presets.nvidia import a100_80gb, h100_80gb, l40s
 from hf_memopt.presets.preset import Preset
 
@@ -57,6 +67,18 @@ def h100_80gb_x8(method: str) -> Preset:
     ZeRO-3 does not shard 4-bit weights; they fit one card whole.
     """
     return _seventy(h100_80gb(method), h100_80gb_x8)
+
+
+def h100_80gb_x16_nodes(method: str) -> Preset:
+    """Sixteen machines of eight H100 80 GB, 128 samples a step at 4096 tokens. Full, LoRA, QLoRA: Llama-3.1-405B.
+
+    All weights are trained under ZeRO-3 with states and weights offloaded to the hosts: without that 405B is
+    predicted to need more than a card has (docs/plans.md). LoRA runs under ZeRO-3, QLoRA under FSDP2, which shards
+    4-bit weights. Every machine starts a launcher: `hf-memopt export h100_80gb_x16_nodes DIR` writes slurm.sbatch.
+    """
+    sizes = dict.fromkeys(("full", "lora", "qlora"), (1, 1, 4096, LLAMA_405B))
+    strategy = {"full": "zero3_offload_cpu", "lora": "zero3", "qlora": "fsdp2"}[method]
+    return replace(several(h100_80gb(method), h100_80gb_x16_nodes, 128, strategy, sizes), machines=16)
 
 
 def _seventy(card: Preset, function) -> Preset:

@@ -1,27 +1,81 @@
-"""launch.sh: the exported files, started."""
+"""The scripts that start exported files: launch.sh on one machine or on each of several, slurm.sbatch on a cluster."""
 
 import shlex
 from pathlib import Path
 
 from hf_memopt.presets.preset import Preset
 
+_PORT = "29500"
 
-def launch_script(preset: Preset, folder: Path, recipe_words: list[str], launcher: str) -> str:
+
+def machine_words(preset: Preset) -> list[str]:
+    """What `accelerate launch` is told on each of several machines: its own number, and where they meet."""
+    if preset.machines == 1:
+        return []
+    return ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", '"$MAIN_PROCESS_IP"', "--main_process_port",
+            f'"${{MAIN_PROCESS_PORT:-{_PORT}}}"']  # fmt: skip
+
+
+def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
     """A shell script that starts a recipe with the folder's accelerate.yaml.
 
     Args:
         recipe_words: the recipe's file and its arguments, quoted where they must be.
-        launcher: more of `accelerate launch`'s arguments.
     """
     config = shlex.quote(str(folder / "accelerate.yaml"))
-    name = Path(recipe_words[0].strip("'")).name
-    lines = [
-        "#!/bin/sh",
-        f"# {preset.name}, method {preset.method}. More arguments of {name} may follow this script's name.",
-        *(f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()),
-        " ".join(filter(None, ["exec accelerate launch --config_file", config, launcher, "\\"])),
+    lines = ["#!/bin/sh", _comment(preset, recipe_words)]
+    if preset.machines > 1:
+        lines.append(f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
+                     "MAIN_PROCESS_IP of the first.")  # fmt: skip
+    lines += [
+        *_exports(preset),
+        " ".join(["exec accelerate launch --config_file", config, *machine_words(preset), "\\"]),
         f"    {' '.join(recipe_words)} \\",
         f"    --output_dir {shlex.quote(str(folder / 'out'))} \\",
         '    "$@"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def sbatch_script(preset: Preset, config: str, recipe_words: list[str]) -> str:
+    """A SLURM batch script: one launcher a machine. Fewer machines (`sbatch --nodes`) keep the effective batch.
+
+    Args:
+        config: path of the accelerate configuration.
+        recipe_words: the recipe's file and its arguments, quoted where they must be.
+    """
+    per_machine = preset.processes // preset.machines
+    launcher = (
+        f'exec accelerate launch --config_file {config} --num_machines "$SLURM_NNODES" '
+        f'--num_processes "$((SLURM_NNODES * {per_machine}))" --machine_rank "$SLURM_NODEID" '
+        '--main_process_ip "$0" --main_process_port "$1" "${@:2}"'
+    )
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={preset.name}",
+        f"#SBATCH --nodes={preset.machines}",
+        "#SBATCH --ntasks-per-node=1",
+        *([] if preset.hardware.backend == "cpu" else [f"#SBATCH --gpus-per-node={per_machine}"]),
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+        _comment(preset, recipe_words),
+        "set -e",
+        "# All meet at the first machine. A launcher that is killed ends the others; a requeued job goes on from its",
+        "# last checkpoint.",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))",
+        *_exports(preset),
+        "srun --kill-on-bad-exit=1 bash -c \\",
+        f"    {shlex.quote(launcher)} \\",
+        f'    "$head" "$port" {" ".join(recipe_words)} "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(preset: Preset, recipe_words: list[str]) -> str:
+    name = Path(recipe_words[0].strip("'")).name
+    return f"# {preset.name}, method {preset.method}. More arguments of {name} may follow this script's name."
+
+
+def _exports(preset: Preset) -> list[str]:
+    return [f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()]

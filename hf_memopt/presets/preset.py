@@ -30,6 +30,7 @@ class Preset:
         name, hardware, method: what it was asked for with.
         strategy: none | ddp | fsdp2 | a name in accelerate_configs/deepspeed.
         processes: how many devices it is meant for.
+        machines: that they are in.
         micro_batch_size: samples per device and forward pass.
         effective_batch_size: micro-batch × accumulation × world size, which never changes.
         seq_len: tokens a sample, at most.
@@ -53,6 +54,7 @@ class Preset:
     dtype: str
     training: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    machines: int = 1
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -173,7 +175,7 @@ class Preset:
             deepspeed_file: path of the DeepSpeed JSON; by default the shipped one, relative to the repository.
         """
         file = deepspeed_file or f"accelerate_configs/deepspeed/{self.strategy}.json"
-        return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file)
+        return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file, self.machines)
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""

@@ -3,12 +3,14 @@
 from hf_memopt.files import shipped, write_whole
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.catalog import get_preset, list_presets
+from hf_memopt.presets.launch_script import sbatch_script
 from hf_memopt.presets.preset import Preset
 
 # The presets whose file depends on the engine, with the engines shipped; export writes the other combinations.
 _ENGINES = {
     "a100_80gb_x8": ("zero2", "zero3", "fsdp2"),
     "h100_80gb_x8": ("zero2", "zero3", "fsdp2"),
+    "h100_80gb_x16_nodes": ("zero3", "zero3_offload_cpu", "fsdp2"),
     "cpu_x2": ("ddp", "zero2", "zero3"),
 }
 # Rungs of the ladder launch like the first one.
@@ -27,6 +29,17 @@ def shipped_configs() -> dict[str, str]:
     return files
 
 
+def shipped_sbatch() -> dict[str, str]:
+    """File name -> text of a SLURM script, run from the repository's root."""
+    scripts = {}
+    for name in list_presets():
+        preset = get_preset(name)
+        if preset.processes > 1 and name not in _SAME_AS_BASE and preset.hardware.backend != "cpu":
+            words = ["recipes/sft.py", "--preset", name, "--effective_batch_size", str(preset.effective_batch_size)]
+            scripts[f"{name}.sbatch"] = sbatch_script(preset, f"accelerate_configs/{config_name(preset)}", words)
+    return scripts
+
+
 def config_name(preset: Preset) -> str:
     """The shipped file that launches a preset, e.g. rtx_4090.yaml or a100_80gb_x8_zero3.yaml."""
     base = preset.name
@@ -38,11 +51,14 @@ def config_name(preset: Preset) -> str:
 
 def _comment(preset: Preset) -> str:
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
+    machines = f" in {preset.machines} machines" if preset.machines > 1 else ""
     engine = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}.get(preset.strategy, f", DeepSpeed {preset.strategy}")
     path = "; run from the repository's root" if preset.strategy.startswith("zero") else ""
-    return f"{devices}{preset.hardware.label}{engine}{path}"
+    return f"{devices}{preset.hardware.label}{machines}{engine}{path}"
 
 
 if __name__ == "__main__":
     for file, text in shipped_configs().items():
         write_whole(shipped("accelerate_configs") / file, text)
+    for file, text in shipped_sbatch().items():
+        write_whole(shipped("accelerate_configs") / "slurm" / file, text)
