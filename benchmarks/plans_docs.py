@@ -91,6 +91,7 @@ def tables() -> str:
         parts += [told, table(heads, lines)]
     lines = [
         [row["title"], row["guide_gb"], f"{row['by_the_guides_bytes_gb']:.2f}",
+         gb(row["deepspeeds_formula_bytes"]),
          *(gb(row["breakdown"][kind]) for kind in KINDS[:3]), gb(row["peak_allocated_bytes"])]
         for row in rows_of("ZeRO")
     ]  # fmt: skip
@@ -98,6 +99,7 @@ def tables() -> str:
         "engine",
         "guide says, GB",
         "2 + 2 + 4 bytes a weight, GB",
+        "DeepSpeed's formula, GB",
         "weights",
         "gradients",
         "states",

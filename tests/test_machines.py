@@ -80,7 +80,7 @@ def test_two_machines_then_one_keep_the_effective_batch(exported, arguments):
 
 
 def test_a_launcher_that_is_killed_ends_the_other_and_both_go_on_from_there(exported, arguments, tmp_path):
-    wanted = ["--max_steps", "12"]
+    wanted = ["--max_steps", "8"]
     script = [str(exported / "launch.sh"), *arguments, *wanted]
 
     def start(port: int) -> list[subprocess.Popen]:
@@ -102,9 +102,9 @@ def test_a_launcher_that_is_killed_ends_the_other_and_both_go_on_from_there(expo
     assert time.monotonic() - began < 60
     for launcher in start(port + 1):
         assert launcher.wait(200) == 0
-    assert set(losses(exported, 12)) == set(range(1, 13))  # every step once
+    assert set(losses(exported, 8)) == set(range(1, 9))  # every step once
     report = json.loads((exported / "out" / "memory_report.json").read_text())
-    assert report["global_step"] == 12
+    assert report["global_step"] == 8
 
 
 def _wait_for(file: Path, launcher: subprocess.Popen) -> None:

@@ -339,14 +339,16 @@ def test_json_and_exported_files(command, tmp_path):
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["num_processes"] == 1
 
 
-def test_an_exported_plan_trains(tmp_path, builtin_model, jsonl):
+def test_an_exported_plan_trains(command, tmp_path, builtin_model, jsonl):
     """plan --export, then sh launch.sh: from nothing to a trained model."""
     folder = tmp_path / "run"
     binaries = Path(sys.executable).parent
     rows = jsonl([{"prompt": f"{number}?", "completion": f"{number}."} for number in range(24)])
-    subprocess.run([binaries / "hf-memopt", "plan", builtin_model, "--hardware", "cpu", "--seq-len", "64", "--memory",
-                    "1", "--effective-batch-size", "8", "--method", "full", "--export", folder],
-                   check=True, capture_output=True, cwd=tmp_path)  # fmt: skip
+    code, _, err = command(
+        "plan", builtin_model, "--hardware", "cpu", "--seq-len", 64, "--memory", 1, "--effective-batch-size", 8,
+        "--method", "full", "--set", "optim=adamw_torch", "--export", folder,
+    )  # fmt: skip
+    assert code == 0, err
     done = subprocess.run(
         ["sh", folder / "launch.sh", "--dataset_name", rows, "--max_steps", "2", "--held_out", "0", "--samples", "0"],
         capture_output=True, text=True, cwd=tmp_path,

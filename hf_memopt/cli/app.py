@@ -189,7 +189,7 @@ def export(
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
     from hf_memopt.cli.export import export_preset
 
-    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, machines, json)
+    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines)
 
 
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")

@@ -16,7 +16,7 @@ from hf_memopt.presets.launch_script import launch_script, sbatch_script
 RECIPES = ("pretrain", "sft", "video_sft")
 
 
-def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, machines, as_json) -> None:
+def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json, machines=None) -> None:
     """Write the files, all or none; those that are there already are replaced."""
     preset = get_preset(name, method, strategy, precision)
     if machines is not None:

@@ -8,12 +8,12 @@ from hf_memopt.presets.preset import Preset
 _PORT = "29500"
 
 
-def machine_words(preset: Preset) -> list[str]:
+def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
     """What `accelerate launch` is told on each of several machines: its own number, and where they meet."""
     if preset.machines == 1:
         return []
     return ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", '"$MAIN_PROCESS_IP"', "--main_process_port",
-            f'"${{MAIN_PROCESS_PORT:-{_PORT}}}"']  # fmt: skip
+            port]  # fmt: skip
 
 
 def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
@@ -23,13 +23,14 @@ def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
         recipe_words: the recipe's file and its arguments, quoted where they must be.
     """
     config = shlex.quote(str(folder / "accelerate.yaml"))
+    port = f'"${{MAIN_PROCESS_PORT:-{_PORT}}}"'
     lines = ["#!/bin/sh", _comment(preset, recipe_words)]
     if preset.machines > 1:
         lines.append(f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
                      "MAIN_PROCESS_IP of the first.")  # fmt: skip
     lines += [
         *_exports(preset),
-        " ".join(["exec accelerate launch --config_file", config, *machine_words(preset), "\\"]),
+        " ".join(["exec accelerate launch --config_file", config, *machine_words(preset, port), "\\"]),
         f"    {' '.join(recipe_words)} \\",
         f"    --output_dir {shlex.quote(str(folder / 'out'))} \\",
         '    "$@"',
