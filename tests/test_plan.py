@@ -22,6 +22,7 @@ from hf_memopt.estimator.ledger import Ledger
 from hf_memopt.estimator.model import task_of
 from hf_memopt.estimator.parallel import on_all_cores, one_by_one
 from hf_memopt.estimator.prediction import estimate_jobs
+from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.work import Kernel, Work, extended
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
@@ -294,6 +295,26 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
         == bool(rung.choice.recomputed and rung.choice.engine != "fsdp2")
         or not rung.choice.recomputed
     )
+
+
+def test_files_for_several_machines(tmp_path):
+    from hf_memopt.planner.launch import write_files
+
+    preset = preset_of("h100_80gbx16", "full", "zero3_offload_cpu")
+    choice = Choice(preset.strategy, 1, 4, 1.0, "adamw_torch", preset.dtype)
+    request = Request("smollm2-135m", None, preset, 2**40, 256, 64)
+    rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0)
+    written = {Path(file).name for file in write_files(request, rung, str(tmp_path))}
+    assert {"accelerate.yaml", "deepspeed.json", "launch.sh", "slurm.sbatch"} <= written
+    config = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
+    assert (config["num_machines"], config["num_processes"]) == (2, 16)
+    assert config["deepspeed_config"]["deepspeed_config_file"] == str(tmp_path / "deepspeed.json")
+    for script in ("launch.sh", "slurm.sbatch"):
+        assert subprocess.run(["bash", "-n", tmp_path / script], check=False).returncode == 0
+        assert "--effective_batch_size 64" in (tmp_path / script).read_text()
+
+
+_ANY_ESTIMATE = Estimate(1, 1, 1, 1, "forward", {}, {}, 2, {}, ())
 
 
 def test_videos_are_launched_with_their_frames():

@@ -10,7 +10,7 @@ from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
-from hf_memopt.presets.launch_script import launch_script, machine_words
+from hf_memopt.presets.launch_script import launch_script, machine_words, sbatch_script
 from hf_memopt.presets.shipped_configs import config_name
 
 
@@ -82,7 +82,8 @@ def launcher_words(preset: Preset, config: dict[str, Any]) -> list[str]:
 
 
 def write_files(request, rung, directory: str) -> list[str]:
-    """Write training_arguments.json, accelerate.yaml, deepspeed.json (if used), plan.json and launch.sh.
+    """Write training_arguments.json, accelerate.yaml, deepspeed.json (if used), plan.json, launch.sh and, for several
+    devices, slurm.sbatch.
 
     Returns:
         The files' paths.
@@ -101,6 +102,9 @@ def write_files(request, rung, directory: str) -> list[str]:
     words = recipe_words(request, rung)
     words[0] = shlex.quote(str(shipped("recipes").parent / words[0]))
     files["launch.sh"] = launch_script(rung.preset, folder, words)
+    if rung.preset.processes > 1:
+        with_output = [*words, "--output_dir", shlex.quote(str(folder / "out"))]
+        files["slurm.sbatch"] = sbatch_script(rung.preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
     write_folder(folder, files)
     return [str(folder / file) for file in sorted(files)]
 
