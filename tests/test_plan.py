@@ -92,6 +92,13 @@ def test_every_rung_is_the_fastest_that_fits_of_all_choices(search, every):
     assert not made.ladder[-1].choice.levers  # nothing is pulled where memory is plenty
 
 
+def test_sketches_are_near_estimates(search, every):
+    """On the CPU, of every choice; docs/plans.md says so."""
+    _, found = search
+    for choice, estimate in every.items():
+        assert found.sketch.device_bytes(choice)[0] == pytest.approx(estimate.device_bytes, rel=0.005), choice
+
+
 def test_rungs_rise(search, every):
     request, found = search
     made = planned(request, every[found.choices[0]].device_bytes)
@@ -144,6 +151,14 @@ def test_a_lack_of_host_memory_rules_choices_out():
     assert search._fits(found, found.device_bytes)
     search.host_memory -= 1
     assert not search._fits(found, found.device_bytes)
+
+
+def test_a_job_that_cannot_be_estimated_says_why():
+    search = request_for(config(2)).search(lambda text: None)
+    search.build = lambda choice: dataclasses.replace(search.sketch.job, attn_implementation="flash_attention_9")
+    with pytest.raises(InputError, match="flash_attention_9"):
+        search.ladder([2**40])
+    assert len(search.found) <= 4  # a choice or two may fail where others work
 
 
 # ---- what may be chosen

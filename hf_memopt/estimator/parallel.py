@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+_MOST = 8
 _jobs: tuple[Callable, Sequence] | None = None
 
 
@@ -45,7 +46,8 @@ def _one(number: int):
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    """Those that this process may use, where the system tells; more than a few copies would take much memory."""
+    return min(_MOST, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
 
 
 def _can_copy() -> bool:

@@ -13,6 +13,7 @@ from hf_memopt.planner.sketch import Sketch
 
 _OPTIMISM = 1.01  # a sketch may be so much above the room and its choice still be tried
 _ROUNDS = 8
+_FAILURES = 3
 _LOOKS = 3  # for the choice that needs least
 
 
@@ -90,12 +91,18 @@ class Search:
         return found is not None and found.device_bytes <= room and enough
 
     def estimate(self, new: list[Choice]) -> None:
-        """Estimate choices, on all cores, and learn how far the sketch is off."""
+        """Estimate choices, on all cores, and learn how far the sketch is off.
+
+        Raises:
+            InputError: none of several choices can be estimated: it is not the choice.
+        """
         for choice in new:
             self.say(f"estimating {told(choice)}")
         jobs = [self.build(choice) for choice in new]
         for choice, found in zip(new, estimate_jobs(jobs, on_all_cores), strict=True):
             self.found[choice] = None if isinstance(found, InputError) else found
+            if isinstance(found, InputError) and len(self.found) >= _FAILURES and not any(self.found.values()):
+                raise found
             if self.found[choice] is not None:
                 whole, moving = self._sketched[choice]
                 self._off |= dict.fromkeys(_keys(choice), (found.device_bytes - whole, max(1, moving)))
