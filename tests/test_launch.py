@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, launch, run
 
+from hf_memopt.data.builtin_model import builtin_model
+
 TOKENS = 32
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="DeepSpeed builds its CPU optimizer with g++")
 NEEDS_AIO = pytest.mark.skipif(
@@ -21,18 +23,35 @@ def _export(tmp_path: Path, strategy: str, *more) -> Path:
     return tmp_path / "exported" / "accelerate.yaml"
 
 
+def _arguments(preset: str, jsonl_rows: str, output: Path) -> list:
+    """Of one epoch. Weights come from files: under ZeRO-3 random ones are drawn in another order."""
+    return [
+        "--preset", preset, "--output_dir", output, "--dataset_name", jsonl_rows, "--held_out", 0, "--max_length",
+        TOKENS, "--model_name_or_path", builtin_model(), "--learning_rate", 1e-3, "--num_train_epochs", 1,
+        "--max_steps", -1, "--effective_batch_size", 8, "--per_device_train_batch_size", 2, "--save_strategy", "epoch",
+        "--include_num_input_tokens_seen", "true", "--samples", 0, "--logging_steps", 1,
+    ]  # fmt: skip
+
+
 def _pretrain(config, tmp_path, preset, jsonl_rows, *more) -> dict:
     """One epoch over known rows; returns the last checkpoint's trainer state."""
-    launch(
-        config, ROOT / "recipes" / "pretrain.py", "--preset", preset, "--output_dir", tmp_path / "out",
-        "--dataset_name", jsonl_rows, "--held_out", 0, "--max_length", TOKENS, "--num_train_epochs", 1,
-        "--max_steps", -1, "--effective_batch_size", 8, "--per_device_train_batch_size", 2,
-        "--save_strategy", "epoch", "--include_num_input_tokens_seen", "true", "--samples", 0, *more,
-    )  # fmt: skip
+    arguments = _arguments(preset, jsonl_rows, tmp_path / "out")
+    launch(config, ROOT / "recipes" / "pretrain.py", *arguments, *more)
     report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
     assert report["measured"]["peak_host_bytes"] > 0
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     return json.loads((checkpoint / "trainer_state.json").read_text())
+
+
+def _losses(log: list[dict]) -> list[float]:
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+@pytest.fixture
+def alone(rows, recipe, tmp_path) -> list[float]:
+    """Every step's loss of one process without an engine, at the same effective batch."""
+    trainer = recipe("pretrain")([str(word) for word in _arguments("cpu", rows[0], tmp_path / "alone")])
+    return _losses(trainer.state.log_history)
 
 
 @pytest.fixture
@@ -56,29 +75,31 @@ EXPORTED = [
 ]
 
 
-def _check_batches(state: dict, blocks: int) -> None:
-    """The effective batch, from what really happened: optimizer steps, and tokens seen over all processes."""
+def _check_batches(state: dict, blocks: int, alone: list[float] | None = None) -> None:
+    """The effective batch, from what really happened: optimizer steps, tokens seen over all processes, and losses."""
     assert state["global_step"] == -(-blocks // 8)
     assert state["global_step"] >= 2
     seen = state["num_input_tokens_seen"] / TOKENS
     # Two processes see the same number of samples: the last block is repeated where the count is odd.
     assert blocks <= seen <= blocks + 1
+    if alone is not None:  # but for the last step, in which two processes may see a block twice
+        assert len(alone) >= 4 and _losses(state["log_history"])[:-1] == pytest.approx(alone[:-1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("config", "preset"), SHIPPED)
-def test_shipped_configs_train(config, preset, rows, tmp_path):
+def test_shipped_configs_train(config, preset, rows, alone, tmp_path):
     path, blocks = rows
-    _check_batches(_pretrain(f"accelerate_configs/{config}.yaml", tmp_path, preset, path), blocks)
+    _check_batches(_pretrain(f"accelerate_configs/{config}.yaml", tmp_path, preset, path), blocks, alone)
 
 
-def test_a_loss_in_chunks_where_weights_are_sharded(rows, tmp_path):
+def test_a_loss_in_chunks_where_weights_are_sharded(rows, alone, tmp_path):
     """The shipped ZeRO-3 configuration trains, and with a loss in chunks, for which the head is gathered while it is
     called, every step's loss and gradient norm are the same."""
     found = {}
     for name, more in (("all", ()), ("chunks", ("--loss_chunk_size", 16))):
         state = _pretrain("accelerate_configs/cpu_x2_zero3.yaml", tmp_path / name, "cpu_x2", rows[0],
-                          "--logging_steps", 1, *more)  # fmt: skip
-        _check_batches(state, rows[1])
+                          *more)  # fmt: skip
+        _check_batches(state, rows[1], alone if name == "all" else None)
         logged = [entry for entry in state["log_history"] if "loss" in entry]
         found[name] = [entry[what] for entry in logged for what in ("loss", "grad_norm")]
     assert len(found["all"]) >= 4
@@ -86,14 +107,14 @@ def test_a_loss_in_chunks_where_weights_are_sharded(rows, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", EXPORTED)
-def test_exported_offload_configs_train(strategy, rows, tmp_path):
+def test_exported_offload_configs_train(strategy, rows, alone, tmp_path):
     path, blocks = rows
     more = []
     if strategy.endswith("nvme"):
         (tmp_path / "disk").mkdir()
         more = ["--nvme-path", tmp_path / "disk"]
     config = _export(tmp_path, strategy, *more)
-    _check_batches(_pretrain(config, tmp_path, "cpu_x2", path), blocks)
+    _check_batches(_pretrain(config, tmp_path, "cpu_x2", path), blocks, alone)
     if strategy.endswith("nvme"):
         assert any((tmp_path / "disk").rglob("*.swp")), "the optimizer states went to disk"
 

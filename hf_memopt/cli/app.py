@@ -192,6 +192,21 @@ def export(
     export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines)
 
 
+@app.command(epilog="Example: hf-memopt consolidate out/my-run/checkpoint-500 my-model --trusted")
+def consolidate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint-N folder that ZeRO or FSDP2 wrote.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write the model to; empty or new.")],
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="The checkpoint is your own: its shards are pickles, which can run code.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Merge a sharded checkpoint into one model of safetensors, without the devices that wrote it."""
+    from hf_memopt.cli.consolidate import run_consolidate
+
+    run_consolidate(checkpoint, directory, trusted, json)
+
+
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")
 def doctor(
     files: Annotated[
