@@ -47,11 +47,16 @@ def _losses(log: list[dict]) -> list[float]:
     return [entry["loss"] for entry in log if "loss" in entry]
 
 
+_ALONE: list[float] = []  # the same for every test
+
+
 @pytest.fixture
 def alone(rows, recipe, tmp_path) -> list[float]:
     """Every step's loss of one process without an engine, at the same effective batch."""
-    trainer = recipe("pretrain")([str(word) for word in _arguments("cpu", rows[0], tmp_path / "alone")])
-    return _losses(trainer.state.log_history)
+    if not _ALONE:
+        trainer = recipe("pretrain")([str(word) for word in _arguments("cpu", rows[0], tmp_path / "alone")])
+        _ALONE.extend(_losses(trainer.state.log_history))
+    return _ALONE
 
 
 @pytest.fixture

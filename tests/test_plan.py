@@ -64,7 +64,7 @@ def least(request: Request) -> int:
 @pytest.fixture(scope="module")
 def search():
     """Of a small model on the CPU."""
-    request = request_for(config())
+    request = request_for(config(2))
     return request, request.search(lambda text: None)
 
 
@@ -262,6 +262,17 @@ def test_traces_in_copies_of_the_process_are_the_same(search):
     request, found = search
     jobs = [request.job(choice) for choice in found.choices[:3]]
     assert estimate_jobs(jobs, on_all_cores) == estimate_jobs(jobs, one_by_one)
+
+
+def test_a_copy_that_is_ended_is_done_without():
+    parent = os.getpid()
+
+    def work(item: int) -> int:
+        if os.getpid() != parent:
+            os._exit(9)  # as the system does when memory runs out
+        return item * 2
+
+    assert on_all_cores(work, [1, 2, 3]) == [2, 4, 6]
 
 
 # ---- how it is told

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 _MOST = 8
@@ -29,6 +30,8 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
     try:
         with ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _alone) as pool:
             return list(pool.map(_one, range(len(items))))
+    except BrokenProcessPool:  # the system ended a copy, most likely for memory
+        return one_by_one(function, items)
     finally:
         _jobs = None
 
