@@ -12,6 +12,8 @@ from hf_memopt.monitor import readers
 from hf_memopt.planner.plan import plan
 from hf_memopt.training import auto
 
+OPTIM = {"optim": "adamw_torch"}  # fewer choices
+
 
 @pytest.fixture
 def sft(recipe, builtin_model, jsonl, tmp_path):
@@ -21,6 +23,7 @@ def sft(recipe, builtin_model, jsonl, tmp_path):
         "--model_name_or_path", str(builtin_model), "--dataset_name", jsonl(rows), "--output_dir",
         str(tmp_path / "out"), "--max_length", "64", "--effective_batch_size", "8", "--held_out", "0",
         "--save_strategy", "no", "--samples", "0", "--max_steps", "2", "--report_to", "none", "--disable_tqdm", "true",
+        "--optim", "adamw_torch",
     ]  # fmt: skip
     return recipe("sft"), arguments
 
@@ -42,7 +45,7 @@ def test_it_plans_for_what_is_free(sft, free, capsys):
     assert plenty.args.per_device_train_batch_size == 8 and not plenty.args.activation_checkpointing
     assert plenty.memory_events[0]["event"] == "worst_batch_fits"  # tried before step 0
     assert "plan  balanced: micro-batch 8 × 1" in capsys.readouterr().out
-    free(int(plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, padded=True)
+    free(int(plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM)
              .ladder[0].estimate.device_bytes * 0.85))  # fmt: skip
     little = main(arguments)  # auto is the default
     args = little.args
@@ -68,7 +71,7 @@ def test_nothing_fits(sft, free):
 def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
     """Probed with a model that runs out of memory at more than two samples, the recipe begins again one rung lower."""
     main, arguments = sft
-    first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True).ladder[-1]
+    first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM).ladder[-1]
     free(int(first.estimate.device_bytes / 0.895))  # balanced fills 0.90 of it, safe only 0.85
     from hf_memopt.training import job as jobs
 

@@ -1,10 +1,9 @@
-"""Sharded checkpoints become models again."""
+"""Sharded checkpoints become models again; one of real ZeRO-3 processes does in test_launch.py."""
 
 import pytest
 import torch
-from conftest import ROOT, launch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt.errors import InputError
 from hf_memopt.training.consolidate import consolidate
@@ -13,29 +12,6 @@ from hf_memopt.training.consolidate import consolidate
 def tiny():
     return LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                         num_attention_heads=2, vocab_size=100))  # fmt: skip
-
-
-def test_a_zero3_checkpoint_of_two_processes(tmp_path, jsonl, builtin_model, command):
-    """Written by real DeepSpeed processes; equal to what they gathered at the end, and from_pretrained reads it."""
-    rows = jsonl([{"text": f"Line {number} of a text."} for number in range(60)])
-    launch(
-        ROOT / "accelerate_configs" / "cpu_x2_zero3.yaml", ROOT / "recipes" / "pretrain.py", "--preset", "cpu_x2",
-        "--model_name_or_path", builtin_model, "--dataset_name", rows, "--max_length", 32, "--held_out", 0,
-        "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 2, "--samples", 0, "--output_dir",
-        tmp_path / "out",
-    )  # fmt: skip
-    checkpoint = tmp_path / "out" / "checkpoint-2"
-    code, _, err = command("consolidate", checkpoint, tmp_path / "model")
-    assert code == 2 and "--trusted" in err and not (tmp_path / "model").exists()
-    code, _, err = command("consolidate", checkpoint, tmp_path / "model", "--trusted")
-    assert code == 0, err
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    gathered = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert whole.keys() == gathered.keys()
-    assert all(torch.equal(whole[name], gathered[name]) for name in whole)
-    assert not list((tmp_path / "model").glob("*.bin"))
-    with pytest.raises(InputError, match="is there already"):
-        consolidate(checkpoint, tmp_path / "model", trusted=True)
 
 
 def test_an_fsdp2_checkpoint(tmp_path):
@@ -47,7 +23,12 @@ def test_an_fsdp2_checkpoint(tmp_path):
     source.mkdir()
     model.config.save_pretrained(source)
     dcp.save({"model": model.state_dict()}, checkpoint_id=source / "pytorch_model_fsdp_0")
+    with pytest.raises(InputError, match="add --trusted"):
+        consolidate(source, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
     files = consolidate(source, tmp_path / "model", trusted=True)
+    with pytest.raises(InputError, match="is there already"):
+        consolidate(source, tmp_path / "model", trusted=True)
     assert {"config.json", "model.safetensors"} <= set(files)
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items() if name in found)

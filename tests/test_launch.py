@@ -97,7 +97,7 @@ def test_shipped_configs_train(config, preset, rows, alone, tmp_path):
     _check_batches(_pretrain(f"accelerate_configs/{config}.yaml", tmp_path, preset, path), blocks, alone)
 
 
-def test_a_loss_in_chunks_where_weights_are_sharded(rows, alone, tmp_path):
+def test_a_loss_in_chunks_where_weights_are_sharded(rows, alone, command, tmp_path):
     """The shipped ZeRO-3 configuration trains, and with a loss in chunks, for which the head is gathered while it is
     called, every step's loss and gradient norm are the same."""
     found = {}
@@ -108,7 +108,21 @@ def test_a_loss_in_chunks_where_weights_are_sharded(rows, alone, tmp_path):
         logged = [entry for entry in state["log_history"] if "loss" in entry]
         found[name] = [entry[what] for entry in logged for what in ("loss", "grad_norm")]
     assert len(found["all"]) >= 4
+    _check_consolidated(command, tmp_path / "all" / "out", tmp_path / "model")
     assert found["chunks"] == pytest.approx(found["all"], rel=1e-3)
+
+
+def _check_consolidated(command, out: Path, folder: Path) -> None:
+    """What two ZeRO-3 processes left in parts is, merged, what they gathered at the end."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (checkpoint,) = out.glob("checkpoint-*")
+    code, _, err = command("consolidate", checkpoint, folder, "--trusted")
+    assert code == 0, err
+    whole, gathered = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, out))
+    assert whole.keys() == gathered.keys() and all(torch.equal(whole[name], gathered[name]) for name in whole)
+    assert (folder / "tokenizer.json").is_file() and not list(folder.glob("*.bin"))
 
 
 @pytest.mark.parametrize("strategy", EXPORTED)
