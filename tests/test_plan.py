@@ -206,6 +206,18 @@ def test_what_the_user_sets_stays():
         assert rung.estimate.training_arguments["optim"] == "adafactor" and rung.memory_args.loss_chunk_size == 64
 
 
+def test_what_is_given_of_the_batch_decides_the_effective_batch():
+    small = config(2)
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    made = plan(small, "cpu", None, 64, "full", training=given)
+    assert made.request.effective_batch_size == 6
+    assert {(rung.choice.micro_batch, rung.choice.accumulation) for rung in made} == {(2, 3)}
+    made = plan(small, "cpu", 8, 64, "full", training={"gradient_accumulation_steps": 4})
+    assert {(rung.choice.micro_batch, rung.choice.accumulation) for rung in made} == {(2, 4)}
+    with pytest.raises(InputError, match="leave one out"):
+        plan(small, "cpu", 8, 64, "full", training=given | {"per_device_train_batch_size": 4})
+
+
 # ---- what it costs
 
 

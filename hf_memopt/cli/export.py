@@ -11,7 +11,7 @@ from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.base import on_machines
-from hf_memopt.presets.launch_script import launch_script, sbatch_script
+from hf_memopt.presets.launch_script import scripts
 
 RECIPES = ("pretrain", "sft", "video_sft")
 
@@ -47,12 +47,7 @@ def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: s
     comment = f"{preset.name}, method {preset.method}, strategy {preset.strategy}; written by hf-memopt export"
     # accelerate resolves this path against the working directory, so it has to be absolute.
     files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), comment)
-    words = _recipe_words(preset, folder, recipe, name)
-    files["launch.sh"] = launch_script(preset, folder, words)
-    if preset.processes > 1:
-        with_output = [*words, "--output_dir", shlex.quote(str(folder / "out"))]
-        files["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
-    return files
+    return files | scripts(preset, folder, _recipe_words(preset, folder, recipe, name))
 
 
 def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:

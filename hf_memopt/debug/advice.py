@@ -223,7 +223,7 @@ def _of_event(event: dict[str, Any]) -> Advice:
         label = event.get("label", "")
         return Advice("device", f"memory grows: {label}", "training", event.get("step"), ADVICE.get(label, ""),
                       _unpredicted(_LATER_CHANGES), "")  # fmt: skip
-    message = str(event.get("message", event.get("advice", "")))
+    message = str(event.get("message", ""))
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
     why, usual = _reason(found, event.get("stage"), event.get("step"), _figures(message))

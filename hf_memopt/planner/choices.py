@@ -61,6 +61,11 @@ class Choice:
         return "deepspeed" if self.strategy.startswith("zero") else self.strategy
 
     @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's; 0 under other engines."""
+        return int(self.strategy[4]) if self.engine == "deepspeed" else 0
+
+    @property
     def levers(self) -> int:
         """How many levers are pulled: of equally fast choices the one with fewest is taken."""
         pulled = (self.recomputed > 0, self.inputs_offloaded, self.chunked_loss, self.compressed,
@@ -132,8 +137,7 @@ class Choice:
         if told:
             return told[0]
         fields = {**preset.training, **self.fields(preset, given)}
-        stage = int(self.strategy[4]) if self.engine == "deepspeed" else 0
-        return next(lever_refusals(memory_args, fields, self.engine, stage), None)
+        return next(lever_refusals(memory_args, fields, self.engine, self.zero_stage), None)
 
 
 def memory_arguments(given: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:

@@ -100,13 +100,12 @@ class Cost:
             return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
         if choice.strategy == "fsdp2":
             return (2 * weights + 2 * gradients) * kept / link, 0.0
-        stage = int(choice.strategy[4])
-        if stage == 3:
+        if choice.zero_stage == 3:
             moved = (2 * weights + gradients) * kept / link
             if "offload" in choice.strategy:
                 moved += 2 * weights / ranks / _host_link(self.sketch.job.device)
             return moved, 0.0
-        if stage == 2:  # gradients go to their owner after every micro-batch
+        if choice.zero_stage == 2:  # gradients go to their owner after every micro-batch
             return gradients * kept / link, gradients * kept / link
         return 0.0, 2 * gradients * kept / link
 

@@ -10,7 +10,7 @@ from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
-from hf_memopt.presets.launch_script import launch_script, machine_words, sbatch_script
+from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
 
 
@@ -101,10 +101,7 @@ def write_files(request, rung, directory: str) -> list[str]:
     files["accelerate.yaml"] = yaml_text(config, comment)
     words = recipe_words(request, rung)
     words[0] = shlex.quote(str(shipped("recipes").parent / words[0]))
-    files["launch.sh"] = launch_script(rung.preset, folder, words)
-    if rung.preset.processes > 1:
-        with_output = [*words, "--output_dir", shlex.quote(str(folder / "out"))]
-        files["slurm.sbatch"] = sbatch_script(rung.preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
+    files |= scripts(rung.preset, folder, words)
     write_folder(folder, files)
     return [str(folder / file) for file in sorted(files)]
 
@@ -113,10 +110,10 @@ def _json(value: dict) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def recipe_words(request, rung, recipe: str | None = None) -> list[str]:
+def recipe_words(request, rung) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
     preset = rung.preset
-    recipe = recipe or ("video_sft" if request.more.get("video") is not None else "sft")
+    recipe = "video_sft" if request.more.get("video") is not None else "sft"
     words = [f"recipes/{recipe}.py", "--preset", preset.name, "--method", preset.method]
     words += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
     words += _length_words(request)

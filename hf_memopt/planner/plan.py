@@ -13,12 +13,13 @@ from hf_memopt.estimator.prediction import Job
 from hf_memopt.estimator.reference import job_of
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, GIB, gib
-from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, told
 from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
+from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.catalog import strategies
 from hf_memopt.presets.preset import with_strategy
 
@@ -26,6 +27,7 @@ from hf_memopt.presets.preset import with_strategy
 # desktop's 64 GiB what its other programs leave.
 _USUAL_HOST = {True: 256 * GIB, False: 48 * GIB}
 _LARGE = 36 * GIB
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -238,15 +240,22 @@ def _request(model, config, preset, effective, seq_len, memory, fields, lora, me
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = seq_len or min(preset.seq_len, positions or preset.seq_len)
     devices = preset.processes
+    micro, accumulation = (fields.get(name) for name in _BATCH)
+    if micro and accumulation and effective is None:
+        effective = micro * accumulation * devices
     batch = effective or -(-preset.effective_batch_size // devices) * devices
     if batch < 1 or batch % devices:
         raise InputError(
             f"effective_batch_size={batch} cannot be shared by {devices} devices: use a multiple of {devices}"
         )
-    micro = fields.get("per_device_train_batch_size")
-    if micro and (batch // devices) % micro:
-        raise InputError(f"per_device_train_batch_size={micro} does not divide the {batch // devices} samples that a "
-                         f"device takes of effective_batch_size={batch}")  # fmt: skip
+    if micro or accumulation:
+        found = batch_settings(batch, batch, devices, micro, None if micro else accumulation)
+        if accumulation not in (None, found[1]):
+            raise InputError(
+                f"effective_batch_size={batch} is not per_device_train_batch_size {micro} × "
+                f"gradient_accumulation_steps {accumulation} × {devices} devices: leave one out"
+            )
+        fields = {**fields, **dict(zip(_BATCH, found, strict=True))}
     if memory is None:
         memory = preset.hardware.memory
     if host_memory is None:
@@ -299,7 +308,7 @@ def _ladder(request: Request, search: Search) -> list[Rung]:
     for (name, (profile, share)), choice in chosen:
         memory_args = memory_arguments(
             request.memory_args, choice, memory_profile=profile, target_memory_utilization=share,
-            **dict.fromkeys(("warning_threshold", "critical_threshold", "emergency_threshold")),
+            **dict.fromkeys(THRESHOLDS[1:]),  # the profile's
         )  # fmt: skip
         rungs.append(Rung(name, share, choice, choice.configured(request.preset), memory_args, search.found[choice],
                           fastest / search.seconds[choice]))  # fmt: skip

@@ -170,7 +170,7 @@ class Sketch:
         if choice.engine == "fsdp2":
             return {"parameters": 2 * loaded / ranks, "gradients": 4 * self.trained / ranks,
                     "optimizer_states": 8 * self.trained / ranks, "communication": 0}  # fmt: skip
-        stage = int(choice.strategy[4])
+        stage = choice.zero_stage
         on_host = "offload" in choice.strategy
         return {
             "parameters": 0 if stage == 3 and on_host else loaded / (ranks if stage == 3 else 1),

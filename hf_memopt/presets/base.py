@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import GIB, Hardware, get_hardware
+from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.preset import Preset, with_strategy
 
 # The model that the recipes train where none is named.
@@ -100,7 +101,7 @@ def on_machines(preset: Preset, machines: int) -> Preset:
         raise InputError(f"preset {preset.name} is for {preset.machines} machines already: leave machines out")
     devices = preset.processes * machines
     batch = -(-preset.effective_batch_size // devices) * devices
-    micro = max(size for size in range(1, preset.micro_batch_size + 1) if batch // devices % size == 0)
+    micro, _ = batch_settings(batch, preset.micro_batch_size, devices)
     return replace(preset, processes=devices, machines=machines, effective_batch_size=batch, micro_batch_size=micro)
 
 

@@ -16,6 +16,15 @@ def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
             port]  # fmt: skip
 
 
+def scripts(preset: Preset, folder: Path, recipe_words: list[str]) -> dict[str, str]:
+    """An exported folder's scripts: file name -> text. For several devices slurm.sbatch too."""
+    made = {"launch.sh": launch_script(preset, folder, recipe_words)}
+    if preset.processes > 1:
+        with_output = [*recipe_words, "--output_dir", shlex.quote(str(folder / "out"))]
+        made["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
+    return made
+
+
 def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
     """A shell script that starts a recipe with the folder's accelerate.yaml.
 

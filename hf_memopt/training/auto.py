@@ -18,7 +18,6 @@ _MIB = 2**20
 # Left alone: what a desktop's windows may take while training runs; on a CPU, Python and torch themselves.
 _MARGIN = {"cpu": 1024 * _MIB}
 _USUAL_MARGIN = 256 * _MIB
-USUAL_RUNG = "balanced"
 
 
 @dataclass(frozen=True)
