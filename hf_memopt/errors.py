@@ -2,7 +2,6 @@
 
 import atexit
 import difflib
-import gc
 import os
 import sys
 import time
@@ -22,11 +21,12 @@ class StartAgain(Exception):
 
     Attributes:
         argv: the command line without the program's name.
+        free: gives back the memory of what was begun.
     """
 
-    def __init__(self, argv: list[str]) -> None:
+    def __init__(self, argv: list[str], free: Callable[[], None]) -> None:
         super().__init__(f"begin again with {' '.join(argv)}")
-        self.argv = argv
+        self.argv, self.free = argv, free
 
 
 def choose(kind: str, name: str, known: Iterable[str]) -> InputError:
@@ -87,11 +87,9 @@ def _until_it_stands(main: Callable[..., object]) -> None:
             main(*again_with)
             return
         except StartAgain as again:
-            again_with = [again.argv]
+            again_with, free = [again.argv], again.free
             traceback.clear_frames(again.__traceback__)
-        gc.collect()
-        if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_available():
-            cuda.empty_cache()
+        free()
 
 
 def _sentence(error: InputError) -> str:

@@ -144,3 +144,6 @@ def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):
     changes = json.loads(out)["changes"]
     assert len(changes) == 3 and all(change["saved_bytes"] > 0 for change in changes)
     assert changes == sorted(changes, key=lambda change: -change["saved_bytes"])
+    code, out, err = command("advise", log("train forward"), "--model", tmp_path, "--preset", "rtx_3060", "--set",
+                             "max_frames=4")  # fmt: skip
+    assert code == 2 and not out and err.startswith("error: ")  # all that estimate reads is read: it sees no videos

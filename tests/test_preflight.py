@@ -7,7 +7,8 @@ import torch
 from conftest import ROOT, run
 
 from hf_memopt.errors import InputError
-from hf_memopt.training.preflight import Launch, check, check_sharded, count_weights, launch_of, problems
+from hf_memopt.estimator.model import count_weights
+from hf_memopt.training.preflight import Launch, check, check_sharded, launch_of, problems
 
 BILLION = 10**9
 GIB = 2**30

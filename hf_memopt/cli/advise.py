@@ -24,20 +24,14 @@ def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -
 
 def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
     """The three changes that the estimator says save most."""
-    from hf_memopt.cli.estimate import import_libraries, quantization_config, split_settings
+    from hf_memopt.cli.estimate import import_libraries, job_as_told
 
     import_libraries()
     from hf_memopt.estimator.parallel import on_all_cores
     from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.savings import largest_savings
-    from hf_memopt.presets import get_preset
 
-    preset = get_preset(preset_name, method)
-    given, lora, quantization, own, memory_args, _ = split_settings(settings)
-    preset = replace(preset, dtype=own.get("dtype", preset.dtype))
-    job = job_of(preset, model, seq_len, None, given, lora, memory_args=memory_args,
-                 quantization_config=quantization_config(preset, quantization))  # fmt: skip
+    _, job = job_as_told(model, preset_name, method, seq_len, None, None, None, settings)
     savings = largest_savings(job, estimate_job(job, on_all_cores), each=on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 

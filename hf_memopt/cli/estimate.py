@@ -20,11 +20,34 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
                  as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     import_libraries()
-    from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.parallel import on_all_cores
     from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.savings import largest_savings
+
+    preset, job = job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardware, settings)
+    found = estimate_job(job, on_all_cores)
+    savings = largest_savings(job, found, each=on_all_cores) if levers or found.fits is False else []
+    if plot_file:
+        from hf_memopt.estimator.plot import plot
+
+        plot(found, plot_file, f"{model}, {method}, {job.seq_len} tokens, {job.device.label}")
+    if as_json:
+        print_json(found.to_dict() | {"levers": [asdict(saving) for saving in savings]})
+    else:
+        batch = f"{job.batch['input_ids'][0][0]} × {job.seq_len} tokens"
+        devices = f"{job.world_size} × " if job.world_size > 1 else ""
+        _print(f"{model}, {preset.method}, {batch} on {devices}{job.device.label}", found, savings)
+    return 1 if found.fits is False else 0
+
+
+def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardware, settings):
+    """The preset and the job that a command line describes.
+
+    Raises:
+        InputError: something of it cannot be used.
+    """
+    from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.estimator.reference import job_of
     from hf_memopt.estimator.video import frozen_as_said, video_inputs
     from hf_memopt.hardware import get_hardware
     from hf_memopt.levers.answer_logits import with_few_logits
@@ -47,19 +70,7 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
         quantization_config=quantization_config(preset, quantization, config if video else None),
         memory_args=memory_args, padded=bool(own.get("padded")), packed=bool(own.get("packed")),
     )  # fmt: skip
-    found = estimate_job(job, on_all_cores)
-    savings = largest_savings(job, found, each=on_all_cores) if levers or found.fits is False else []
-    if plot_file:
-        from hf_memopt.estimator.plot import plot
-
-        plot(found, plot_file, f"{model}, {method}, {job.seq_len} tokens, {device.label}")
-    if as_json:
-        print_json(found.to_dict() | {"levers": [asdict(saving) for saving in savings]})
-    else:
-        batch = f"{job.batch['input_ids'][0][0]} × {job.seq_len} tokens"
-        devices = f"{world_size} × " if world_size > 1 else ""
-        _print(f"{model}, {preset.method}, {batch} on {devices}{device.label}", found, savings)
-    return 1 if found.fits is False else 0
+    return preset, job
 
 
 def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> int:

@@ -153,3 +153,12 @@ def batch_of(
     labels = ((micro_batch,), torch.int64) if task == "sequence-classification" else tokens
     more = {name: tokens for name, there in (("attention_mask", padded), ("position_ids", packed)) if there}
     return {"input_ids": tokens, "labels": labels, **more}
+
+
+def count_weights(config, task: str, dtype: str = "float32", peft_config=None) -> int:
+    """A model's number of weights, without making them; of one with adapters those that are trained."""
+    import torch
+
+    with torch.device("meta"), outside_zero3():
+        model = make_model(config, task, dtype, None, None, peft_config)
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)

@@ -20,7 +20,7 @@ from hf_memopt.estimator.depth import (
     with_depth,
 )
 from hf_memopt.estimator.ledger import KINDS, Books, Peak
-from hf_memopt.estimator.model import batch_of, make_model, outside_zero3, task_of
+from hf_memopt.estimator.model import batch_of, count_weights, make_model, task_of
 from hf_memopt.estimator.parallel import one_by_one
 from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
@@ -89,16 +89,9 @@ class Job:
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
-        import torch
-
-        def count(depth: int) -> int:
-            with torch.device("meta"), outside_zero3():
-                adapters = self.peft_config if trained else None
-                model = make_model(with_depth(self.config, depth), self.task, self.dtype, None, None, adapters)
-            return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-
-        one = count(1)
-        layer = max(1, count(2) - one)
+        adapters = self.peft_config if trained else None
+        one, two = (count_weights(with_depth(self.config, depth), self.task, self.dtype, adapters) for depth in (1, 2))
+        layer = max(1, two - one)
         return one - layer, layer
 
     def at(self, depth: int) -> TracedJob:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.parallel import on_all_cores
 from hf_memopt.estimator.prediction import Job, estimate_job
 from hf_memopt.estimator.report import Estimate
 
@@ -71,7 +72,7 @@ def _most(job: Job, cap: int | None, room: int, note: Callable[[str], None]) -> 
     def needed(frames: int) -> int:
         if frames not in tried:
             note(f"{frames} frames of at most {cap or 'any number of'} pixels")
-            tried[frames] = estimate_job(_with_frames(job, frames))
+            tried[frames] = estimate_job(_with_frames(job, frames), on_all_cores)
         return tried[frames].device_bytes
 
     merged = job.video.merged(job.config)

@@ -11,6 +11,7 @@ from hf_memopt.estimator.overheads import context
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import Preset
+from hf_memopt.training.oom import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -119,4 +120,4 @@ def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: i
         "the largest batch ran in pieces of %d of %d samples: starting again on the rung %s",
         samples_at_once, asked, safer,
     )  # fmt: skip
-    raise StartAgain([*argv, "--rung", safer])
+    raise StartAgain([*argv, "--rung", safer], free_memory)

@@ -160,6 +160,8 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
     import psutil
     import torch
 
+    from hf_memopt.estimator.model import count_weights
+
     weights = count_weights(config, task)
     plugin = args.deepspeed_plugin
     sizes = {}
@@ -182,17 +184,6 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
         host_free=psutil.virtual_memory().available,
         compiles=_buildable() if plugin is not None else {},
     )  # fmt: skip
-
-
-def count_weights(config, task: str) -> int:
-    """A model's number of weights, without making them."""
-    import torch
-
-    from hf_memopt.estimator.model import make_model, outside_zero3
-
-    with torch.device("meta"), outside_zero3():
-        model = make_model(config, task, "float32", None, None, None)
-    return sum(weight.numel() for weight in model.parameters())
 
 
 def _buildable() -> dict[str, bool]:
