@@ -1,4 +1,4 @@
-"""A context in which this process is rank 0 of a job of any size, alone.
+"""A context in which this process is one rank of a job of any size, alone.
 
 The engines are the real ones: DeepSpeed's ZeRO and torch's fully_shard run their own code on fake tensors, over a
 process group whose collectives do nothing. Only torch's DistributedDataParallel, whose reducer is C++ that wants
@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch import distributed
 
+from hf_memopt.estimator import fake_disk
+
 ENGINES = ("none", "ddp", "fsdp2", "deepspeed")
 _SYNC_BUFFER = 250 * 2**20  # bytes; torch broadcasts a model's start in pieces of this size (DistributedDataParallel)
 # What a launcher leaves in the environment; the traced job must not see it.
@@ -22,12 +24,13 @@ _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_
 
 
 @contextmanager
-def fake_cluster(world_size: int, engine: str, ledger) -> Iterator[None]:
-    """Be rank 0 of `world_size` processes.
+def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterator[None]:
+    """Be one of `world_size` processes.
 
     Args:
         engine: none, ddp, fsdp2 or deepspeed.
         ledger: is told of memory that FSDP gives back without freeing the tensor.
+        rank: which one.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
     # The traced Trainer never spreads over the GPUs that a notebook would have DataParallel use.
@@ -35,16 +38,16 @@ def fake_cluster(world_size: int, engine: str, ledger) -> Iterator[None]:
         if engine == "none":
             yield
             return
-        ranks = {"WORLD_SIZE": world_size, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world_size}
+        ranks = {"WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in ranks.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # or accelerate changes it
-        with _process_group(world_size), ExitStack() as patches:
+        with _process_group(world_size, rank), ExitStack() as patches:
             if engine == "deepspeed":
                 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-                patches.enter_context(_deepspeed())
+                patches.enter_context(_deepspeed(ledger))
             elif engine == "fsdp2":
-                patches.enter_context(_fsdp(ledger))
+                patches.enter_context(following_fsdp(ledger))
             else:
                 replica = type("Replica", (Replica,), {"ledger": ledger})
                 patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", replica))
@@ -52,7 +55,7 @@ def fake_cluster(world_size: int, engine: str, ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _process_group(world_size: int) -> Iterator[None]:
+def _process_group(world_size: int, rank: int) -> Iterator[None]:
     """A process group of which only this process exists, beside the real one if there is one."""
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -65,7 +68,7 @@ def _process_group(world_size: int) -> Iterator[None]:
                 patches.enter_context(mock.patch.object(c10d, name, type(value)()))
         # init_process_group makes uncaught errors say the rank; this process's are its own.
         patches.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
             yield
         finally:
@@ -73,12 +76,13 @@ def _process_group(world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _deepspeed() -> Iterator[None]:
+def _deepspeed(ledger) -> Iterator[None]:
     """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no agreement between ranks."""
     import deepspeed
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.comm import comm
+    from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -96,6 +100,7 @@ def _deepspeed() -> Iterator[None]:
             mock.patch.object(backend, "build_shm_op", lambda: None),
             mock.patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *_: None),
             mock.patch.object(adam, "DeepSpeedCPUAdam", HostAdam),
+            mock.patch.object(AsyncIOBuilder, "load", fake_disk.loader(ledger)),
             # By these numbers real ranks know their weights and modules; one rank's must not run ahead.
             mock.patch.object(partition_parameters.Init, "param_id", 0),
             mock.patch.object(register, "__defaults__", ([0],)),
@@ -110,7 +115,7 @@ def _deepspeed() -> Iterator[None]:
 
 
 @contextmanager
-def _fsdp(ledger) -> Iterator[None]:
+def following_fsdp(ledger) -> Iterator[None]:
     """Three things of FSDP that the ledger would not see: gathered weights are freed by resizing their storage;
     DTensor finds out the shape of a result by computing it once on fake tensors of the whole size; gradients come to
     a shard without autograd's hooks."""

@@ -30,7 +30,7 @@ class Peak:
     Attributes:
         total: bytes on the device.
         by_kind: kind -> bytes, which sum to the total.
-        host: bytes that an engine kept in host memory, at most.
+        host: bytes that an engine kept in host memory, at most, whether then or at another time.
     """
 
     total: int = 0
@@ -235,10 +235,12 @@ class Ledger(TorchDispatchMode):
         self.events.append(Event(allocation, 0, self._visit, self._layer))
 
     def _note_peak(self) -> None:
-        peak = self.peaks.get(self._segment)
+        peak, host = self.peaks.get(self._segment), self._totals[HOST]
         if peak is None or self._total >= peak.total:
             by_kind = {kind: size for kind, size in self._totals.items() if size and kind != HOST}
-            self.peaks[self._segment] = Peak(self._total, by_kind, max(self._totals[HOST], peak.host if peak else 0))
+            self.peaks[self._segment] = Peak(self._total, by_kind, max(host, peak.host if peak else 0))
+        elif host > peak.host:
+            peak.host = host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE:

@@ -18,6 +18,7 @@ from hf_memopt.estimator.prediction import (
     fewest_layers,
     fields_of_trainer,
     missing_layers,
+    neediest_rank,
     report,
     traceable,
     traced,
@@ -102,6 +103,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
             padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
             trainer=trainer, values=values_of(tensors) if sees else {},
+            rank=neediest_rank(fields, job.engine, world_size),
         )  # fmt: skip
 
     whole = (layers_of(model.config),)

@@ -11,7 +11,7 @@ _MIB = 2**20
 # and later load kernels when they are first used, so the rest is smaller: assumed, not measured by this project.
 _CONTEXT = {"7.0": 1343 * _MIB, "7.5": 1343 * _MIB}
 _CONTEXT_LAZY = 512 * _MIB
-_SPARE_HOST = 2 * 2**30  # Python, torch, CUDA's host side and the data set's tables: assumed, not measured
+SPARE_HOST = 2 * 2**30  # Python, torch, CUDA's host side and the data set's tables: assumed, not measured
 
 
 def context(device: Hardware) -> int:
@@ -104,9 +104,9 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
     loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
-        return max(peak.total + peak.host for peak in peaks.values()) + loader + _SPARE_HOST
+        return max(peak.total + peak.host for peak in peaks.values()) + loader + SPARE_HOST
     staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
-    return max(offloaded, staged) + loader + _SPARE_HOST
+    return max(offloaded, staged) + loader + SPARE_HOST
 
 
 def notes(job, books: Books) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class Job:
         packed: several rows to a sample.
         video: the clips of a batch; None for text.
         frozen: of levers.video_parts.PARTS.
+        rank: which of the processes.
     """
 
     config: Any
@@ -69,6 +70,7 @@ class Job:
     packed: bool = False
     video: VideoInputs | None = None
     frozen: tuple[str, ...] = ()
+    rank: int = 0
 
     @property
     def batch(self) -> dict:
@@ -107,6 +109,7 @@ class Job:
             padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
             evaluated=evaluates(self.fields),
             memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos),
+            rank=self.rank,
         )  # fmt: skip
 
 
@@ -114,7 +117,8 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
              attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
              world_size: int | None = None, strategy: str | None = None, task: str | None = None,
              kbit_preparation: bool = False, memory_args=None, packed: bool = False,
-             video: VideoInputs | None = None, frozen: tuple[str, ...] = ()) -> Estimate:  # fmt: skip
+             video: VideoInputs | None = None, frozen: tuple[str, ...] = (),
+             rank: int | None = None) -> Estimate:  # fmt: skip
     """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
     The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
@@ -141,13 +145,14 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         packed: several rows to a sample, kept apart by their `position_ids`.
         video: what clips a sample has; `seq_len` then follows from it.
         frozen: parts of a video model that are not trained, "vision" and "projector".
+        rank: which of the processes; by default the one that needs the most.
 
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
     job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
                    quantization_config, world_size, strategy, task, kbit_preparation, memory_args, packed, video,
-                   frozen)  # fmt: skip
+                   frozen, rank)  # fmt: skip
     return estimate_job(job)
 
 
@@ -322,7 +327,8 @@ def phase_of(segment: str) -> str:
 
 def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="float32", attn_implementation=None,
              padded=False, quantization_config=None, world_size=None, strategy=None, task=None,
-             kbit_preparation=False, memory_args=None, packed=False, video=None, frozen=()) -> Job:  # fmt: skip
+             kbit_preparation=False, memory_args=None, packed=False, video=None, frozen=(),
+             rank=None) -> Job:  # fmt: skip
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
@@ -351,7 +357,13 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
                world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video,
-               tuple(frozen))  # fmt: skip
+               tuple(frozen), neediest_rank(fields, engine, world_size) if rank is None else rank)  # fmt: skip
+
+
+def neediest_rank(fields: dict[str, Any], engine: str, world_size: int) -> int:
+    """The process that needs the most. Under ZeRO-1 and 2 the last holds the gradients that backward makes first, from
+    then on; otherwise all need as much as the first, to which FSDP2 gives what cannot be shared evenly."""
+    return world_size - 1 if engine == "deepspeed" and _stage(fields) < 3 else 0
 
 
 def _check_length(config, seq_len: int) -> None:
@@ -432,8 +444,7 @@ def engine_of(fields: dict[str, Any], strategy: str | None, world_size: int) -> 
 
 def traceable(fields: dict[str, Any], engine: str) -> dict[str, Any]:
     """Fields of which every one can be traced: accelerate's activation checkpointing under FSDP2 is transformers' own,
-    what DeepSpeed swaps to NVMe stays in host memory, which it passes through, and its batch sizes follow the
-    Trainer's, of which fewer micro-batches are traced."""
+    and DeepSpeed's batch sizes follow the Trainer's, of which fewer micro-batches are traced."""
     if engine == "fsdp2" and fsdp_checkpoints(fields):
         return {
             **fields,
@@ -443,10 +454,6 @@ def traceable(fields: dict[str, Any], engine: str) -> dict[str, Any]:
     if engine != "deepspeed":
         return fields
     config = copy.deepcopy(fields["deepspeed"])
-    for part in ("offload_optimizer", "offload_param"):
-        offload = config.get("zero_optimization", {}).get(part, {})
-        if offload.get("device") == "nvme":
-            config["zero_optimization"][part] = {"device": "cpu", "pin_memory": offload.get("pin_memory", False)}
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[name] = "auto"
     return {**fields, "deepspeed": config}

@@ -65,6 +65,7 @@ class TracedJob:
         memory_args: MemoryArguments, whose levers make_model() has put on the model.
         values: of those tensors of the batch that the model asks for them.
         counted: the kernels of the step are counted too.
+        rank: which of the processes is traced.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -81,6 +82,7 @@ class TracedJob:
     memory_args: Any = None
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     counted: bool = False
+    rank: int = 0
 
 
 def trace(job: TracedJob) -> Books:
@@ -95,7 +97,7 @@ def trace(job: TracedJob) -> Books:
         _quiet(),
         _globals_kept(),
         _without_deepspeed(job.engine),
-        fake_cluster(job.world_size, job.engine, ledger),
+        fake_cluster(job.world_size, job.engine, ledger, job.rank),
     ):
         mesh = _mesh(job)
         args = _arguments(job, folder)
@@ -166,8 +168,7 @@ def _arguments(job: TracedJob, folder: str):
     known = {item.name for item in dataclasses.fields(kind) if item.init}
     fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
     fields["max_steps"] = _STEPS[job.engine]
-    if job.engine != "deepspeed":
-        fields["deepspeed"] = None
+    fields["deepspeed"] = _swapped_to(folder, fields["deepspeed"]) if job.engine == "deepspeed" else None
     if fields.pop("fp16", False):  # autocast to fp16 runs on accelerators only; the tensors are as large in bf16
         fields["bf16"] = True
     fields["gradient_accumulation_steps"] = min(fields.get("gradient_accumulation_steps", 1), _ACCUMULATED)
@@ -175,6 +176,15 @@ def _arguments(job: TracedJob, folder: str):
     # accelerate counts CPU devices; to fake tensors cpu:0 is another device than cpu.
     PartialState._shared_state["device"] = args.__dict__["_setup_devices"] = torch.device("cpu")
     return args
+
+
+def _swapped_to(folder: str, config: dict) -> dict:
+    """A DeepSpeed configuration that swaps to another folder, for what its swappers make and clear at their start."""
+    zero = dict(config.get("zero_optimization") or {})
+    for part in ("offload_optimizer", "offload_param"):
+        if "nvme_path" in (zero.get(part) or {}):
+            zero[part] = {**zero[part], "nvme_path": folder}
+    return {**config, "zero_optimization": zero}
 
 
 def _offload_in_the_books(job: TracedJob, model, ledger: Ledger) -> None:
