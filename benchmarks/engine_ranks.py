@@ -52,6 +52,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     sizes = {"distributed_config": DistributedConfig(**case["sizes"])} if "sizes" in case else {}
     def train() -> None:
         model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32, **sizes)
+        alone(model)
         trainers.append(Trainer(model=model, args=args, train_dataset=rows(case["seq_len"], model.config.vocab_size),
                                 data_collator=default_data_collator))  # fmt: skip
         trainers[0].train()
@@ -112,6 +113,14 @@ def sized(case: dict):
     asks = mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None)
     with asks if "sizes" in case else nullcontext():
         yield
+
+
+def alone(model) -> None:
+    """A rank's parts of weights without the rest of the file's, of which they are views as long as nothing moves them
+    to another device."""
+    for weight in model.parameters():
+        if (part := getattr(weight, "_local_tensor", None)) is not None:
+            weight._local_tensor = part.clone()
 
 
 def with_nvme(config: dict, folder: Path) -> dict:

@@ -8,7 +8,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.ledger import Peak
 
 _TRACED_WHOLE = 6  # layers; up to this depth the model is traced as it is
-FEWEST = {"none": 3, "ddp": 3, "fsdp2": 4, "deepspeed": 4}  # layers that are traced, at least, by engine
+FEWEST = {"none": 3, "ddp": 3, "fsdp2": 4, "mesh": 4, "deepspeed": 4}  # layers that are traced, at least, by engine
 FEWEST_IN_PARTITIONS = 10  # ZeRO-1 and 2 cut all weights into flat partitions, where embeddings must not dominate
 # Settings that make every n-th layer of another kind, and those that say how many come first.
 _EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period")

@@ -10,14 +10,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from unittest import mock
 
 import torch
 from torch import distributed
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_memopt.compatibility.mesh import Mesh
 from hf_memopt.estimator import fake_disk
 
-ENGINES = ("none", "ddp", "fsdp2", "deepspeed")
+ENGINES = ("none", "ddp", "fsdp2", "mesh", "deepspeed")
 _SYNC_BUFFER = 250 * 2**20  # bytes; torch broadcasts a model's start in pieces of this size (DistributedDataParallel)
 # What a launcher leaves in the environment; the traced job must not see it.
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -28,7 +31,7 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
     """Be one of `world_size` processes.
 
     Args:
-        engine: none, ddp, fsdp2 or deepspeed.
+        engine: none, ddp, fsdp2, mesh or deepspeed.
         ledger: is told of memory that FSDP gives back without freeing the tensor.
         rank: which one.
     """
@@ -46,8 +49,9 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
             if engine == "deepspeed":
                 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
                 patches.enter_context(_deepspeed(ledger))
-            elif engine == "fsdp2":
+            elif engine in ("fsdp2", "mesh"):
                 patches.enter_context(following_fsdp(ledger))
+                patches.enter_context(_meshes())
             else:
                 replica = type("Replica", (Replica,), {"ledger": ledger})
                 patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", replica))
@@ -149,7 +153,7 @@ def following_fsdp(ledger) -> Iterator[None]:
             reduce(group, *args, **kwargs)
             for weight in group.fsdp_params:
                 if weight.sharded_param.grad is not None:
-                    ledger.classify(weight.sharded_param.grad._local_tensor, "gradients")
+                    ledger.classify(weight.sharded_param.grad, "gradients")
             where, layer = getattr(group.modules[0], "place_in_model", ("the rest", None))
             ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 
@@ -157,6 +161,26 @@ def following_fsdp(ledger) -> Iterator[None]:
         name = "_propagate_tensor_meta_non_cached"
         find_shape = unbooked(getattr(ShardingPropagator, name))
         patches.enter_context(mock.patch.object(ShardingPropagator, name, find_shape))
+        yield
+
+
+@contextmanager
+def _meshes() -> Iterator[None]:
+    """Meshes lay out ranks where tensors are fake, of which they need values; accelerate wants an accelerator for them."""
+    from accelerate import ParallelismConfig
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def with_values(make):
+        def made(*args, **kwargs):
+            with _disable_current_modes():
+                return make(*args, **kwargs)
+
+        return made
+
+    with ExitStack() as patches:
+        for owner, name in ((ParallelismConfig, "build_device_mesh"), (DeviceMesh, "__init__")):
+            patches.enter_context(mock.patch.object(owner, name, with_values(getattr(owner, name))))
+        patches.enter_context(mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None))
         yield
 
 
@@ -193,6 +217,21 @@ class Replica(torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
+
+
+def spread(model, mesh: Mesh, bf16: bool):
+    """A model cut up as from_pretrained does with a DistributedConfig, which begins with weights on the meta device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    config = DistributedConfig(**asdict(mesh), fsdp_mixed_precision=bf16)
+    with _disable_current_modes():
+        dense = init_device_mesh("cpu", (1, mesh.dp_replicate_size, mesh.fsdp_size, mesh.tp_size),
+                                 mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))  # fmt: skip
+        expert = init_device_mesh("cpu", (1, mesh.dp_replicate_size, config.efsdp_size, 1),
+                                  mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))  # fmt: skip
+    return model.maybe_distribute_model(model, config, TransformersDeviceMesh(dense, expert))
 
 
 class HostAdam(torch.optim.AdamW):

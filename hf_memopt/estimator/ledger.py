@@ -154,7 +154,7 @@ class Ledger(TorchDispatchMode):
 
     def classify(self, tensor: torch.Tensor, kind: str) -> None:
         """Book a tensor's storage under another kind."""
-        key = tensor.untyped_storage()._cdata
+        key = _storage(tensor)._cdata
         if key not in self._live:
             return
         size, old, allocation = self._live[key]
@@ -165,13 +165,13 @@ class Ledger(TorchDispatchMode):
 
     def tag(self, tensor: torch.Tensor, layer: int | None) -> None:
         """Say which layer's weight, gradient or optimizer state a storage holds."""
-        booked = self._live.get(tensor.untyped_storage()._cdata)
+        booked = self._live.get(_storage(tensor)._cdata)
         if booked and layer is not None:
             self.layers[booked[2]] = layer
 
     def layer_of(self, tensor: torch.Tensor) -> int | None:
         """The layer that a storage was said to belong to."""
-        booked = self._live.get(tensor.untyped_storage()._cdata)
+        booked = self._live.get(_storage(tensor)._cdata)
         return self.layers.get(booked[2]) if booked else None
 
     def restart(self) -> None:
@@ -184,6 +184,7 @@ class Ledger(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Book a tensor's storage, unless it is booked already, empty, or a real tensor without bytes."""
+        tensor = getattr(tensor, "_local_tensor", tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or self.paused or storage.nbytes() == 0:
@@ -299,6 +300,11 @@ class Ledger(TorchDispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
 
+def _storage(tensor: torch.Tensor):
+    """What holds a tensor's bytes here: of a DTensor its own shard."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _SCALARS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
@@ -368,8 +374,11 @@ def _grouped_product(left, right, offs=None, bias=None, out_dtype=None):
     return torch.empty(size, dtype=out_dtype or left.dtype, device=left.device)
 
 
-# Kernels that allocate otherwise than the fake CPU ones.
-_ON_CPU = {_aten._grouped_mm.default: _grouped_product}
+# Kernels that allocate otherwise than the fake CPU ones. A collective's result, once it is there, is what was waited for.
+_ON_CPU = {
+    _aten._grouped_mm.default: _grouped_product,
+    torch.ops._c10d_functional.wait_tensor.default: lambda awaited: awaited,
+}
 _ON_ACCELERATOR = {**_ON_CPU, _FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
 
 

@@ -1,7 +1,7 @@
 """The model of a job, as from_pretrained and peft would leave it, made where tensors have no bytes."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ def task_of(config) -> str:
 
 def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config,
                kbit_preparation: bool = False, memory_args: MemoryArguments | None = None,
-               frozen: tuple[str, ...] = ()):  # fmt: skip
+               frozen: tuple[str, ...] = (), spread: Callable | None = None):  # fmt: skip
     """Called in the fake world.
 
     Args:
@@ -54,6 +54,7 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         kbit_preparation: peft's prepare_model_for_kbit_training is called, which this project's recipes avoid.
         memory_args: MemoryArguments, whose levers are put on the model.
         frozen: parts of a video model that are not trained (levers.video_parts.PARTS).
+        spread: cuts the model up where from_pretrained would.
 
     Raises:
         InputError: an unknown task.
@@ -65,6 +66,8 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
     model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), attn_implementation=attn_implementation)
+    if spread is not None:
+        model = spread(model)
     if quantization is not None:
         quantization = copy.deepcopy(quantization)
         quantization.bnb_4bit_compute_dtype = traceable(quantization.bnb_4bit_compute_dtype)

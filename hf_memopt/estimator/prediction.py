@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.compatibility.launch import read_json
+from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.architectures import load_config
@@ -19,6 +20,7 @@ from hf_memopt.estimator.depth import (
     shallow_depths,
     with_depth,
 )
+from hf_memopt.estimator.fake_cluster import spread
 from hf_memopt.estimator.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.model import batch_of, count_weights, make_model, task_of
 from hf_memopt.estimator.parallel import one_by_one
@@ -43,7 +45,7 @@ class Job:
 
     Attributes:
         fields: TrainingArguments fields that differ from their defaults; `deepspeed` is a dict.
-        engine: none, ddp, fsdp2 or deepspeed.
+        engine: none, ddp, fsdp2, mesh or deepspeed.
         task: what the model is trained for (estimator.model.TASKS).
         kbit_preparation: peft's prepare_model_for_kbit_training is called.
         memory_args: MemoryArguments, whose levers are on.
@@ -51,6 +53,7 @@ class Job:
         video: the clips of a batch; None for text.
         frozen: of levers.video_parts.PARTS.
         rank: which of the processes.
+        mesh: how they share the model, for the engine "mesh".
     """
 
     config: Any
@@ -71,6 +74,7 @@ class Job:
     video: VideoInputs | None = None
     frozen: tuple[str, ...] = ()
     rank: int = 0
+    mesh: Mesh | None = None
 
     @property
     def batch(self) -> dict:
@@ -98,11 +102,12 @@ class Job:
 
     def at(self, depth: int) -> TracedJob:
         """The job on a model with so many layers."""
-        shallow = with_depth(self.config, depth)
+        shallow, mesh = with_depth(self.config, depth), self.mesh
+        cut_up = functools.partial(spread, mesh=mesh, bf16=self.fields.get("bf16", False)) if mesh else None
         return TracedJob(
             make_model=lambda: make_model(
                 shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
-                self.kbit_preparation, self.memory_args, self.frozen,
+                self.kbit_preparation, self.memory_args, self.frozen, cut_up,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
             host_apart=self.device.memory_apart,
@@ -137,7 +142,8 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
         padded: samples are padded, so that an attention mask is built.
         quantization_config: a BitsAndBytesConfig with load_in_4bit.
         world_size: processes that train together, one device each; by default those of `args`, else 1.
-        strategy: ddp, fsdp2, or a DeepSpeed JSON as for `args`; by default what `args` says.
+        strategy: ddp, fsdp2, tpN, hsdpN, tpN_hsdpM (compatibility.mesh), or a DeepSpeed JSON as for `args`; by default
+            what `args` says.
         task: causal-lm, masked-lm, seq2seq-lm, sequence-classification or image-text-to-text (text only); by default
             what the configuration is for.
         kbit_preparation: peft's prepare_model_for_kbit_training is called on the model.
@@ -357,7 +363,8 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
         raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
                world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video,
-               tuple(frozen), neediest_rank(fields, engine, world_size) if rank is None else rank)  # fmt: skip
+               tuple(frozen), neediest_rank(fields, engine, world_size) if rank is None else rank,
+               mesh_of(strategy, world_size) if engine == "mesh" else None)  # fmt: skip
 
 
 def neediest_rank(fields: dict[str, Any], engine: str, world_size: int) -> int:
@@ -430,7 +437,9 @@ def deepspeed_config(given: dict | str) -> dict:
 
 
 def engine_of(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:
-    """none, ddp, fsdp2 or deepspeed."""
+    """none, ddp, fsdp2, mesh or deepspeed."""
+    if is_mesh(strategy):
+        return "mesh"
     if strategy and strategy not in _PARALLEL:
         fields["deepspeed"] = deepspeed_config(strategy)
     if fields.get("deepspeed"):

@@ -31,7 +31,7 @@ from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 
 # The first step makes the optimizer's states, the second is what every further step looks like. Without an engine the
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
-_STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "deepspeed": 2}
+_STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "mesh": 2, "deepspeed": 2}
 _ACCUMULATED = 2  # more micro-batches change nothing but the number of prefetched ones
 _STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 # What cannot matter to a step's memory, or cannot run without a device or files.
@@ -57,7 +57,7 @@ class TracedJob:
         batch: the tensors of one micro-batch: name -> (shape, dtype).
         accelerator: count as an accelerator's allocator does.
         padded: batches hold padding, or several rows to a sample.
-        engine: none, ddp, fsdp2 or deepspeed.
+        engine: none, ddp, fsdp2, mesh (transformers' DistributedConfig) or deepspeed.
         evaluated: the job evaluates while it trains.
         kept_logits: evaluation batches whose logits stay on the device until metrics are computed.
         trainer: the user's own, whose class and settings the traced one gets; None for transformers' Trainer.
@@ -292,10 +292,10 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
             layers = [layer for stack in stacks for layer in stack]
             fully_shard_model(model, layers, trainer.optimizer, mesh, job.fields.get("bf16"), job.fields.get("fp16"))
             for weight in model.parameters():
-                ledger.classify(getattr(weight, "_local_tensor", weight), "parameters")
+                ledger.classify(weight, "parameters")
             for layer in layers:
                 for weight in layer.parameters():
-                    ledger.tag(getattr(weight, "_local_tensor", weight), layer.place_in_model[1])
+                    ledger.tag(weight, layer.place_in_model[1])
             ledger.restart()  # accelerate shards on the meta device: a whole model is never on the card
             return model
 
@@ -434,7 +434,7 @@ def _phases():
         def on_pre_optimizer_step(self, *args, **kwargs):
             for weight in self.trainer.model.parameters():
                 if hasattr(weight.grad, "_local_tensor"):
-                    self.ledger.classify(weight.grad._local_tensor, "gradients")
+                    self.ledger.classify(weight.grad, "gradients")
             self.ledger.begin("optimizer", HOST if self.trainer.steps_on_host else "workspace")
 
         def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
@@ -442,7 +442,7 @@ def _phases():
             if not followed and not self.trainer.steps_on_host:
                 for states in getattr(optimizer, "optimizer", optimizer).state.values():
                     for tensor in tensors_in(states):
-                        self.ledger.classify(getattr(tensor, "_local_tensor", tensor), "optimizer_states")
+                        self.ledger.classify(tensor, "optimizer_states")
             self.ledger.begin("between", "other")
 
     return Phases

@@ -1,0 +1,56 @@
+"""Tensor parallelism, sharding and replicas by transformers' own DistributedConfig: strategies tp8, hsdp8, tp8_hsdp2.
+
+tpN cuts every layer's matrices over N devices, which share a batch; what processes are beyond that shard the rest of the
+way (FSDP2). hsdpN shards over N devices, and as many replicas as there are processes for: only gradients pass between
+them.
+"""
+
+import re
+from dataclasses import dataclass
+
+from hf_memopt.errors import InputError
+
+_STRATEGY = re.compile(r"(?:tp(?P<tp>\d+))?_?(?:hsdp(?P<fsdp>\d+))?")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How processes share a model: their number is the product.
+
+    Attributes:
+        tp_size, fsdp_size, dp_replicate_size: as in transformers.distributed.DistributedConfig.
+    """
+
+    tp_size: int = 1
+    fsdp_size: int = 1
+    dp_replicate_size: int = 1
+
+    @property
+    def batches(self) -> int:
+        """Processes that take a batch of their own."""
+        return self.fsdp_size * self.dp_replicate_size
+
+
+def is_mesh(strategy: str | None) -> bool:
+    """Whether a strategy is of this kind."""
+    return bool(strategy) and _STRATEGY.fullmatch(strategy) is not None
+
+
+def mesh_strategy(tp_size: int | None, fsdp_size: int | None) -> str | None:
+    """The strategy's name for a recipe's arguments; None where neither was given."""
+    return "_".join([f"tp{tp_size}"] * bool(tp_size) + [f"hsdp{fsdp_size}"] * bool(fsdp_size)) or None
+
+
+def mesh_of(strategy: str, world_size: int) -> Mesh:
+    """The sizes that a strategy has on a number of processes.
+
+    Raises:
+        InputError: the processes cannot be shared so.
+    """
+    found = _STRATEGY.fullmatch(strategy)
+    tp, fsdp = int(found["tp"] or 1), int(found["fsdp"] or 0)
+    if min(tp, fsdp or 1) < 1 or world_size % (tp * (fsdp or 1)):
+        sizes = " × ".join(f"{name}={size}" for name, size in (("tp_size", tp), ("fsdp_size", fsdp)) if size)
+        raise InputError(f"{sizes} does not divide the {world_size} processes: choose sizes whose product does")
+    rest = world_size // tp
+    return Mesh(tp, fsdp, rest // fsdp) if fsdp else Mesh(tp, rest, 1)
