@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json
+from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, shipped, write_folder
@@ -68,6 +69,7 @@ def _recipe_words(preset: Preset, folder: Path, recipe: str, name: str) -> list[
     return [
         shlex.quote(str(script)), "--preset", name, "--method", preset.method, "--effective_batch_size",
         str(preset.effective_batch_size), "--config", shlex.quote(str(folder / "training_arguments.json")),
+        *mesh_words(preset.strategy),
     ]  # fmt: skip
 
 

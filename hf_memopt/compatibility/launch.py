@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.errors import InputError, one_line
 
 
@@ -37,7 +38,9 @@ def deepspeed_strategy(config: dict) -> str:
 
 
 def split_strategy(strategy: str) -> tuple[str, str]:
-    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu)."""
+    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu), tp8 -> (mesh, none)."""
+    if is_mesh(strategy):
+        return "mesh", "none"
     engine, _, offload = strategy.partition("_offload_")
     return engine.removesuffix("_plus_plus"), offload or "none"
 

@@ -41,6 +41,13 @@ def mesh_strategy(tp_size: int | None, fsdp_size: int | None) -> str | None:
     return "_".join([f"tp{tp_size}"] * bool(tp_size) + [f"hsdp{fsdp_size}"] * bool(fsdp_size)) or None
 
 
+def mesh_words(strategy: str) -> list[str]:
+    """The recipe's arguments that ask for a strategy; none for those that a launcher knows."""
+    found = _STRATEGY.fullmatch(strategy)
+    sizes = {"--tp_size": found["tp"], "--fsdp_size": found["fsdp"]} if found else {}
+    return [word for name, size in sizes.items() if size for word in (name, size)]
+
+
 def mesh_of(strategy: str, world_size: int) -> Mesh:
     """The sizes that a strategy has on a number of processes.
 

@@ -25,7 +25,8 @@ LAYERWISE = frozenset({
 KEPT_UNDER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
 
 ZERO = frozenset({"zero1", "zero2", "zero3"})
-SHARDED = ZERO | {"fsdp2"}
+DTENSOR = frozenset({"fsdp2", "mesh"})
+SHARDED = ZERO | DTENSOR
 DISTRIBUTED = SHARDED | {"ddp"}
 OFFLOADED = frozenset({"cpu", "nvme"})
 GPU = frozenset({"cuda", "rocm", "mps", "xpu"})
@@ -85,11 +86,11 @@ RULES = [
     # Optimizer × FSDP2
     _rule("its kernel mixes Tensor and DTensor and raises at the first step (bitsandbytes issue 1633)",
           "optim=adamw_torch_8bit (needs torchao) or optim=adamw_torch_fused",
-          "run on gloo with fully_shard", optim=BITSANDBYTES, strategy="fsdp2"),
+          "run on gloo with fully_shard", optim=BITSANDBYTES, strategy=DTENSOR),
     _rule("its step raises a RuntimeError on DTensor", "optim=adamw_torch_fused or optim=adamw_torch_8bit",
-          "run on gloo with fully_shard", optim="adafactor", strategy="fsdp2"),
+          "run on gloo with fully_shard", optim="adafactor", strategy=DTENSOR),
     _rule("its states fail an assertion on DTensor", "optim=adamw_torch_8bit", "run on gloo with fully_shard",
-          optim="adamw_torch_4bit", strategy="fsdp2"),
+          optim="adamw_torch_4bit", strategy=DTENSOR),
     # Optimizer × device
     _rule("bitsandbytes has no optimizer kernel for Apple's MPS", "optim=adamw_torch or optim=adafactor",
           "source: bitsandbytes/backends/mps registers no optimizer_update", optim=BITSANDBYTES, device="mps"),

@@ -14,7 +14,7 @@ class Setup:
     Attributes:
         optim: as in TrainingArguments.
         method: full | lora | qlora.
-        strategy: none | ddp | zero1 | zero2 | zero3 | fsdp2.
+        strategy: none | ddp | zero1 | zero2 | zero3 | fsdp2 | mesh.
         offload: where the optimizer states are: none | cpu | nvme.
         device: cuda | rocm | mps | xpu | cpu.
         precision: bf16 | fp16 | fp32, of the computation.

@@ -70,13 +70,18 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
         for name, value in vars(c10d).copy().items():  # what is known of real groups, which destroying would clear
             if name.startswith(("_pg_", "_tags_to_pg")) and isinstance(value, dict):
                 patches.enter_context(mock.patch.object(c10d, name, type(value)()))
+        # By these names operators find real groups; destroying this one would forget them all.
+        patches.enter_context(mock.patch.object(c10d, "_unregister_all_process_groups", lambda: None))
         # init_process_group makes uncaught errors say the rank; this process's are its own.
         patches.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
             yield
         finally:
+            names = list(c10d._world.pg_names.values())
             distributed.destroy_process_group()
+            for name in names:
+                c10d._unregister_process_group(name)
 
 
 @contextmanager

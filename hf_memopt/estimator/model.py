@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
@@ -61,13 +61,17 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     """
     import torch
     import transformers
+    from transformers.initialization import no_tie_weights
 
     if task not in TASKS:
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
-    model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), attn_implementation=attn_implementation)
+    with no_tie_weights() if spread else nullcontext():
+        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)),
+                                 attn_implementation=attn_implementation)  # fmt: skip
     if spread is not None:
         model = spread(model)
+        model.tie_weights(recompute_mapping=False)
     if quantization is not None:
         quantization = copy.deepcopy(quantization)
         quantization.bnb_4bit_compute_dtype = traceable(quantization.bnb_4bit_compute_dtype)

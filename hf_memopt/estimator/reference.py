@@ -43,7 +43,7 @@ def job_of(preset: Preset, model=None, seq_len: int | None = None, world_size: i
     return describe(
         model, resolved, seq_len or preset.seq_len, more.pop("hardware", preset.hardware),
         preset.peft_config(**(lora or {})), preset.dtype, quantization_config=quantization, world_size=world_size,
-        strategy=preset.strategy if preset.strategy in ("ddp", "fsdp2") else None, **more,
+        strategy=None if preset.strategy.startswith("zero") else preset.strategy, **more,
     )  # fmt: skip
 
 

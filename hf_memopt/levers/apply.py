@@ -4,6 +4,7 @@ from typing import Any
 
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.replaced import replace
+from hf_memopt.levers.sharded_gradients import reduce_at_once
 
 
 def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0.0) -> None:
@@ -46,11 +47,13 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
 
 
 def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
-    """Have a trainer make its optimizer, and compile, as MemoryArguments say.
+    """Have a trainer make its optimizer, and compile, as MemoryArguments say; where transformers sharded its model, no
+    process keeps whole gradients.
 
     Args:
         host: how host memory is taken, for optimizer_cpu_offload.
     """
+    reduce_at_once(trainer)
     if memory_args.compile_memory_budget is not None and trainer.args.torch_compile:
         from hf_memopt.levers.compile_memory_budget import set_memory_budget
 

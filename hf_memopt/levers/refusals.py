@@ -6,7 +6,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import MemoryArguments
 
-_SHARDING = ("fsdp2", "deepspeed")
+_SHARDING = ("fsdp2", "mesh", "deepspeed")
 
 
 def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0) -> None:
@@ -14,7 +14,7 @@ def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: s
 
     Args:
         fields: TrainingArguments fields that differ from their defaults.
-        engine: none, ddp, fsdp2 or deepspeed.
+        engine: none, ddp, fsdp2, mesh or deepspeed.
         zero_stage: DeepSpeed's.
 
     Raises:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hf_memopt.compatibility.launch import split_strategy
+from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.files import shipped
 from hf_memopt.hardware.catalog import Hardware
 
@@ -12,7 +13,7 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
     """Keys and values as `accelerate launch --config_file` reads them.
 
     Args:
-        strategy: none | ddp | fsdp2 | the name of a file in accelerate_configs/deepspeed.
+        strategy: as a Preset's.
         processes: over all machines.
         precision: fp8 | bf16 | fp16 | fp32.
         deepspeed_file: path of the DeepSpeed JSON. accelerate resolves it against the working directory, not
@@ -53,6 +54,8 @@ FSDP2 = {
 def _distributed_type(strategy: str) -> str:
     if strategy.startswith("zero"):
         return "DEEPSPEED"
+    if is_mesh(strategy):  # the recipe cuts the model up, by its own arguments; accelerate has only to start it
+        return "MULTI_GPU"
     # Several CPU processes are started as MULTI_GPU with use_cpu: accelerate starts MULTI_CPU through mpirun only.
     return {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}[strategy]
 

@@ -85,18 +85,19 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
                 "preset %s counts on %d processes, this is one: start with accelerate launch, or pass world_size=1",
                 preset.name, world_size,
             )  # fmt: skip
+    batches = preset.batches(world_size)
     effective = overrides.get("effective_batch_size")
     micro, accumulation = batch_settings(
         preset.effective_batch_size if effective is None else effective,
         preset.micro_batch_size,
-        world_size,
+        batches,
         overrides.get("per_device_train_batch_size"),
         overrides.get("gradient_accumulation_steps"),
     )
-    if effective is not None and micro * accumulation * world_size != effective:
+    if effective is not None and micro * accumulation * batches != effective:
         raise InputError(
             f"effective_batch_size={effective} is not per_device_train_batch_size {micro} × "
-            f"gradient_accumulation_steps {accumulation} × {world_size} processes: leave one of the two out"
+            f"gradient_accumulation_steps {accumulation} × {batches} processes: leave one of the two out"
         )
     return {
         "per_device_train_batch_size": micro,
@@ -111,7 +112,7 @@ def _check(preset, values: dict[str, Any]) -> None:
     hardware = preset.hardware
     if not use_cpu:
         hardware = _present(preset)
-    engine, offload = split_strategy(launched_strategy() or "none")
+    engine, offload = split_strategy(preset.strategy if preset.mesh else launched_strategy() or "none")
     check(
         preset.setup(
             optim=str(getattr(values.get("optim"), "value", values.get("optim", "adamw_torch_fused"))),

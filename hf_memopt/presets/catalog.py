@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 from hf_memopt.compatibility.launch import launched_strategy
+from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.allocator import configure_allocator
@@ -31,7 +32,8 @@ def list_presets() -> list[str]:
 
 
 def strategies() -> list[str]:
-    """The strategies that a preset can be asked for with: none, ddp, fsdp2 and the shipped DeepSpeed files."""
+    """The strategies that a preset can be asked for with, beside tpN and hsdpN: none, ddp, fsdp2 and the shipped DeepSpeed
+    files."""
     return ["none", "ddp", "fsdp2", *(file.stem for file in deepspeed_files())]
 
 
@@ -51,8 +53,8 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
     """
     if method not in METHODS:
         raise choose("method", method, METHODS)
-    if strategy is not None and strategy not in strategies():
-        raise choose("strategy", strategy, strategies())
+    if strategy is not None and strategy not in strategies() and not is_mesh(strategy):
+        raise choose("strategy", strategy, [*strategies(), "tp8", "hsdp8"])
     if name == "auto":
         configure_allocator()  # looking at the card starts CUDA
         preset = _for_device(get_hardware("auto"), method)
@@ -65,6 +67,7 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
         if strategy == "none" and preset.processes > 1:
             raise InputError(f"preset {name} is for {preset.processes} devices: strategy none cannot connect them")
         preset = with_strategy(preset, strategy)
+        preset.batches(preset.processes)
         check(preset.setup())
     if precision not in (None, "fp8"):
         raise choose("precision", precision, ("fp8",))

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.launch import read_json, split_strategy
+from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.errors import InputError, as_input_error, choose
@@ -28,11 +29,12 @@ class Preset:
 
     Attributes:
         name, hardware, method: what it was asked for with.
-        strategy: none | ddp | fsdp2 | a name in accelerate_configs/deepspeed.
+        strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM (compatibility.mesh) | a name in
+            accelerate_configs/deepspeed.
         processes: how many devices it is meant for.
         machines: that they are in.
         micro_batch_size: samples per device and forward pass.
-        effective_batch_size: micro-batch × accumulation × world size, which never changes.
+        effective_batch_size: micro-batch × accumulation × processes with a batch of their own, which never changes.
         seq_len: tokens a sample, at most.
         reference_model: hub id of the model that the numbers are meant for.
         meant_for: the sentence that says what the preset trades.
@@ -57,9 +59,18 @@ class Preset:
     machines: int = 1
 
     @property
+    def mesh(self) -> Mesh | None:
+        """How the devices that it is meant for share the model, where transformers cuts it up."""
+        return mesh_of(self.strategy, self.processes) if is_mesh(self.strategy) else None
+
+    def batches(self, world_size: int) -> int:
+        """Processes of so many that take a batch of their own: not those that share one by tensor parallelism."""
+        return mesh_of(self.strategy, world_size).batches if is_mesh(self.strategy) else world_size
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Accumulation on the number of devices that the preset is meant for."""
-        return self.effective_batch_size // (self.micro_batch_size * self.processes)
+        return self.effective_batch_size // (self.micro_batch_size * self.batches(self.processes))
 
     @property
     def precision(self) -> str:
@@ -209,9 +220,9 @@ class Preset:
 def with_strategy(preset: Preset, strategy: str) -> Preset:
     """The preset under another engine: what the engine decides changes with it, the batch does not.
 
-    DeepSpeed and FSDP2 keep fp32 master weights themselves, so weights load in the computing dtype. FSDP2
-    checkpoints activations itself. Offloaded optimizer states need an optimizer that DeepSpeed has on the host, and
-    FSDP2 one that knows DTensor.
+    DeepSpeed and FSDP2 keep fp32 master weights themselves, so weights load in the computing dtype; where transformers
+    shards, what is trained is what was loaded. FSDP2 checkpoints activations itself. Offloaded optimizer states need an optimizer that DeepSpeed has on the host, and
+    FSDP2 and transformers' sharding one that knows DTensor.
     """
     engine, offload = split_strategy(strategy)
     training = dict(preset.training)
@@ -219,10 +230,13 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     if engine == "fsdp2":
         training.pop("activation_checkpointing", None)
         training.pop("activation_checkpointing_kwargs", None)
-    if training.get("optim") in BITSANDBYTES and (engine == "fsdp2" or offload != "none"):
+    if training.get("optim") in BITSANDBYTES and (engine in ("fsdp2", "mesh") or offload != "none"):
         training["optim"] = "adamw_torch" if offload != "none" else "adamw_torch_fused"
-    if engine.startswith("zero") or engine == "fsdp2":
+    if engine == "mesh" and preset.method == "full":
+        dtype = "float32"
+    elif engine.startswith("zero") or engine in ("fsdp2", "mesh"):
         dtype = _DTYPE_OF[preset.precision]
+    if engine.startswith("zero") or engine in ("fsdp2", "mesh"):
         # torch.compile under the engines is untried here.
         training.pop("torch_compile", None)
     return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)

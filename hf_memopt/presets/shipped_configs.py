@@ -1,5 +1,6 @@
 """The files accelerate_configs/*.yaml, made from the presets; `make configs` writes them."""
 
+from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.files import shipped, write_whole
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.catalog import get_preset, list_presets
@@ -9,8 +10,8 @@ from hf_memopt.presets.preset import Preset
 # The presets whose file depends on the engine, with the engines shipped; export writes the other combinations.
 _ENGINES = {
     "a100_80gb_x8": ("zero2", "zero3", "fsdp2"),
-    "h100_80gb_x8": ("zero2", "zero3", "fsdp2"),
-    "h100_80gb_x16_nodes": ("zero3", "zero3_offload_cpu", "fsdp2"),
+    "h100_80gb_x8": ("zero2", "zero3", "fsdp2", "tp8"),
+    "h100_80gb_x16_nodes": ("zero3", "zero3_offload_cpu", "fsdp2", "hsdp8", "tp8"),
     "cpu_x2": ("ddp", "zero2", "zero3"),
 }
 # Rungs of the ladder launch like the first one.
@@ -54,6 +55,8 @@ def _comment(preset: Preset) -> str:
     machines = f" in {preset.machines} machines" if preset.machines > 1 else ""
     engine = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}.get(preset.strategy, f", DeepSpeed {preset.strategy}")
     path = "; run from the repository's root" if preset.strategy.startswith("zero") else ""
+    if preset.mesh:
+        engine, path = f", {preset.strategy}", f"; with the recipe's argument {' '.join(mesh_words(preset.strategy))}"
     return f"{devices}{preset.hardware.label}{machines}{engine}{path}"
 
 

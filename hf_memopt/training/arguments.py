@@ -56,6 +56,12 @@ class RecipeArguments:
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens per sample. Default: the preset's, within the model's positions."}
     )
+    tp_size: int | None = field(
+        default=None, metadata={"help": "Devices that cut every layer up between them (tensor parallelism)."}
+    )
+    fsdp_size: int | None = field(
+        default=None, metadata={"help": "Devices that share the weights; more of them hold replicas (HSDP)."}
+    )
     packing: bool = field(
         default=False,
         metadata={

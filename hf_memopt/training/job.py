@@ -5,11 +5,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.compatibility import check_config_file, launched_config_file, launched_strategy, world_size
+from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError, as_input_error, choose
@@ -131,7 +132,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
 
     # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    preset = get_preset(recipe.preset, recipe.method)
+    preset = get_preset(recipe.preset, recipe.method, mesh_strategy(recipe.tp_size, recipe.fsdp_size))
     if recipe.dtype:
         preset = replace(preset, dtype=recipe.dtype)
     peft_config = preset.peft_config(**parsed.lora)
@@ -150,6 +151,20 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     output = Path(job.args.output_dir)
     job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     return job
+
+
+def _distributed_config(job: Job):
+    """How from_pretrained cuts the model up over the processes.
+
+    Raises:
+        InputError: the processes cannot be shared so, or the weights are not loaded from files.
+    """
+    from transformers.distributed import DistributedConfig
+
+    if job.from_scratch:
+        raise InputError("tp_size and fsdp_size cut weights up while they are loaded: pass model_name_or_path")
+    mesh = mesh_of(job.preset.strategy, job.args.world_size)
+    return DistributedConfig(**asdict(mesh), fsdp_mixed_precision=job.args.bf16 and mesh.batches > 1)
 
 
 def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool) -> Planned:
@@ -295,6 +310,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
         preflight.check(preflight.launch_of(job.args, config, task_of(config), job.preset.dtype, adapters))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
+    if is_mesh(job.preset.strategy):
+        kwargs["distributed_config"] = _distributed_config(job)
     if job.quantization and "quantization_config" not in kwargs:
         raise InputError("quantization.* applies to method=qlora only")
     if "quantization_config" in kwargs:

@@ -23,6 +23,7 @@ from hf_memopt.monitor.readers import Reader, limit_process
 from hf_memopt.training.batch_limit import BatchLimit
 from hf_memopt.training.eval_recovery import EvalRecovery
 from hf_memopt.training.exhausted import TrainingOutOfMemory
+from hf_memopt.training.mesh_states import states_saved_here
 from hf_memopt.training.oom import Diagnosis, free_memory
 from hf_memopt.training.oom_report import oom_report, told
 from hf_memopt.training.peers import Peers
@@ -63,7 +64,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         self._window, self._running = Window(), (None, 0)
         self._stage, self._share = "start", 1.0
         self._loss_is_a_sum: bool | None = None
-        super().__init__(*args, **kwargs)
+        with states_saved_here(kwargs.get("args", args[1] if len(args) > 1 else None)):
+            super().__init__(*args, **kwargs)
         if self.args.auto_find_batch_size:
             raise InputError(
                 "auto_find_batch_size=True restarts the schedule and shrinks the effective batch: leave it out, "
@@ -92,9 +94,16 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             self.label_smoother = None
 
     def _engine(self) -> str:
-        """none, ddp, fsdp2 or deepspeed."""
+        """none, ddp, fsdp2, mesh or deepspeed."""
+        if self.is_distributed_loading_by_transformers:
+            return "mesh"
         kind = self.accelerator.distributed_type.value
         return {"NO": "none", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}.get(kind, "ddp")
+
+    @property
+    def batches(self) -> int:
+        """Processes with a batch of their own: those of tensor parallelism share one."""
+        return self.args.world_size // self.get_tp_size()
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
@@ -172,7 +181,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             collator = self._get_collator_with_removed_columns(collator, description="Training")
         seed = args.seed if args.data_seed is None else args.data_seed
         sampler = SeedableRandomSampler(data, data_seed=seed)
-        batches = TokenBudgetBatches(sampler, lengths, budget, args.world_size)
+        batches = TokenBudgetBatches(sampler, lengths, budget, self.batches)
         loader = torch.utils.data.DataLoader(
             data, batch_sampler=batches, collate_fn=collator, num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory, persistent_workers=args.dataloader_persistent_workers,
@@ -208,7 +217,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         near, resting = self._near_peak, self._resting
         largest = max(started, key=lambda micro: micro.elements * micro.size // max(1, micro.rows))
         self._callback.elements, self._callback.near_peak = sum(micro.elements for micro in started), near
-        self._callback.tokens += self.args.world_size * sum(tokens_of(micro.inputs) for micro in started)
+        self._callback.tokens += self.batches * sum(tokens_of(micro.inputs) for micro in started)
         self._near_peak, self._resting = 0, self._memory.allocated()
         self._act(near, resting, min(largest.size, largest.rows), largest)
 

@@ -38,12 +38,12 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
             folder.rmdir()
     total = sum(_size(weight) for weight in model.parameters())
     trainable = sum(_size(weight) for weight in model.parameters() if weight.requires_grad)
-    micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    micro, accumulation, batches = args.train_batch_size, args.gradient_accumulation_steps, trainer.batches
     optimizer = "adam_mini" if job.memory_args.adam_mini else args.optim.value
     rows = [
         ("preset", f"{preset.name}, {preset.method}, on {preset.hardware.label}"),
         ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
-        ("batch", f"{micro} × {accumulation} × {args.world_size} = {micro * accumulation * args.world_size} samples a "
+        ("batch", f"{micro} × {accumulation} × {batches} = {micro * accumulation * batches} samples a "
                   f"step, up to {length} tokens each"),
         ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
         ("numbers", f"weights {preset.dtype}, computing in {preset.precision}, optimizer {optimizer}, "
@@ -51,7 +51,7 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
         ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
     ]  # fmt: skip
     if budget := job.memory_args.max_tokens_per_batch:
-        budgets = f"{budget} padded tokens × {accumulation} × {args.world_size}"
+        budgets = f"{budget} padded tokens × {accumulation} × {batches}"
         rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
     if job.planned is not None:
         rows.insert(1, ("plan", job.planned.told))
@@ -116,11 +116,12 @@ def predict(job: Job, trainer, length: int, **about):
         length, about = _longest(trainer.train_dataset, length)
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
+    config.__dict__.pop("distributed_config", None)
     try:
         return estimate(
             config, fields_of_trainer(trainer), length, job.preset.hardware, job.peft_config, job.preset.dtype,
             config._attn_implementation, quantization_config=quantization, world_size=job.args.world_size,
-            memory_args=job.memory_args, **about,
+            strategy=job.preset.strategy if job.preset.mesh else None, memory_args=job.memory_args, **about,
         )  # fmt: skip
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.

@@ -11,6 +11,7 @@ from unittest import mock
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
+from hf_memopt.training import mesh_states
 from hf_memopt.training.oom import diagnose, free_memory
 from hf_memopt.training.renamed_weights import load_renamed
 
@@ -100,7 +101,7 @@ class SafeCheckpoints:
         }
 
     def _effective_batch_size(self) -> int:
-        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.batches
 
     def emergency_checkpoint(self) -> str | None:
         """Save the last good step without asking other processes anything; the folder, or None where it failed."""
@@ -148,12 +149,12 @@ class SafeCheckpoints:
             logger.warning("effective batch size: %d in the checkpoint, %d from here on, as the arguments say",
                            wanted, self._effective_batch_size())  # fmt: skip
             return
-        at_once = args.train_batch_size * args.world_size
+        at_once = args.train_batch_size * self.batches
         if wanted % at_once:
             raise InputError(
                 f"the checkpoint's effective batch size is {wanted}, which {args.world_size} process(es) with "
                 f"per_device_train_batch_size={args.train_batch_size} cannot make: choose one that divides "
-                f"{wanted / args.world_size:g}"
+                f"{wanted / self.batches:g}"
             )
         if args.deepspeed_plugin is not None:
             raise InputError(
@@ -164,7 +165,14 @@ class SafeCheckpoints:
         self._event("effective_batch_kept", effective_batch_size=wanted, world_size=args.world_size,
                     gradient_accumulation_steps=args.gradient_accumulation_steps)  # fmt: skip
 
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if self.is_distributed_loading_by_transformers:
+            return mesh_states.save_states(self, output_dir)
+        return super()._save_optimizer_and_scheduler(output_dir)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if self.is_distributed_loading_by_transformers and not hasattr(self.model, "peft_config"):
+            return mesh_states.load_weights(self.model, resume_from_checkpoint)
         if not (self._whole_model() and load_renamed(model or self.model, resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -176,6 +184,8 @@ class SafeCheckpoints:
         """Where a device cannot take the checkpoint's states at once, they come by way of the host."""
         import torch
 
+        if self.is_distributed_loading_by_transformers:
+            return checkpoint and mesh_states.load_states(self, checkpoint)
         try:
             return super()._load_optimizer_and_scheduler(checkpoint)
         except Exception as error:

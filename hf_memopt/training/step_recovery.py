@@ -194,7 +194,7 @@ class StepRecovery:
         """Whether each process holds the whole model."""
         from accelerate.utils import DistributedType
 
-        return self.accelerator.distributed_type in (
+        return not self.is_distributed_loading_by_transformers and self.accelerator.distributed_type in (
             DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
         )  # fmt: skip
 
