@@ -5,11 +5,12 @@ INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test bench lint format configs estimates operators docs clean
+.PHONY: help train test test-engines bench lint format configs estimates operators docs clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
 	@echo "make test     set up and run the tests"
+	@echo "make test-engines  every engine on two and four processes, some minutes"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
 	@echo "make docs     put measured and predicted tables into docs/levers.md and docs/plans.md"
@@ -21,6 +22,9 @@ train: $(INSTALLED)
 
 test: $(TESTABLE)
 	python -m pytest
+
+test-engines: $(TESTABLE)
+	python -m pytest -m engines
 
 # DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
 OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator import get_accelerator as a; \
@@ -42,6 +46,7 @@ bench: $(INSTALLED)
 	python benchmarks/planner_cpu.py
 	python benchmarks/plans.py
 	python benchmarks/estimator_cpu.py
+	python benchmarks/engines.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
 

@@ -2,10 +2,9 @@
 
 python benchmarks/engine_ranks.py FOLDER < cases
 
-A case is JSON: {"name", "strategy", "world_size", "fields", "seq_len", "model"}: the strategy is ddp, fsdp2 or the name of
-a shipped DeepSpeed configuration, "fields" are TrainingArguments', and "model" is a folder to load the weights from. Rank
-N writes FOLDER/NAME/N.json: every step's loss, the most bytes that its live tensors took until training ended, and which
-segment of the step that was. With "saved", a checkpoint and the gathered weights are written after that.
+A case is JSON: "name"; "strategy", as estimate() takes it; "world_size"; "fields" of TrainingArguments; "seq_len"; and
+"model", a folder to load the weights from. Rank N writes FOLDER/NAME/N.json: every step's loss, and the most bytes that
+its live tensors took until training ended. With "saved", a checkpoint and the gathered weights lie in FOLDER/NAME/out.
 """
 
 import json
@@ -14,14 +13,17 @@ import socket
 import sys
 import traceback
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed
 import torch
+from transformers import TrainerCallback
 
 SAMPLES = 64
+SWAPPED = 2_000_000  # elements of a buffer between memory and disk; the shipped 100 million would be all there is
 
 
 def rows(seq_len: int, vocabulary: int) -> list[dict]:
@@ -32,47 +34,74 @@ def rows(seq_len: int, vocabulary: int) -> list[dict]:
 
 def rank_of(case: dict, rank: int, folder: Path) -> None:
     """One process of a case."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
-
+    from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
     from transformers.distributed import DistributedConfig
 
+    from hf_memopt import MemoryArguments, MemoryTrainer
+    from hf_memopt.compatibility.mesh import is_mesh, mesh_of
     from hf_memopt.estimator.fake_cluster import following_fsdp
     from hf_memopt.estimator.ledger import Ledger
-    from hf_memopt.estimator.truth import allocator_peak
-    from hf_memopt.estimator.prediction import deepspeed_config
 
-    fields = dict(case["fields"])
+    fields, kwargs = dict(case["fields"]), {"dtype": torch.float32}
     if case["strategy"].startswith("zero"):
         deepspeed.init_distributed("gloo", verbose=False)  # as a launch's environment has accelerate do
-        fields["deepspeed"] = with_nvme(deepspeed_config(case["strategy"]), folder)
+        fields["deepspeed"] = deepspeed_config(case["strategy"], folder)
+    if is_mesh(case["strategy"]):
+        sizes = mesh_of(case["strategy"], case["world_size"])
+        kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
     args = TrainingArguments(
-        output_dir=folder / "out", use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, logging_nan_inf_filter=False, **fields,
+        output_dir=folder / "out", use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
+        logging_nan_inf_filter=False, save_strategy="no", **fields,
     )  # fmt: skip
-    sizes = {"distributed_config": DistributedConfig(**case["sizes"])} if "sizes" in case else {}
-    def train() -> None:
-        model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32, **sizes)
+    quiet = MemoryArguments(oom_recovery=False, silent_mode=True)
+    trainers: list[MemoryTrainer] = []
+    with Ledger(fake=False) as ledger, following_fsdp(ledger), fsdp2(case, trainers), cut_up(case):
+        model = AutoModelForCausalLM.from_pretrained(case["model"], **kwargs)
         alone(model)
-        trainers.append(Trainer(model=model, args=args, train_dataset=rows(case["seq_len"], model.config.vocab_size),
-                                data_collator=default_data_collator))  # fmt: skip
-        trainers[0].train()
-
-    trainers: list[Trainer] = []
-    with Ledger(fake=False) as ledger, following_fsdp(ledger), fsdp2(case, trainers), sized(case):
-        allocator = allocator_peak(train)
-    (trainer,) = trainers
-    segment, peak = max(ledger.peaks.items(), key=lambda item: item[1].total)
+        data = rows(case["seq_len"], model.config.vocab_size)
+        trainer = MemoryTrainer(model=model, args=args, train_dataset=data, data_collator=default_data_collator,
+                                memory_args=quiet)  # fmt: skip
+        trainers.append(trainer)
+        trainer.add_callback(Swapping(ledger))
+        trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    peak = max(found.total for found in ledger.peaks.values())
     if case.get("saved"):
         trainer.save_model()
         trainer._save_checkpoint(trainer.model, trial=None)
-    (folder / f"{rank}.json").write_text(json.dumps({"losses": losses, "tensors": peak.total, "allocator": allocator, "segment": segment}))
+    (folder / f"{rank}.json").write_text(json.dumps({"losses": losses, "tensors": peak}))
+
+
+class Swapping(TrainerCallback):
+    """Buffers between memory and disk are not made by torch, so the ledger has to be told of them."""
+
+    def __init__(self, ledger):
+        self.ledger = ledger
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        for weight in model.parameters():
+            if (swapper := getattr(weight, "nvme_swapper", None)) is not None:
+                self.ledger.add(swapper.buffers)
+
+
+def deepspeed_config(strategy: str, folder: Path) -> dict:
+    """A shipped configuration; what is swapped goes to a disk of the case's own, through buffers of its size."""
+    from hf_memopt.estimator.prediction import deepspeed_config
+
+    config = deepspeed_config(strategy)
+    for part in ("offload_optimizer", "offload_param"):
+        offload = config["zero_optimization"].get(part, {})
+        if offload.get("device") == "nvme":
+            offload["nvme_path"] = str(folder / "disk")
+            if "buffer_size" in offload:
+                offload["buffer_size"] = SWAPPED
+    return config
 
 
 @contextmanager
 def fsdp2(case: dict, trainers: list):
-    """Where accelerate would wrap a model for DDP, it shards it, with its own function for FSDP2, which it calls for
-    accelerators only."""
+    """Where accelerate would wrap a model for DDP, it is sharded by accelerate's own function for FSDP2, which it
+    calls for accelerators only."""
     if case["strategy"] != "fsdp2":
         yield
         return
@@ -82,15 +111,12 @@ def fsdp2(case: dict, trainers: list):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
                                             cpu_ram_efficient_loading=False)  # fmt: skip
     sizes = ParallelismConfig(dp_shard_size=case["world_size"])
-    mesh = None
 
     class Sharded:
         def __new__(cls, model, **_):
-            nonlocal mesh
-            mesh = sizes.build_device_mesh("cpu")
             accelerator = SimpleNamespace(
-                state=SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=mesh, parallelism_config=sizes,
-                mixed_precision="no", is_main_process=False, device=torch.device("cpu"),
+                state=SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=sizes.build_device_mesh("cpu"),
+                parallelism_config=sizes, mixed_precision="no", is_main_process=False, device=torch.device("cpu"),
             )  # fmt: skip
             optimizer = trainers[0].optimizer
             names = {id(weight): name for name, weight in model.named_parameters()}
@@ -105,14 +131,13 @@ def fsdp2(case: dict, trainers: list):
         yield
 
 
-@contextmanager
-def sized(case: dict):
+def cut_up(case: dict):
     """accelerate lets a model be cut up by tensor parallelism on accelerators only, and asks for no more than that."""
     from accelerate import ParallelismConfig
 
+    tensor_parallel = case["strategy"].startswith("tp")
     asks = mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None)
-    with asks if "sizes" in case else nullcontext():
-        yield
+    return asks if tensor_parallel else nullcontext()
 
 
 def alone(model) -> None:
@@ -123,17 +148,12 @@ def alone(model) -> None:
             weight._local_tensor = part.clone()
 
 
-def with_nvme(config: dict, folder: Path) -> dict:
-    """A disk of the case's own for what is swapped."""
-    for part in ("offload_optimizer", "offload_param"):
-        offload = config["zero_optimization"].get(part, {})
-        if offload.get("device") == "nvme":
-            offload["nvme_path"] = str(folder / "disk")
-    return config
-
-
 def run(case: dict, folder: Path) -> None:
-    """All processes of a case. Raises RuntimeError if one fails."""
+    """All processes of a case.
+
+    Raises:
+        RuntimeError: one of them fails.
+    """
     (folder / "disk").mkdir(parents=True)
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -141,28 +161,38 @@ def run(case: dict, folder: Path) -> None:
     children = []
     for rank in range(case["world_size"]):
         if (child := os.fork()) == 0:
-            code, size = 1, str(case["world_size"])
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
-                              MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
-            if case["strategy"].startswith("zero"):
-                os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            try:
-                rank_of(case, rank, folder)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
+            _end(_as_rank(case, rank, port, folder))
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
         raise RuntimeError(f"{case['name']}: processes ended with {codes}")
 
 
+def _as_rank(case: dict, rank: int, port: int, folder: Path) -> int:
+    """What a launcher tells its processes; the exit code."""
+    size = str(case["world_size"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
+                      MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
+    if case["strategy"].startswith("zero"):
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    try:
+        rank_of(case, rank, folder)
+        return 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _end(code: int) -> None:
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from transformers import Trainer, models  # noqa: F401
+    import transformers.trainer  # noqa: F401  before the processes part
+
+    import hf_memopt.training.memory_trainer  # noqa: F401
 
     for line in sys.stdin:
         described = json.loads(line)

@@ -20,7 +20,8 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.")]
 Strategy = Annotated[
-    str | None, typer.Option("--strategy", help="How devices share the work: ddp, fsdp2, zero1, zero2, zero3, tp8, hsdp8, …")
+    str | None,
+    typer.Option("--strategy", help="How devices share the work: ddp, fsdp2, zero1, zero2, zero3, tp8, hsdp8, …"),
 ]
 
 Precision = Annotated[

@@ -38,9 +38,9 @@ def deepspeed_strategy(config: dict) -> str:
 
 
 def split_strategy(strategy: str) -> tuple[str, str]:
-    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu), tp8 -> (mesh, none)."""
+    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu), tp8 -> (tp, none)."""
     if is_mesh(strategy):
-        return "mesh", "none"
+        return "tp" if strategy.startswith("tp") else "hsdp", "none"
     engine, _, offload = strategy.partition("_offload_")
     return engine.removesuffix("_plus_plus"), offload or "none"
 

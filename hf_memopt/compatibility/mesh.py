@@ -1,8 +1,8 @@
 """Tensor parallelism, sharding and replicas by transformers' own DistributedConfig: strategies tp8, hsdp8, tp8_hsdp2.
 
-tpN cuts every layer's matrices over N devices, which share a batch; what processes are beyond that shard the rest of the
-way (FSDP2). hsdpN shards over N devices, and as many replicas as there are processes for: only gradients pass between
-them.
+tpN cuts every layer's matrices over N devices, which share a batch; what processes are beyond that shard the rest of
+the way (FSDP2). hsdpN shards over N devices, and as many replicas as there are processes for: only gradients pass
+between them.
 """
 
 import re
@@ -57,7 +57,8 @@ def mesh_of(strategy: str, world_size: int) -> Mesh:
     found = _STRATEGY.fullmatch(strategy)
     tp, fsdp = int(found["tp"] or 1), int(found["fsdp"] or 0)
     if min(tp, fsdp or 1) < 1 or world_size % (tp * (fsdp or 1)):
-        sizes = " × ".join(f"{name}={size}" for name, size in (("tp_size", tp), ("fsdp_size", fsdp)) if size)
+        sizes = " × ".join(f"{name}={size}" for name, size in (("tp_size", int(found["tp"] or 0)), ("fsdp_size", fsdp))
+                            if size)  # fmt: skip
         raise InputError(f"{sizes} does not divide the {world_size} processes: choose sizes whose product does")
     rest = world_size // tp
     return Mesh(tp, fsdp, rest // fsdp) if fsdp else Mesh(tp, rest, 1)

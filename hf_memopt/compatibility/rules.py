@@ -25,7 +25,8 @@ LAYERWISE = frozenset({
 KEPT_UNDER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
 
 ZERO = frozenset({"zero1", "zero2", "zero3"})
-DTENSOR = frozenset({"fsdp2", "mesh"})
+CUT_UP = frozenset({"hsdp", "tp"})  # by transformers' DistributedConfig
+DTENSOR = CUT_UP | {"fsdp2"}
 SHARDED = ZERO | DTENSOR
 DISTRIBUTED = SHARDED | {"ddp"}
 OFFLOADED = frozenset({"cpu", "nvme"})
@@ -110,6 +111,15 @@ RULES = [
           method="qlora", strategy="zero3"),
     _rule("4-bit weights stored as uint8 are left out of sharding", "quantization.bnb_4bit_quant_storage=bfloat16",
           "source: accelerate.utils.fsdp_utils", method="qlora", strategy="fsdp2", quant_storage="uint8"),
+    _rule("its packed weights lose their quantisation state when they are cut up ('DTensor' object has no attribute "
+          "'compress_statistics')", "strategy fsdp2 or zero2, or method=lora", "run on gloo",
+          method="qlora", strategy=CUT_UP),
+    # peft
+    _rule("peft makes adapters of the parts' sizes, which do not fit what the layers give",
+          "strategy fsdp2 or zero3, or hsdpN with as many processes as N", "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
+          method="lora", strategy="hsdp", replicated=True),
+    _rule("peft makes adapters of the parts' sizes, which do not fit what the layers give", "strategy fsdp2 or zero3",
+          "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features", method="lora", strategy="tp"),
     # Precision
     _rule("{label} only emulates bfloat16, slowly, although torch.cuda.is_bf16_supported() says yes",
           "fp16=True with dtype=float32 weights", "CUDA C++ Programming Guide; transformers' note on M1 and M2",
@@ -121,6 +131,8 @@ RULES = [
     _rule("neither NCCL nor gloo nor DeepSpeed works with Apple's MPS", "strategy none, one process",
           "source: torch.distributed has no MPS backend", device="mps", strategy=DISTRIBUTED),
     _rule("accelerate does not start FSDP on a CPU", "strategy ddp or zero3", "run", device="cpu", strategy="fsdp2"),
+    _rule("accelerate lets tensor parallelism run on accelerators only", "hsdpN, ddp or zero3",
+          "run; accelerate.ParallelismConfig._validate_accelerator", device="cpu", strategy="tp"),
     _rule("checkpointing by both FSDP and TrainingArguments recomputes twice, and Trainer raises",
           "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
           "source: transformers.Trainer.create_accelerator_and_postprocess",

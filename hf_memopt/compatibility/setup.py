@@ -14,7 +14,7 @@ class Setup:
     Attributes:
         optim: as in TrainingArguments.
         method: full | lora | qlora.
-        strategy: none | ddp | zero1 | zero2 | zero3 | fsdp2 | mesh.
+        strategy: none | ddp | zero1 | zero2 | zero3 | fsdp2 | hsdp | tp.
         offload: where the optimizer states are: none | cpu | nvme.
         device: cuda | rocm | mps | xpu | cpu.
         precision: bf16 | fp16 | fp32, of the computation.
@@ -23,6 +23,7 @@ class Setup:
         quant_storage: BitsAndBytesConfig.bnb_4bit_quant_storage.
         activation_checkpointing, auto_find_batch_size: as in TrainingArguments.
         accumulates: gradient_accumulation_steps > 1.
+        replicated: more processes than share the weights hold replicas (hsdpN).
     """
 
     optim: str = "adamw_torch_fused"
@@ -38,6 +39,7 @@ class Setup:
     activation_checkpointing: bool = False
     auto_find_batch_size: bool = False
     accumulates: bool = False
+    replicated: bool = False
 
 
 def refusals(setup: Setup) -> list[str]:
@@ -72,8 +74,11 @@ def check(setup: Setup) -> None:
 def _named(rule, setup: Setup) -> str:
     """The setup's fields that a row matched, as `field=value` with a connective that reads well."""
     words = {"strategy": "with {}", "offload": "with optimizer states offloaded to {}", "device": "on {}"}
-    shown = [name for name in rule.when if name not in ("native_bf16", "accumulates")]
+    shown = [name for name in rule.when if name not in ("native_bf16", "accumulates", "replicated")]
     if "accumulates" in rule.when:
         words["accumulates"] = "with gradient_accumulation_steps > 1"
         shown.append("accumulates")
+    if "replicated" in rule.when:
+        words["replicated"] = "with replicas"
+        shown.append("replicated")
     return " ".join(words.get(name, name + "={}").format(getattr(setup, name)) for name in shown)

@@ -6,6 +6,7 @@ bytes, has a stand-in here.
 """
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from hf_memopt.compatibility.mesh import Mesh
 from hf_memopt.estimator import fake_disk
 
 ENGINES = ("none", "ddp", "fsdp2", "mesh", "deepspeed")
+_NUMBERS = itertools.count(-1, -1)
 _SYNC_BUFFER = 250 * 2**20  # bytes; torch broadcasts a model's start in pieces of this size (DistributedDataParallel)
 # What a launcher leaves in the environment; the traced job must not see it.
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -171,20 +173,26 @@ def following_fsdp(ledger) -> Iterator[None]:
 
 @contextmanager
 def _meshes() -> Iterator[None]:
-    """Meshes lay out ranks where tensors are fake, of which they need values; accelerate wants an accelerator for them."""
+    """Meshes lay out ranks where tensors are fake, of which they need values; accelerate wants an accelerator for
+    them."""
     from accelerate import ParallelismConfig
     from torch.distributed.device_mesh import DeviceMesh
 
-    def with_values(make):
-        def made(*args, **kwargs):
-            with _disable_current_modes():
-                return make(*args, **kwargs)
+    build, init = ParallelismConfig.build_device_mesh, DeviceMesh.__init__
+    own = next(_NUMBERS)  # DTensor remembers what it did on a mesh, and an earlier trace's groups are gone
 
-        return made
+    def build_with_values(config, device_type):
+        with _disable_current_modes():
+            return build(config, device_type)
+
+    def init_with_values(mesh, *args, **kwargs):
+        with _disable_current_modes():
+            init(mesh, *args, **kwargs)
+        mesh._thread_id = own
 
     with ExitStack() as patches:
-        for owner, name in ((ParallelismConfig, "build_device_mesh"), (DeviceMesh, "__init__")):
-            patches.enter_context(mock.patch.object(owner, name, with_values(getattr(owner, name))))
+        patches.enter_context(mock.patch.object(ParallelismConfig, "build_device_mesh", build_with_values))
+        patches.enter_context(mock.patch.object(DeviceMesh, "__init__", init_with_values))
         patches.enter_context(mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None))
         yield
 
@@ -225,7 +233,8 @@ class Replica(torch.nn.Module):
 
 
 def spread(model, mesh: Mesh, bf16: bool):
-    """A model cut up as from_pretrained does with a DistributedConfig, which begins with weights on the meta device."""
+    """A model cut up as from_pretrained does with a DistributedConfig, which begins with weights on the meta
+    device."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh

@@ -1,4 +1,5 @@
-"""Stands for DeepSpeed's disk access on fake tensors: buffers take their memory, and reads and writes are done at once."""
+"""Stands for DeepSpeed's disk access on fake tensors: buffers take their memory, and reads and writes are done at
+once."""
 
 from types import SimpleNamespace
 

@@ -374,7 +374,8 @@ def _grouped_product(left, right, offs=None, bias=None, out_dtype=None):
     return torch.empty(size, dtype=out_dtype or left.dtype, device=left.device)
 
 
-# Kernels that allocate otherwise than the fake CPU ones. A collective's result, once it is there, is what was waited for.
+# Kernels that allocate otherwise than the fake CPU ones. A collective's result, once it is there, is what was waited
+# for.
 _ON_CPU = {
     _aten._grouped_mm.default: _grouped_product,
     torch.ops._c10d_functional.wait_tensor.default: lambda awaited: awaited,

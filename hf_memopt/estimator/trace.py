@@ -490,6 +490,7 @@ def _quiet():
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
     finally:

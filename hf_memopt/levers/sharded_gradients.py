@@ -1,9 +1,9 @@
 """Gradients that stay sharded between the micro-batches of a step.
 
-Where transformers shards a model over processes without replicas (DistributedConfig), its Trainer lets every process keep
-all gradients of every layer until the last micro-batch, four bytes a weight, and reduces them once. Here each micro-batch's
-are reduced at once: memory for traffic, as accelerate's FSDP2 and ZeRO-3 have it. With replicas only the exchange between
-them waits, which keeps parts alone.
+Where transformers shards a model over processes without replicas (DistributedConfig), its Trainer lets every process
+keep all gradients of every layer until the last micro-batch, four bytes a weight, and reduces them once. Here each
+micro-batch's are reduced at once: memory for traffic, as accelerate's FSDP2 and ZeRO-3 have it. With replicas only the
+exchange between them waits, which keeps parts alone.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import replace
 
-from hf_memopt.compatibility.launch import launched_strategy
+from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
@@ -32,8 +32,8 @@ def list_presets() -> list[str]:
 
 
 def strategies() -> list[str]:
-    """The strategies that a preset can be asked for with, beside tpN and hsdpN: none, ddp, fsdp2 and the shipped DeepSpeed
-    files."""
+    """The strategies that a preset can be asked for with, beside tpN and hsdpN: none, ddp, fsdp2 and the shipped
+    DeepSpeed files."""
     return ["none", "ddp", "fsdp2", *(file.stem for file in deepspeed_files())]
 
 
@@ -67,7 +67,8 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
         if strategy == "none" and preset.processes > 1:
             raise InputError(f"preset {name} is for {preset.processes} devices: strategy none cannot connect them")
         preset = with_strategy(preset, strategy)
-        preset.batches(preset.processes)
+        if is_mesh(strategy) and world_size() > 1:
+            preset = replace(preset, processes=world_size())
         check(preset.setup())
     if precision not in (None, "fp8"):
         raise choose("precision", precision, ("fp8",))

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.compatibility.launch import read_json, split_strategy
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
-from hf_memopt.compatibility.rules import BITSANDBYTES
+from hf_memopt.compatibility.rules import BITSANDBYTES, CUT_UP, DTENSOR, SHARDED
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.files import shipped
@@ -212,6 +212,7 @@ class Preset:
                 quant_storage=storage,
                 activation_checkpointing=bool(self.training.get("activation_checkpointing")),
                 accumulates=self.gradient_accumulation_steps > 1,
+                replicated=self.mesh is not None and self.mesh.dp_replicate_size > 1,
             ),
             **changes,
         )
@@ -221,8 +222,8 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     """The preset under another engine: what the engine decides changes with it, the batch does not.
 
     DeepSpeed and FSDP2 keep fp32 master weights themselves, so weights load in the computing dtype; where transformers
-    shards, what is trained is what was loaded. FSDP2 checkpoints activations itself. Offloaded optimizer states need an optimizer that DeepSpeed has on the host, and
-    FSDP2 and transformers' sharding one that knows DTensor.
+    cuts a model up, what is trained is what was loaded. FSDP2 checkpoints activations itself. Offloaded optimizer
+    states need an optimizer that DeepSpeed has on the host, and what is cut up one that knows DTensor.
     """
     engine, offload = split_strategy(strategy)
     training = dict(preset.training)
@@ -230,13 +231,13 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     if engine == "fsdp2":
         training.pop("activation_checkpointing", None)
         training.pop("activation_checkpointing_kwargs", None)
-    if training.get("optim") in BITSANDBYTES and (engine in ("fsdp2", "mesh") or offload != "none"):
+    if training.get("optim") in BITSANDBYTES and (engine in DTENSOR or offload != "none"):
         training["optim"] = "adamw_torch" if offload != "none" else "adamw_torch_fused"
-    if engine == "mesh" and preset.method == "full":
+    if engine in CUT_UP and preset.method == "full":
         dtype = "float32"
-    elif engine.startswith("zero") or engine in ("fsdp2", "mesh"):
+    elif engine in SHARDED:
         dtype = _DTYPE_OF[preset.precision]
-    if engine.startswith("zero") or engine in ("fsdp2", "mesh"):
+    if engine in SHARDED:
         # torch.compile under the engines is untried here.
         training.pop("torch_compile", None)
     return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)

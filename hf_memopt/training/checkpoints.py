@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.training.mesh_states import FOLDER
 
 _FRESH = {"no", "none", "false"}
 
@@ -67,7 +68,8 @@ def _fault(checkpoint: Path, args) -> str:
         missing = set(json.loads(index.read_text())["weight_map"].values()) - {file.name for file in weights}
         if missing:
             return f"no {min(missing)}"
-    needed = [] if args.save_only_model else ["optimizer.pt", "scheduler.pt"]
+    states = f"{FOLDER}/.metadata" if (checkpoint / FOLDER).is_dir() else "optimizer.pt"
+    needed = [] if args.save_only_model else [states, "scheduler.pt"]
     return next((f"no {name}" for name in needed if not (checkpoint / name).is_file()), "")
 
 

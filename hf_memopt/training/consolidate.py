@@ -18,7 +18,7 @@ _FAILURES = (
 def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = False) -> list[str]:
     """Write the whole weights of a ZeRO or FSDP2 checkpoint as safetensors, with configuration and tokenizer.
 
-    Needs host memory for all weights in fp32, and no device.
+    Needs host memory for twice all weights in fp32, and no device.
 
     Args:
         checkpoint: a `checkpoint-N` folder, or what a final save_model() left.
@@ -68,11 +68,16 @@ def _reader(source: Path):
 
 
 def _merge_zero(source: Path, target: Path) -> None:
-    """DeepSpeed's own writer fails on tied weights, which are one tensor under two names: safetensors wants one."""
+    """DeepSpeed's own writer fails on tied weights, which are one tensor under two names: safetensors wants one. ZeRO-1
+    and 2 give all weights as views of one tensor, of which it wants the parts."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from huggingface_hub import save_torch_state_dict
 
-    save_torch_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)), target)
+    apart: dict = {}  # a weight under two names stays one
+    merged = get_fp32_state_dict_from_zero_checkpoint(str(source))
+    for name, weight in merged.items():
+        merged[name] = apart.setdefault((weight.data_ptr(), weight.shape), weight.clone())
+    save_torch_state_dict(merged, target)
 
 
 def _merge_fsdp(source: Path, target: Path) -> None:

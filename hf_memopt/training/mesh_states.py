@@ -1,7 +1,8 @@
-"""Checkpoints of models that transformers cut up by a DistributedConfig, from which another number of processes goes on.
+"""Checkpoints of models that transformers cut up by a DistributedConfig, from which another number of processes goes
+on.
 
-transformers 5.23 saves their weights, whole, and refuses to save more. The optimizer's states are written here by torch's
-distributed checkpoints, every process its own part, and come back in the parts of whoever reads them.
+transformers 5.23 saves their weights, whole, and refuses to save more. The optimizer's states are written here by
+torch's distributed checkpoints, every process its own part, and come back in the parts of whoever reads them.
 """
 
 from collections.abc import Iterator

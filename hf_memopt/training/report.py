@@ -187,7 +187,7 @@ def sample(job: Job, trainer, tokenizer) -> None:
     args, held_out = job.args, trainer.eval_dataset
     if args.process_index or held_out is None or not job.recipe.samples:
         return
-    if args.deepspeed_plugin is not None or args.fsdp:
+    if args.deepspeed_plugin is not None or args.fsdp or job.preset.mesh:
         print("no samples: sharded weights cannot generate on one process")
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()

@@ -1,0 +1,73 @@
+"""Every engine on two and four real processes: losses, every rank's peak, and what its checkpoints hold.
+
+Run by `make test-engines`. What stands for an accelerator, which accelerate wants for FSDP2 and for tensor parallelism,
+is said in benchmarks/engine_ranks.py.
+"""
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_memopt.training.consolidate import consolidate
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import engines
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not shutil.which("g++"), reason="DeepSpeed builds its CPU optimizer with g++"),
+]
+NEEDS_AIO = pytest.mark.skipif(
+    not os.path.exists("/usr/include/libaio.h"), reason="DeepSpeed builds its disk access with libaio-dev"
+)
+# Weights on a disk come back by no checkpoint of DeepSpeed 0.19.8's.
+UNSAVED = ("fsdp2", "zero3_offload_nvme")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return engines.save_model(tmp_path_factory.mktemp("weights") / "model")
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory) -> list[float]:
+    """The losses of one process without an engine."""
+    found = engines.run(tmp_path_factory.mktemp("alone"), [engines.case("none", 1, model)])
+    return found["none-1"][0]["losses"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=NEEDS_AIO if name.endswith("nvme") else ()) for name in engines.ENGINES],
+)
+def test_an_engine(strategy, model, alone, tmp_path):
+    cases = [engines.case(strategy, size, model, saved=strategy not in UNSAVED) for size in engines.ENGINES[strategy]]
+    found = engines.run(tmp_path, cases)
+    for case in cases:
+        ranks = found[case["name"]]
+        assert len(alone) == engines.STEPS and alone[0] != alone[-1]
+        for rank, told in enumerate(ranks):
+            assert told["losses"] == pytest.approx(alone, rel=1e-5), case
+            assert told["tensors"] == pytest.approx(engines.predicted(case, rank), rel=0.01), (case, rank)
+        largest = max(told["tensors"] for told in ranks)
+        assert engines.predicted(case) == pytest.approx(largest, rel=0.001), "of the rank that needs the most"
+        if case["saved"]:
+            _check_saved(tmp_path / case["name"], strategy)
+
+
+def _check_saved(folder, strategy: str) -> None:
+    """A checkpoint, whole or put together again, holds the weights that were gathered, and loads."""
+    checkpoint = folder / "out" / f"checkpoint-{engines.STEPS}"
+    if strategy.startswith("zero"):
+        consolidate(checkpoint, folder / "merged", trusted=True)
+        checkpoint = folder / "merged"
+    gathered = load_file(folder / "out" / "model.safetensors")
+    reloaded = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert gathered.keys() <= reloaded.keys()
+    assert all(torch.equal(reloaded[name], weight) for name, weight in gathered.items())
