@@ -23,7 +23,8 @@ import torch
 from transformers import TrainerCallback
 
 SAMPLES = 64
-SWAPPED = 2_000_000  # elements of a buffer between memory and disk; the shipped 100 million would be all there is
+# Elements of a buffer between memory and disk, and of a group of states: the shipped ones are larger than this model.
+SWAPPED, GROUP = 2_000_000, 300_000
 
 
 def rows(seq_len: int, vocabulary: int) -> list[dict]:
@@ -95,6 +96,7 @@ def deepspeed_config(strategy: str, folder: Path) -> dict:
             offload["nvme_path"] = str(folder / "disk")
             if "buffer_size" in offload:
                 offload["buffer_size"] = SWAPPED
+            config["zero_optimization"]["sub_group_size"] = GROUP  # so that there are several
     return config
 
 

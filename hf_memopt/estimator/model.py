@@ -164,8 +164,13 @@ def batch_of(
 
 def count_weights(config, task: str, dtype: str = "float32", peft_config=None) -> int:
     """A model's number of weights, without making them; of one with adapters those that are trained."""
+    return sum(sizes_of_weights(config, task, dtype, peft_config))
+
+
+def sizes_of_weights(config, task: str, dtype: str = "float32", peft_config=None) -> list[int]:
+    """The elements of each of a model's tensors, without making them; of one with adapters those that are trained."""
     import torch
 
     with torch.device("meta"), outside_zero3():
         model = make_model(config, task, dtype, None, None, peft_config)
-    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return [weight.numel() for weight in model.parameters() if weight.requires_grad]

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from hf_memopt.levers.token_budget import samples_within
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16
+_SWAPPED = re.compile(r"More elements (\d+) than buffer size (\d+)")  # deepspeed.runtime.swap_tensor
 _PARALLEL = ("fsdp2", "ddp", "none")
 
 
@@ -272,6 +274,9 @@ def traced(job: TracedJob) -> Books:
     try:
         return trace(job)
     except (ValueError, TypeError, ImportError, AssertionError) as error:
+        if found := _SWAPPED.fullmatch(one_line(error)):
+            raise InputError(f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
+                             f"weight, {found[1]} elements: set it to as many or more") from error  # fmt: skip
         raise InputError(f"the job cannot be traced: {one_line(error)}") from error
 
 

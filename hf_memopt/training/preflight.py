@@ -16,6 +16,12 @@ _SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 # (deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat, Adam's exp_avg and exp_avg_sq, grad_partitions).
 _OFFLOADED_STATES = 16
 _OFFLOADED_WEIGHTS = 2  # weights in 16 bits
+# Of what is swapped to a disk, gradients in 16 bits and the weights' 16 bits stay in host memory (stage3:
+# grad_partitions_flat_buffer, param_groups_fp16_flat_cpu_memory), beside the buffers.
+_BESIDE_SWAPPED = 4
+_BUFFERED = {"offload_param": 5, "offload_optimizer": 4}  # buffers (deepspeed.runtime.zero.offload_config)
+_BUFFER = 100_000_000  # elements of a weights' buffer, by default
+_GROUP = 1_000_000_000  # sub_group_size, by default: elements that the optimizer swaps at a time
 _LEFT_ALONE = 0.9  # share of the host's free memory that may be used
 _DISK_SPARE = 1.05
 
@@ -27,12 +33,14 @@ class Launch:
     Attributes:
         world_size, per_host: processes, and those of them on this machine.
         weights, trained: numbers of parameters.
+        largest: elements of the largest tensor among them.
         weight_bytes: of one loaded weight.
         deepspeed: its configuration; None without DeepSpeed.
         fsdp_efficient: FSDP's fsdp_cpu_ram_efficient_loading; None without FSDP.
         batches: DeepSpeed's three batch sizes as TrainingArguments have them.
         parallel: sizes of the parallel dimensions that were set.
         host_free: bytes.
+        lockable: bytes that a process may lock in memory.
         compiles: whether DeepSpeed's operators can be built here: operator -> yes or no.
     """
 
@@ -40,12 +48,14 @@ class Launch:
     per_host: int = 1
     weights: int = 0
     trained: int = 0
+    largest: int = 0
     weight_bytes: int = 2
     deepspeed: dict[str, Any] | None = None
     fsdp_efficient: bool | None = None
     batches: dict[str, int] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
     host_free: int = 2**62
+    lockable: int = 2**62
     compiles: dict[str, bool] = field(default_factory=dict)
 
     def zero(self, part: str) -> dict[str, Any]:
@@ -64,6 +74,9 @@ def problems(launch: Launch) -> Iterator[str]:
     yield from _batches(launch)
     yield from _loading(launch)
     yield from _operators(launch)
+    yield from _buffer_size(launch)
+    yield from _buffer_count(launch)
+    yield from _locked_memory(launch)
     yield from _host_memory(launch)
     yield from _disk(launch)
 
@@ -117,12 +130,61 @@ def _operators(launch: Launch) -> Iterator[str]:
                 yield f"{part}.device={device} needs DeepSpeed's {name}, which cannot be built here: install {needs}"
 
 
+def _buffer_size(launch: Launch) -> Iterator[str]:
+    """A weight's part is swapped in one piece."""
+    params, part = launch.zero("offload_param"), -(-launch.largest // launch.world_size)
+    size = int(params.get("buffer_size", _BUFFER))
+    if params.get("device") == "nvme" and part > size:
+        yield (f"offload_param.buffer_size={size} is smaller than a process's part of the largest weight, {part} "
+               f"elements: set buffer_size={part} or more in the DeepSpeed configuration")  # fmt: skip
+
+
+def _buffer_count(launch: Launch) -> Iterator[str]:
+    """The optimizer swaps groups of weight, two states and gradient; while one is computed on, the one before it may be
+    on its way out and the next on its way in."""
+    states = launch.zero("offload_optimizer")
+    if states.get("device") != "nvme" or launch.trained // launch.world_size <= _group(launch):
+        return
+    stages = 1 + bool(states.get("pipeline_read")) + bool(states.get("pipeline_write"))
+    count = states.get("buffer_count", _BUFFERED["offload_optimizer"])
+    if count < 4 * stages:
+        yield (f"offload_optimizer.buffer_count={count} is too few for more than one group of weights: set it to "
+               f"{4 * stages}, or turn pipeline_read and pipeline_write off")  # fmt: skip
+
+
+def _group(launch: Launch) -> int:
+    return int((launch.deepspeed or {})["zero_optimization"].get("sub_group_size", _GROUP))
+
+
+def _locked_memory(launch: Launch) -> Iterator[str]:
+    """DeepSpeed's disk access fails where a buffer cannot be locked (csrc/pin_memory/page_alloc.cpp)."""
+    if (needed := _buffers(launch)) > launch.lockable:
+        yield (f"what is swapped to a disk passes through {gib(needed)} of locked memory a process, and "
+               f"{gib(launch.lockable)} may be locked: ulimit -l unlimited, or a smaller buffer_size and "
+               "sub_group_size in the DeepSpeed configuration")  # fmt: skip
+
+
+def _buffers(launch: Launch) -> int:
+    """Bytes of one process's buffers between memory and disk: some weights', and whole groups of states in fp32."""
+    params, states = launch.zero("offload_param"), launch.zero("offload_optimizer")
+    size = 0
+    if params.get("device") == "nvme":
+        count = params.get("buffer_count", _BUFFERED["offload_param"])
+        size += count * int(params.get("buffer_size", _BUFFER)) * _OFFLOADED_WEIGHTS
+    if states.get("device") == "nvme":
+        count = states.get("buffer_count", _BUFFERED["offload_optimizer"])
+        size += count * min(_group(launch), launch.trained // launch.world_size) * 4
+    return size
+
+
 def _host_memory(launch: Launch) -> Iterator[str]:
-    needed = _on_host(launch, "cpu")
+    needed = _on_host(launch, "cpu") + launch.per_host * _buffers(launch)
+    if "nvme" in {launch.zero(part).get("device") for part in _BUFFERED}:
+        needed += int(_BESIDE_SWAPPED * launch.trained * launch.per_host / launch.world_size)
     if needed > _LEFT_ALONE * launch.host_free:
         yield (f"offloading to the host needs {gib(needed)} for the {launch.per_host} processes of this machine, "
-               f"and {gib(launch.host_free)} are free: use more machines, offload_optimizer.device=nvme, or "
-               "LoRA")  # fmt: skip
+               f"and {gib(launch.host_free)} are free: use more machines, offload_optimizer.device=nvme with a "
+               "smaller sub_group_size, or LoRA")  # fmt: skip
 
 
 def _on_host(launch: Launch, device: str) -> int:
@@ -160,9 +222,10 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
     import psutil
     import torch
 
-    from hf_memopt.estimator.model import count_weights
+    from hf_memopt.estimator.model import sizes_of_weights
 
-    weights = count_weights(config, task)
+    sizes_of = sizes_of_weights(config, task)
+    weights = sum(sizes_of)
     plugin = args.deepspeed_plugin
     sizes = {}
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
@@ -175,6 +238,7 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
         per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         weights=weights,
         trained=0 if adapters else weights,
+        largest=max(sizes_of),
         weight_bytes=getattr(torch, dtype).itemsize,
         deepspeed=plugin.hf_ds_config.config if plugin is not None else None,
         fsdp_efficient=efficient if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" else None,
@@ -182,8 +246,19 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
                  "train_batch_size": micro * accumulation * args.world_size},
         parallel=sizes,
         host_free=psutil.virtual_memory().available,
+        lockable=_lockable(),
         compiles=_buildable() if plugin is not None else {},
     )  # fmt: skip
+
+
+def _lockable() -> int:
+    """Bytes; root may lock as much as there is."""
+    if os.name != "posix" or os.geteuid() == 0:
+        return 2**62
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return 2**62 if limit == resource.RLIM_INFINITY else limit
 
 
 def _buildable() -> dict[str, bool]:
