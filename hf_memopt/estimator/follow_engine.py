@@ -27,6 +27,7 @@ _STAGING = (
 def follow_engine(engine, ledger: Ledger) -> None:
     """Tell the ledger what DeepSpeed's engine holds, where, and when it steps."""
     on_host = _offloaded(engine)
+    _leave_buffers_out(engine, ledger)
     _book(engine, on_host, ledger)
     if on_host:  # the start was booked on the device before it was known what lives on the host
         ledger.restart()
@@ -41,6 +42,13 @@ def follow_engine(engine, ledger: Ledger) -> None:
         return out
 
     engine.step = followed
+
+
+def _leave_buffers_out(engine, ledger: Ledger) -> None:
+    """Buffers between the optimizer and a disk are counted by swapping.optimizer_buffers, at the model's own depth."""
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    for buffer in tensors_in(swapper.swap_buffer_manager.all_buffers if swapper else None):
+        ledger.forget(buffer)
 
 
 def _book(engine, on_host: set[str], ledger: Ledger) -> None:

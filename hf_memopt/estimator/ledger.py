@@ -163,6 +163,12 @@ class Ledger(TorchDispatchMode):
         self._totals[kind] += size
         self._total += size * ((old == HOST) - (kind == HOST))
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage no more, whatever is done with it."""
+        key = _storage(tensor)._cdata
+        self._drop(key)
+        self._live[key] = (0, HOST, 0)
+
     def tag(self, tensor: torch.Tensor, layer: int | None) -> None:
         """Say which layer's weight, gradient or optimizer state a storage holds."""
         booked = self._live.get(_storage(tensor)._cdata)

@@ -51,6 +51,11 @@ class TrainerJob:
     video: Any = None
     frozen: tuple[str, ...] = ()
 
+    def trained_sizes(self) -> list[int]:
+        """Elements of every tensor that is trained, in the model's order."""
+        weights = (weight for weight in self.model.parameters() if weight.requires_grad)
+        return [getattr(weight, "ds_numel", weight.numel()) for weight in weights]
+
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
 

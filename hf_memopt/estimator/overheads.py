@@ -3,6 +3,7 @@
 import copy
 
 from hf_memopt.estimator.ledger import Books, Peak
+from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20
@@ -98,13 +99,14 @@ def grow(peak: Peak, kind: str, size: int) -> None:
 def host_bytes(peaks: dict[str, Peak], job) -> int:
     """Host memory of one process: what engines offload, or the weights on their way to the device; batches waiting in
     the data loader (workers × prefetch factor, pinned once more); and the process itself."""
-    offloaded = max(peak.host for peak in peaks.values())
+    swapped = optimizer_buffers(job)
+    offloaded = max(peak.host for peak in peaks.values()) + swapped
     workers = job.fields.get("dataloader_num_workers", 0)
     waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
     loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
-        return max(peak.total + peak.host for peak in peaks.values()) + loader + SPARE_HOST
+        return max(peak.total + peak.host for peak in peaks.values()) + swapped + loader + SPARE_HOST
     staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
     return max(offloaded, staged) + loader + SPARE_HOST
 

@@ -23,7 +23,7 @@ from hf_memopt.estimator.depth import (
 )
 from hf_memopt.estimator.fake_cluster import spread
 from hf_memopt.estimator.ledger import KINDS, Books, Peak
-from hf_memopt.estimator.model import batch_of, count_weights, make_model, task_of
+from hf_memopt.estimator.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
 from hf_memopt.estimator.parallel import one_by_one
 from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
@@ -101,6 +101,10 @@ class Job:
         one, two = (count_weights(with_depth(self.config, depth), self.task, self.dtype, adapters) for depth in (1, 2))
         layer = max(1, two - one)
         return one - layer, layer
+
+    def trained_sizes(self) -> list[int]:
+        """Elements of every tensor that is trained, in the model's order."""
+        return sizes_of_weights(self.config, self.task, self.dtype, self.peft_config)
 
     def at(self, depth: int) -> TracedJob:
         """The job on a model with so many layers."""

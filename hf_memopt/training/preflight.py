@@ -16,9 +16,10 @@ _SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 # (deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat, Adam's exp_avg and exp_avg_sq, grad_partitions).
 _OFFLOADED_STATES = 16
 _OFFLOADED_WEIGHTS = 2  # weights in 16 bits
-# Of what is swapped to a disk, gradients in 16 bits and the weights' 16 bits stay in host memory (stage3:
-# grad_partitions_flat_buffer, param_groups_fp16_flat_cpu_memory), beside the buffers.
-_BESIDE_SWAPPED = 4
+# Of what is swapped to a disk, gradients and weights in 16 bits stay in host memory (stage3:
+# grad_partitions_flat_buffer, param_groups_fp16_flat_cpu_memory), beside the buffers, and in the first step both of
+# Adam's states, until they have been written (tests/test_engines.py).
+_BESIDE_SWAPPED = 12
 _BUFFERED = {"offload_param": 5, "offload_optimizer": 4}  # buffers (deepspeed.runtime.zero.offload_config)
 _BUFFER = 100_000_000  # elements of a weights' buffer, by default
 _GROUP = 1_000_000_000  # sub_group_size, by default: elements that the optimizer swaps at a time
