@@ -3,8 +3,9 @@
 python benchmarks/engine_ranks.py FOLDER < cases
 
 A case is JSON: "name"; "strategy", as estimate() takes it; "world_size"; "fields" of TrainingArguments; "seq_len"; and
-"model", a folder to load the weights from. Rank N writes FOLDER/NAME/N.json: every step's loss, and the most bytes that
-its live tensors took until training ended. With "saved", a checkpoint and the gathered weights lie in FOLDER/NAME/out.
+"model", a folder to load the weights from. Rank N writes FOLDER/NAME/N.json: every step's loss, and the most bytes
+that its live tensors took until training ended. With "saved", a checkpoint and the gathered weights lie in
+FOLDER/NAME/out.
 """
 
 import json

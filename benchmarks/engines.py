@@ -1,8 +1,8 @@
 """Every engine's real processes against one process and against the estimate: python benchmarks/engines.py
 
 Two and four processes of a small model over gloo. Losses are compared with those of one process at the same effective
-batch, step by step; every rank's peak is that of its live tensors (engine_ranks.py), beside the estimate for that rank.
-Where states or weights are offloaded, what is on the host counts too: on a CPU it is the same memory.
+batch, step by step; every rank's peak is that of its live tensors (engine_ranks.py), beside the estimate for that
+rank. Where states or weights are offloaded, what is on the host counts too: on a CPU it is the same memory.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Every engine on two and four real processes: losses, every rank's peak, and what its checkpoints hold.
 
-Run by `make test-engines`. What stands for an accelerator, which accelerate wants for FSDP2 and for tensor parallelism,
-is said in benchmarks/engine_ranks.py.
+Run by `make test-engines`. What stands for an accelerator, which accelerate wants for FSDP2 and for tensor
+parallelism, is said in benchmarks/engine_ranks.py.
 """
 
 import os

@@ -36,7 +36,8 @@ CPU = {"device": "cpu", "pin_memory": True}
          ["offload_param.device=nvme", "async_io", "libaio-dev"]),
         (Launch(world_size=8, per_host=8, weights=7 * BILLION, trained=7 * BILLION, host_free=64 * GIB,
                 deepspeed=zero(offload_optimizer=CPU)), ["needs 104.31 GiB", "64.00 GiB are free"]),
-        (Launch(world_size=8, largest=128256 * 8192, deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."})),
+        (Launch(world_size=8, largest=128256 * 8192,
+                deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."})),
          ["buffer_size=100000000 is smaller", "131334144 elements"]),
         (Launch(world_size=2, trained=4 * 10**6, deepspeed=zero(sub_group_size=10**6, offload_optimizer={
             "device": "nvme", "nvme_path": ".", "pipeline_read": True, "pipeline_write": True})),

@@ -1,4 +1,5 @@
-"""Buffers through which DeepSpeed's optimizer states go to a disk and back: as large as its largest group of weights."""
+"""Buffers through which DeepSpeed's optimizer states go to a disk and back: as large as its largest group of
+weights."""
 
 from collections.abc import Iterable
 from itertools import accumulate

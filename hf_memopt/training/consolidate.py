@@ -68,8 +68,8 @@ def _reader(source: Path):
 
 
 def _merge_zero(source: Path, target: Path) -> None:
-    """DeepSpeed's own writer fails on tied weights, which are one tensor under two names: safetensors wants one. ZeRO-1
-    and 2 give all weights as views of one tensor, of which it wants the parts."""
+    """DeepSpeed's own writer fails on tied weights, which are one tensor under two names: safetensors wants one.
+    ZeRO-1 and 2 give all weights as views of one tensor, of which it wants the parts."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from huggingface_hub import save_torch_state_dict
 

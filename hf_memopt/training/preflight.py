@@ -141,8 +141,8 @@ def _buffer_size(launch: Launch) -> Iterator[str]:
 
 
 def _buffer_count(launch: Launch) -> Iterator[str]:
-    """The optimizer swaps groups of weight, two states and gradient; while one is computed on, the one before it may be
-    on its way out and the next on its way in."""
+    """The optimizer swaps groups of weight, two states and gradient; while one is computed on, the one before it may
+    be on its way out and the next on its way in."""
     states = launch.zero("offload_optimizer")
     if states.get("device") != "nvme" or launch.trained // launch.world_size <= _group(launch):
         return

@@ -1,0 +1,110 @@
+"""Models that transformers cuts up (strategies tpN, hsdpN): names, presets, exports, estimates, a launch and its
+resume."""
+
+import json
+
+import pytest
+import yaml
+from conftest import ROOT, run
+from transformers import AutoConfig
+
+from hf_memopt import MemoryArguments, get_preset
+from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of, mesh_strategy, mesh_words
+from hf_memopt.errors import InputError
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.swapping import largest_group
+
+
+def test_names_and_sizes():
+    assert [is_mesh(name) for name in ("tp8", "hsdp8", "tp8_hsdp2", "ddp", "zero3", "fsdp2", "", None)] == (
+        [True] * 3 + [False] * 5
+    )
+    assert mesh_of("tp8", 128) == Mesh(8, 16, 1) and mesh_of("tp8", 128).batches == 16
+    assert mesh_of("hsdp8", 128) == Mesh(1, 8, 16) and mesh_of("tp2_hsdp4", 16) == Mesh(2, 4, 2)
+    for tp, fsdp in ((8, None), (None, 8), (2, 4)):
+        words = mesh_words(mesh_strategy(tp, fsdp))
+        assert words == [*(["--tp_size", str(tp)] if tp else []), *(["--fsdp_size", str(fsdp)] if fsdp else [])]
+    assert mesh_strategy(None, None) is None and mesh_words("zero3") == []
+    with pytest.raises(InputError, match="fsdp_size=3 does not divide the 8 processes"):
+        mesh_of("hsdp3", 8)
+
+
+def test_a_preset_cut_up():
+    """Eight devices that share every batch accumulate eight times as often; masters are what is loaded."""
+    preset = get_preset("h100_80gb_x8", strategy="tp8")
+    assert (preset.effective_batch_size, preset.gradient_accumulation_steps, preset.dtype) == (64, 64, "float32")
+    assert get_preset("h100_80gb_x8", strategy="hsdp8").gradient_accumulation_steps == 8
+    assert preset.accelerate_config()["distributed_type"] == "MULTI_GPU"
+    for name, method, strategy, reason in (
+        ("h100_80gb_x8", "lora", "tp8", "peft makes adapters of the parts' sizes"),
+        ("h100_80gb_x16_nodes", "lora", "hsdp8", "with replicas"),
+        ("h100_80gb_x8", "qlora", "hsdp8", "quantisation state"),
+        ("cpu_x2", "full", "tp2", "on accelerators only"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            get_preset(name, method, strategy)
+
+
+def test_gradients_stay_sharded_between_micro_batches():
+    """transformers' own Trainer keeps all of them in fp32, four bytes a weight, where there are no replicas."""
+    config = AutoConfig.for_model("llama", hidden_size=256, intermediate_size=704, num_hidden_layers=6,
+                                  num_attention_heads=4, vocab_size=4000)  # fmt: skip
+    fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+
+    def peak(strategy, **more):
+        return estimate(config, fields, 32, "a100_80gb", world_size=8, strategy=strategy, **more).peak_allocated_bytes
+
+    weights = sum(estimate(config, fields, 32, "a100_80gb").breakdown[kind] for kind in ("parameters",))
+    plain, ours = peak("hsdp8"), peak("hsdp8", memory_args=MemoryArguments())
+    assert plain - ours == pytest.approx(weights * 7 / 8, rel=0.15)
+    assert ours == pytest.approx(peak("fsdp2", memory_args=MemoryArguments()), rel=0.1)
+
+
+def test_groups_of_weights_are_closed_by_the_one_that_fills_them():
+    assert largest_group([3, 3, 3, 3], 6) == 6
+    assert largest_group([5, 5, 5], 6) == 10
+    assert largest_group([9], 6) == 9 and largest_group([1, 1], 100) == 2
+
+
+ARGUMENTS = [
+    "--max_steps", 4, "--samples", 0, "--save_strategy", "steps", "--save_steps", 2, "--max_length", 32,
+    "--logging_steps", 1, "--held_out", 0, "--learning_rate", 1e-3, "--lr_scheduler_type", "constant",
+]  # fmt: skip
+
+
+def _losses(checkpoint):
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
+    """Two real processes that share the weights; transformers alone refuses to resume such a model."""
+    import shutil
+
+    done = run("hf-memopt", "export", "cpu_x2", tmp_path / "run", "--strategy", "hsdp2", "--recipe", "sft")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())["distributed_type"] == "MULTI_GPU"
+    data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(60)])
+    words = ["sh", tmp_path / "run" / "launch.sh", "--dataset_name", data, *ARGUMENTS]
+    out = tmp_path / "run" / "out"
+    done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hsdp2, 2 process(es)" in done.stdout and "(predicted)" in done.stdout
+    whole = _losses(out / "checkpoint-4")
+    assert len(whole) == 4 and whole[-1] < whole[0]
+    shutil.rmtree(out / "checkpoint-4")
+    done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _losses(out / "checkpoint-4") == whole
+    shutil.rmtree(out / "checkpoint-2" / "optimizer")
+    shutil.rmtree(out / "checkpoint-4")
+    done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
+    assert done.returncode != 0 and "checkpoint-2 is half-written (no optimizer.pt)" in done.stderr
+
+
+def test_what_is_cut_up_is_loaded_from_files(tmp_path):
+    done = run("accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2.yaml",
+               "--main_process_port", 0, ROOT / "recipes" / "pretrain.py", "--preset", "cpu_x2", "--fsdp_size", 2,
+               "--max_steps", 1, "--output_dir", tmp_path / "out")  # fmt: skip
+    assert done.returncode != 0
+    assert "tp_size and fsdp_size cut weights up while they are loaded: pass model_name_or_path" in done.stderr
