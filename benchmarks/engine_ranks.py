@@ -3,9 +3,9 @@
 python benchmarks/engine_ranks.py FOLDER < cases
 
 A case is JSON: "name"; "strategy", as estimate() takes it; "world_size"; "fields" of TrainingArguments; "seq_len"; and
-"model", a folder to load the weights from. Rank N writes FOLDER/NAME/N.json: every step's loss, and the most bytes
-that its live tensors took until training ended. With "saved", a checkpoint and the gathered weights lie in
-FOLDER/NAME/out.
+"model", a folder to load the weights from; and "sequence_parallel", how many ranks share a batch's tokens. Rank N
+writes FOLDER/NAME/N.json: every step's loss, and the most bytes that its live tensors took until training ended. With
+"saved", a checkpoint and the gathered weights lie in FOLDER/NAME/out.
 """
 
 import json
@@ -178,6 +178,10 @@ def _as_rank(case: dict, rank: int, port: int, folder: Path) -> int:
                       MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
     if case["strategy"].startswith("zero"):
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if (shared := case.get("sequence_parallel", 1)) > 1:
+        os.environ.update(ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_SP_SIZE=str(shared),
+                          PARALLELISM_CONFIG_DP_SHARD_SIZE=str(case["world_size"] // shared),
+                          PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION="sdpa")  # fmt: skip
     try:
         rank_of(case, rank, folder)
         return 0

@@ -31,6 +31,7 @@ def case(strategy: str, world_size: int, model: Path, **more) -> dict:
     from hf_memopt.compatibility.mesh import is_mesh, mesh_of
 
     batches = mesh_of(strategy, world_size).batches if is_mesh(strategy) else world_size
+    batches //= more.get("sequence_parallel", 1)
     fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": EFFECTIVE // (2 * batches),
               "max_steps": STEPS, "learning_rate": 1e-3}  # fmt: skip
     return {"name": f"{strategy}-{world_size}", "strategy": strategy, "world_size": world_size, "fields": fields,
@@ -90,10 +91,11 @@ def main() -> None:
             measured = [rank["tensors"] for rank in found[one["name"]]]
             estimates = [predicted(one, rank) for rank in range(one["world_size"])]
             errors = [guess / truth - 1 for guess, truth in zip(estimates, measured, strict=True)]
+            apart = max(abs(here / there - 1) for here, there in zip(losses, alone, strict=True))
             rows.append({
                 "strategy": one["strategy"], "processes": one["world_size"], "measured_bytes": measured,
                 "predicted_bytes": estimates, "largest_error": round(max(errors, key=abs), 5),
-                "largest_loss_difference": float(f"{max(abs(a / b - 1) for a, b in zip(losses, alone, strict=True)):.2g}"),
+                "largest_loss_difference": float(f"{apart:.2g}"),
             })  # fmt: skip
             print(rows[-1], flush=True)
     record("engines", "python benchmarks/engines.py", rows)

@@ -61,6 +61,22 @@ def test_an_engine(strategy, model, alone, tmp_path):
             _check_saved(tmp_path / case["name"], strategy)
 
 
+def test_processes_share_the_tokens_of_a_batch(model, alone, tmp_path):
+    """Ulysses: activations of half the tokens each, and one process's losses.
+
+    (Two processes: torch 2.13's exchange between some of several fails over gloo, which takes their ranks for others.)
+    """
+    cases = [engines.case("zero2", 2, model)]
+    cases += [{**engines.case(name, 2, model, sequence_parallel=2), "name": f"shared-{name}"}
+              for name in ("zero2", "zero3")]  # fmt: skip
+    found = engines.run(tmp_path, cases)
+    for case in cases[1:]:
+        for told in found[case["name"]]:
+            assert told["losses"] == pytest.approx(alone, rel=1e-5), case
+    whole, shared = (max(told["tensors"] for told in found[name]) for name in ("zero2-2", "shared-zero2"))
+    assert shared < 0.95 * whole
+
+
 def _check_saved(folder, strategy: str) -> None:
     """A checkpoint, whole or put together again, holds the weights that were gathered, and loads."""
     checkpoint = folder / "out" / f"checkpoint-{engines.STEPS}"

@@ -2,6 +2,7 @@
 resume."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -58,6 +59,38 @@ def test_gradients_stay_sharded_between_micro_batches():
     plain, ours = peak("hsdp8"), peak("hsdp8", memory_args=MemoryArguments())
     assert plain - ours == pytest.approx(weights * 7 / 8, rel=0.15)
     assert ours == pytest.approx(peak("fsdp2", memory_args=MemoryArguments()), rel=0.1)
+
+
+def test_devices_that_share_the_tokens_of_a_batch(command, tmp_path):
+    """Ulysses: accelerate's section, the effective batch of the devices' groups, batches that can be shared."""
+    import torch
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    from hf_memopt.compatibility import check_config_file
+    from hf_memopt.data.positions import with_positions
+
+    words = ["export", "h100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--sequence-parallel", "4"]
+    code, _, err = command(*words)
+    assert code == 0, err
+    check_config_file(tmp_path / "run" / "accelerate.yaml")
+    section = load_config_from_file(str(tmp_path / "run" / "accelerate.yaml")).parallelism_config
+    assert (section["parallelism_config_sp_size"], section["parallelism_config_dp_shard_size"]) == (4, 2)
+    assert replace(get_preset("h100_80gb_x8"), sequence_parallel=4).gradient_accumulation_steps == 32
+    for strategy, size, reason in (
+        ("fsdp2", "4", "use strategy zero1, zero2 or zero3"),
+        ("zero3", "3", "divide the 8"),
+    ):
+        code, _, err = command("export", "h100_80gb_x8", tmp_path / "no", "--strategy", strategy,
+                               "--sequence-parallel", size)  # fmt: skip
+        assert code == 2 and reason in err and not (tmp_path / "no").exists()
+
+    batch = with_positions(lambda rows: {"input_ids": torch.ones(2, 5, dtype=torch.long),
+                                         "labels": torch.ones(2, 5, dtype=torch.long)}, 4)([])  # fmt: skip
+    assert {name: tensor.shape for name, tensor in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), torch.Size([2, 8])
+    )
+    assert batch["labels"][0].tolist() == [1] * 5 + [-100] * 3
+    assert batch["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
 def test_groups_of_weights_are_closed_by_the_one_that_fills_them():

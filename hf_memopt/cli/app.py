@@ -185,12 +185,16 @@ def export(
     machines: Annotated[
         int | None, typer.Option(help="So many machines, each with the preset's devices; also writes slurm.sbatch.")
     ] = None,
+    sequence_parallel: Annotated[
+        int | None,
+        typer.Option(help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
     from hf_memopt.cli.export import export_preset
 
-    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines)
+    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines, sequence_parallel)
 
 
 @app.command(epilog="Example: hf-memopt consolidate out/my-run/checkpoint-500 my-model --trusted")

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json
@@ -17,11 +18,14 @@ from hf_memopt.presets.launch_script import scripts
 RECIPES = ("pretrain", "sft", "video_sft")
 
 
-def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json, machines=None) -> None:
+def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json, machines=None,
+                  sequence_parallel=None) -> None:  # fmt: skip
     """Write the files, all or none; those that are there already are replaced."""
     preset = get_preset(name, method, strategy, precision)
     if machines is not None:
         preset = on_machines(preset, machines)
+    if sequence_parallel is not None:
+        preset = _sharing_tokens(preset, sequence_parallel)
     check(preset.setup())
     if recipe not in RECIPES:
         raise choose("recipe", recipe, RECIPES)
@@ -36,10 +40,26 @@ def export_preset(name, directory, method, strategy, precision, recipe, nvme_pat
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
 
 
+def _sharing_tokens(preset: Preset, devices: int) -> Preset:
+    """The preset with so many devices to a batch's tokens.
+
+    Raises:
+        InputError: its engine, or its number of devices, cannot do that.
+    """
+    if not preset.strategy.startswith("zero"):
+        raise InputError(f"sequence_parallel={devices} is DeepSpeed's, and the strategy is {preset.strategy}: "
+                         "use strategy zero1, zero2 or zero3")  # fmt: skip
+    preset = replace(preset, sequence_parallel=devices)
+    preset.batches(preset.processes)
+    return preset
+
+
 def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: str | None) -> dict[str, str]:
     """File name -> text."""
     settings = preset.settings()
-    if preset.machines > 1:  # it follows from the effective batch, however many machines there are
+    if (
+        preset.machines > 1 or preset.sequence_parallel > 1
+    ):  # it follows from the effective batch, however many machines there are
         del settings["gradient_accumulation_steps"]
     files = {"training_arguments.json": _json(settings)}
     deepspeed = _with_nvme_path(preset, nvme_path)
@@ -70,6 +90,7 @@ def _recipe_words(preset: Preset, folder: Path, recipe: str, name: str) -> list[
         shlex.quote(str(script)), "--preset", name, "--method", preset.method, "--effective_batch_size",
         str(preset.effective_batch_size), "--config", shlex.quote(str(folder / "training_arguments.json")),
         *mesh_words(preset.strategy),
+        *(["--attn_implementation", "sdpa"] if preset.sequence_parallel > 1 else []),
     ]  # fmt: skip
 
 

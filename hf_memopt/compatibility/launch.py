@@ -27,6 +27,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def sequence_parallel_size() -> int:
+    """The number of processes that share one batch's tokens (Ulysses); 1 where accelerate's YAML says nothing."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return 1
+    return int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))
+
+
 def deepspeed_strategy(config: dict) -> str:
     """The strategy's name for a DeepSpeed configuration: zero2, zero3_offload_nvme, zero3_plus_plus, …"""
     zero = config.get("zero_optimization", {})

@@ -116,7 +116,8 @@ RULES = [
           method="qlora", strategy=CUT_UP),
     # peft
     _rule("peft makes adapters of the parts' sizes, which do not fit what the layers give",
-          "strategy fsdp2 or zero3, or hsdpN with as many processes as N", "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
+          "strategy fsdp2 or zero3, or hsdpN with as many processes as N",
+          "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
           method="lora", strategy="hsdp", replicated=True),
     _rule("peft makes adapters of the parts' sizes, which do not fit what the layers give", "strategy fsdp2 or zero3",
           "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features", method="lora", strategy="tp"),

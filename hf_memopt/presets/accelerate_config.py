@@ -9,7 +9,7 @@ from hf_memopt.hardware.catalog import Hardware
 
 
 def accelerate_config(hardware: Hardware, strategy: str, processes: int, precision: str, deepspeed_file: str,
-                      machines: int = 1) -> dict:  # fmt: skip
+                      machines: int = 1, sequence_parallel: int = 1) -> dict:  # fmt: skip
     """Keys and values as `accelerate launch --config_file` reads them.
 
     Args:
@@ -19,6 +19,7 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
         deepspeed_file: path of the DeepSpeed JSON. accelerate resolves it against the working directory, not
             against the YAML, so an exported one is absolute.
         machines: every one starts a launcher of its own, with its --machine_rank.
+        sequence_parallel: devices that share every batch's tokens.
     """
     config: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _distributed_type(strategy)}
     if strategy.startswith("zero"):
@@ -35,6 +36,11 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
     if strategy == "fsdp2":
         # accelerate refuses the efficient loading together with torchao's fp8.
         config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
+    if sequence_parallel > 1:
+        config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in (
+            ("dp_shard_size", processes // sequence_parallel), ("sp_size", sequence_parallel),
+            ("sp_backend", "deepspeed"), ("sp_seq_length_is_variable", True), ("sp_attn_implementation", "sdpa"),
+        )}  # fmt: skip
     config |= {"num_machines": machines, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
     return config
 

@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import replace
 
-from hf_memopt.compatibility.launch import launched_strategy, world_size
+from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_size, world_size
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
@@ -70,6 +70,8 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
         if is_mesh(strategy) and world_size() > 1:
             preset = replace(preset, processes=world_size())
         check(preset.setup())
+    if (shared := sequence_parallel_size()) > 1:
+        preset = replace(preset, sequence_parallel=shared)
     if precision not in (None, "fp8"):
         raise choose("precision", precision, ("fp8",))
     if precision or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":

@@ -41,6 +41,7 @@ class Preset:
         dtype: of the loaded weights.
         training: TrainingArguments fields, batch settings left out.
         environment: variables to set before the accelerator starts.
+        sequence_parallel: devices that share every batch's tokens (DeepSpeed's Ulysses, under ZeRO).
     """
 
     name: str
@@ -57,6 +58,7 @@ class Preset:
     training: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     machines: int = 1
+    sequence_parallel: int = 1
 
     @property
     def mesh(self) -> Mesh | None:
@@ -64,8 +66,16 @@ class Preset:
         return mesh_of(self.strategy, self.processes) if is_mesh(self.strategy) else None
 
     def batches(self, world_size: int) -> int:
-        """Processes of so many that take a batch of their own: not those that share one by tensor parallelism."""
-        return mesh_of(self.strategy, world_size).batches if is_mesh(self.strategy) else world_size
+        """Processes of so many that take a batch of their own: not those that share one's layers or tokens.
+
+        Raises:
+            InputError: so many cannot be shared so.
+        """
+        if is_mesh(self.strategy):
+            return mesh_of(self.strategy, world_size).batches
+        if world_size % self.sequence_parallel:
+            raise InputError(f"sequence_parallel={self.sequence_parallel} does not divide the {world_size} processes")
+        return world_size // self.sequence_parallel
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -186,7 +196,8 @@ class Preset:
             deepspeed_file: path of the DeepSpeed JSON; by default the shipped one, relative to the repository.
         """
         file = deepspeed_file or f"accelerate_configs/deepspeed/{self.strategy}.json"
-        return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file, self.machines)
+        return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file, self.machines,
+                                 self.sequence_parallel)  # fmt: skip
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""

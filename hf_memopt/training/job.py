@@ -148,9 +148,18 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     job.args = job.preset.training_arguments(world_size=world_size(), **training)
     if job.args.deepspeed_plugin is not None:
         answer_at_once()
+        if job.preset.sequence_parallel > 1 and job.args.device.type == "cpu":
+            _start_deepspeed()
     output = Path(job.args.output_dir)
     job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     return job
+
+
+def _start_deepspeed() -> None:
+    """DeepSpeed's communication, which accelerate starts for accelerators only and Ulysses finds missing on a CPU."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
 
 
 def _distributed_config(job: Job):

@@ -11,6 +11,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from transformers import Trainer
 
 from hf_memopt.data.lengths import sample_lengths
+from hf_memopt.data.positions import with_positions
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.prediction import fields_of_trainer
 from hf_memopt.files import write_whole
@@ -71,6 +72,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
                 "auto_find_batch_size=True restarts the schedule and shrinks the effective batch: leave it out, "
                 "MemoryTrainer recovers within the step"
             )
+        if (processes := self.get_sp_size()) > 1:
+            self._share_tokens(processes)
         self._apply_levers(self.model)
         apply_to_trainer(self, self.memory_args)
         self._peers = Peers(self.accelerator)
@@ -102,8 +105,19 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
 
     @property
     def batches(self) -> int:
-        """Processes with a batch of their own: those of tensor parallelism share one."""
-        return self.args.world_size // self.get_tp_size()
+        """Processes with a batch of their own: those of tensor and sequence parallelism share one."""
+        return self.args.world_size // self.get_tp_size() // self.get_sp_size()
+
+    def _share_tokens(self, processes: int) -> None:
+        """Batches as Ulysses wants them.
+
+        Raises:
+            InputError: a lever that wants whole sequences.
+        """
+        for name in ("loss_chunk_size", "logits_to_keep", "max_tokens_per_batch"):
+            if getattr(self.memory_args, name):
+                raise InputError(f"{name} wants whole sequences, which sequence parallelism shares: leave it out")
+        self.data_collator = with_positions(self.data_collator, processes)
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)

@@ -112,6 +112,9 @@ def predict(job: Job, trainer, length: int, **about):
     from hf_memopt.estimator import estimate
     from hf_memopt.estimator.prediction import fields_of_trainer
 
+    if job.preset.sequence_parallel > 1:
+        print("  memory  not predicted: shared sequences (sequence parallelism) are not traced")
+        return None
     if not about:
         length, about = _longest(trainer.train_dataset, length)
     config = copy.deepcopy(trainer.model.config)
