@@ -13,7 +13,7 @@ help:
 	@echo "make test-engines  every engine on two and four processes, some minutes"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
-	@echo "make docs     put measured and predicted tables into docs/levers.md and docs/plans.md"
+	@echo "make docs     put measured and predicted tables into docs"
 	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
 
 train: $(INSTALLED)
@@ -47,6 +47,7 @@ bench: $(INSTALLED)
 	python benchmarks/plans.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/engines.py
+	python benchmarks/clusters.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
 
@@ -67,6 +68,7 @@ estimates: $(INSTALLED)
 docs: $(INSTALLED)
 	python benchmarks/levers_docs.py
 	python benchmarks/plans_docs.py
+	python benchmarks/clusters_docs.py
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

@@ -32,7 +32,7 @@ def test_the_documentations_tables_are_the_measured_ones(monkeypatch):
     import runpy
 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in ("levers", "plans"):
+    for name in ("levers", "plans", "clusters"):
         made = runpy.run_path(str(ROOT / "benchmarks" / f"{name}_docs.py"))
         assert made["page"]() == (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 

@@ -1,0 +1,52 @@
+"""Put the measured and predicted tables into docs/clusters.md: python benchmarks/clusters_docs.py (make docs)"""
+
+from levers_docs import ROOT, filled, results, table
+from levers_docs import source as measured
+
+PAGE = ROOT / "docs" / "clusters.md"
+GIB = 2**30
+
+
+def engines() -> str:
+    """Real processes of every engine beside one process and beside the estimate."""
+    found = results("engines")
+    lines = [[row["strategy"], str(row["processes"]), f"{max(row['measured_bytes']) / 1e6:.2f}",
+              f"{100 * row['largest_error']:+.3f} %", f"{row['largest_loss_difference']:g}"]
+             for row in found["rows"]]  # fmt: skip
+    heads = ["strategy", "processes", "MB of the rank that needs most", "estimate off by, of any rank at most",
+             "losses off one process's by"]  # fmt: skip
+    return f"{table(heads, lines)}\n\n{measured('engines', found)}"
+
+
+def predicted() -> str:
+    """Cluster presets under every engine."""
+    found = results("clusters")
+    parts = []
+    for told in dict.fromkeys((row["preset"], row["method"], row["model"]) for row in found["rows"]):
+        lines = []
+        for row in found["rows"]:
+            if (row["preset"], row["method"], row["model"]) != told:
+                continue
+            if "refused" in row:
+                lines.append([row["strategy"], "refused", row["refused"]])
+                continue
+            fits = "" if row["device_bytes"] <= row["capacity_bytes"] else ", too much"
+            there = f"{row['device_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.1f}{fits}"
+            lines.append([row["strategy"], there, f"{row['host_bytes'] / GIB:.0f}"])
+        name, method, model = told
+        parts.append(f"`{name}`, {method}, `{model}`:")
+        parts.append(table(["strategy", "GiB a device", "GiB of host memory a process"], lines))
+    versions = found["versions"]
+    parts.append(f"Predicted {found['date']} with torch {versions['torch']}, transformers {versions['transformers']}: "
+                 "[clusters.json](../benchmarks/results/clusters.json).")  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def page() -> str:
+    """The page with its tables made anew."""
+    return filled(PAGE, {"engines": engines, "predicted": predicted})
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
