@@ -507,6 +507,24 @@ def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_pat
     ]
 
 
+def test_saving_is_tried_after_the_first_step(tmp_path):
+    """probe_save: a checkpoint although none is due; without room for it the run ends at once."""
+    found = train(tmp_path / "out", memory={"probe_save": True}, max_steps=3)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not found.events
+
+    def full(trainer):
+        def fail(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        trainer.save_model = fail
+
+    with pytest.raises(InputError, match=r"probe_save: no checkpoint can be written to .* No space left on device"):
+        train(tmp_path / "full", memory={"probe_save": True}, prepare=full, max_steps=3)
+    with pytest.raises(InputError, match="probe_save: memory does not suffice for a checkpoint"):
+        train(tmp_path / "small", memory={"probe_save": True}, prepare=_saves_fail(2), max_steps=3)
+
+
 def test_best_and_rotation_work_as_in_the_trainer(tmp_path):
     fields = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4,
               "save_total_limit": 2, "load_best_model_at_end": True}  # fmt: skip

@@ -43,6 +43,10 @@ class MemoryArguments:
     probe_worst_batch: bool = field(
         default=False, metadata={"help": "Before the first step, try the largest batch that is going to come."}
     )
+    probe_save: bool = field(
+        default=False,
+        metadata={"help": "Save a checkpoint after the first step, so that one that cannot be ends soon."},
+    )
     min_batch_size: int = field(default=1, metadata={"help": "Samples that a piece of a micro-batch has, at least."})
     max_batch_size: int | None = field(
         default=None,

@@ -18,6 +18,8 @@ def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
 
 def scripts(preset: Preset, folder: Path, recipe_words: list[str]) -> dict[str, str]:
     """An exported folder's scripts: file name -> text. For several devices slurm.sbatch too."""
+    if preset.machines > 1:  # a save that fails shows in the first minute, not at the end of the allocation
+        recipe_words = [*recipe_words, "--probe_save", "true"]
     made = {"launch.sh": launch_script(preset, folder, recipe_words)}
     if preset.processes > 1:
         with_output = [*recipe_words, "--output_dir", shlex.quote(str(folder / "out"))]

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import write_whole
 from hf_memopt.training import mesh_states
 from hf_memopt.training.oom import diagnose, free_memory
@@ -24,12 +24,41 @@ _SMALL_SHARD = "256MB"
 class SafeCheckpoints:
     """The part of MemoryTrainerMixin that is about saving and resuming."""
 
+    _save_due = _probes_saving = False
+
     def _save_checkpoint(self, model, trial):
         """Write a checkpoint aside and move it to its place when it is whole.
 
         Where memory runs out, it is written again in small shards; where that fails too, it is left out and training
         goes on.
         """
+        if self._probes_saving:
+            return self._probe_saving(model, trial)
+        return self._save_whole(model, trial)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self._probes_saving, self._save_due = self._save_due, False
+        if self._probes_saving:
+            self.control.should_save = True
+        try:
+            return super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._probes_saving = False
+
+    def _probe_saving(self, model, trial) -> None:
+        """The first checkpoint, without which the run would be lost hours later.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        events = len(self.memory_events)
+        with as_input_error(f"probe_save: no checkpoint can be written to {self.args.output_dir}", OSError):
+            self._save_whole(model, trial)
+        if any(event.get("remedy") == "checkpoint left out" for event in self.memory_events[events:]):
+            raise InputError("probe_save: memory does not suffice for a checkpoint: free some, by a lever or a "
+                             "smaller per_device_train_batch_size")  # fmt: skip
+
+    def _save_whole(self, model, trial) -> None:
         if self.args.push_to_hub:  # which reads the folder while training goes on
             return super()._save_checkpoint(model, trial)
         for attempt in ("whole", "in small shards"):
@@ -130,6 +159,7 @@ class SafeCheckpoints:
     def _inner_training_loop(self, batch_size=None, args=None, resume_from_checkpoint=None, **kwargs):
         if resume_from_checkpoint is not None:
             self._keep_effective_batch(Path(resume_from_checkpoint) / STATE_FILE)
+        self._save_due = self.memory_args.probe_save
         return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, **kwargs)
 
     def _keep_effective_batch(self, file: Path) -> None:
