@@ -17,9 +17,25 @@ from hf_memopt.estimator.swapping import largest_group
 
 
 def test_names_and_sizes():
-    assert [is_mesh(name) for name in ("tp8", "hsdp8", "tp8_hsdp2", "ddp", "zero3", "fsdp2", "", None)] == (
-        [True] * 3 + [False] * 5
-    )
+    assert [
+        is_mesh(name)
+        for name in (
+            "tp8",
+            "hsdp8",
+            "tp8_hsdp2",
+            "ddp",
+            "zero3",
+            "fsdp2",
+            "",
+            None,
+            "_",
+            "tp8_",
+            "_hsdp8",
+            "tp8hsdp2",
+            "tp0",
+            "hsdp2_tp2",
+        )
+    ] == ([True] * 3 + [False] * 11)
     assert mesh_of("tp8", 128) == Mesh(8, 16, 1) and mesh_of("tp8", 128).batches == 16
     assert mesh_of("hsdp8", 128) == Mesh(1, 8, 16) and mesh_of("tp2_hsdp4", 16) == Mesh(2, 4, 2)
     for tp, fsdp in ((8, None), (None, 8), (2, 4)):
@@ -133,6 +149,13 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     shutil.rmtree(out / "checkpoint-4")
     done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
     assert done.returncode != 0 and "checkpoint-2 is half-written (no optimizer.pt)" in done.stderr
+
+
+def test_engines_that_shard_exclude_each_other(tmp_path):
+    done = run("accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml",
+               "--main_process_port", 0, ROOT / "recipes" / "sft.py", "--preset", "cpu_x2", "--fsdp_size", 2,
+               "--output_dir", tmp_path / "out")  # fmt: skip
+    assert done.returncode != 0 and "transformers shard the model, and zero2 was launched" in done.stderr
 
 
 def test_what_is_cut_up_is_loaded_from_files(tmp_path):

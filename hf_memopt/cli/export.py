@@ -57,9 +57,7 @@ def _sharing_tokens(preset: Preset, devices: int) -> Preset:
 def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: str | None) -> dict[str, str]:
     """File name -> text."""
     settings = preset.settings()
-    if (
-        preset.machines > 1 or preset.sequence_parallel > 1
-    ):  # it follows from the effective batch, however many machines there are
+    if preset.machines > 1 or preset.sequence_parallel > 1:  # it follows from the effective batch there
         del settings["gradient_accumulation_steps"]
     files = {"training_arguments.json": _json(settings)}
     deepspeed = _with_nvme_path(preset, nvme_path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hf_memopt.errors import InputError
 
-_STRATEGY = re.compile(r"(?:tp(?P<tp>\d+))?_?(?:hsdp(?P<fsdp>\d+))?")
+_STRATEGY = re.compile(r"(?=.)(?:tp(?P<tp>[1-9]\d*))?(?:(?(tp)_)hsdp(?P<fsdp>[1-9]\d*))?")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Mesh:
 
 def is_mesh(strategy: str | None) -> bool:
     """Whether a strategy is of this kind."""
-    return bool(strategy) and _STRATEGY.fullmatch(strategy) is not None
+    return _STRATEGY.fullmatch(strategy or "") is not None
 
 
 def mesh_strategy(tp_size: int | None, fsdp_size: int | None) -> str | None:
@@ -56,9 +56,8 @@ def mesh_of(strategy: str, world_size: int) -> Mesh:
     """
     found = _STRATEGY.fullmatch(strategy)
     tp, fsdp = int(found["tp"] or 1), int(found["fsdp"] or 0)
-    if min(tp, fsdp or 1) < 1 or world_size % (tp * (fsdp or 1)):
-        sizes = " × ".join(f"{name}={size}" for name, size in (("tp_size", int(found["tp"] or 0)), ("fsdp_size", fsdp))
-                            if size)  # fmt: skip
+    if world_size % (tp * (fsdp or 1)):
+        sizes = " × ".join(f"{name}={size}" for name, size in (("tp_size", found["tp"]), ("fsdp_size", fsdp)) if size)
         raise InputError(f"{sizes} does not divide the {world_size} processes: choose sizes whose product does")
     rest = world_size // tp
     return Mesh(tp, fsdp, rest // fsdp) if fsdp else Mesh(tp, rest, 1)

@@ -24,6 +24,6 @@ def with_positions(collate: Callable, processes: int) -> Callable:
             batch["position_ids"] = torch.arange(length).expand(samples, length).contiguous()
         missing = -length % processes
         return {name: torch.nn.functional.pad(tensor, (0, missing), value=_PADDING.get(name, 0))
-                for name, tensor in batch.items()}  # fmt: skip
+                if tensor.shape == (samples, length) else tensor for name, tensor in batch.items()}  # fmt: skip
 
     return collate_with_positions

@@ -88,6 +88,8 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     model, args = trainer.model, trainer.args
     if model is None or not hasattr(model, "config"):
         raise InputError("trainer.model must be a transformers or peft model")
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise InputError("trainer.model is cut up already: estimate its configuration, with strategy=hsdpN or tpN")
     fields = fields_of_trainer(trainer)
     world_size = world_size or args.world_size
     tensors, padded = _largest_batch(trainer)

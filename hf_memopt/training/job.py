@@ -132,7 +132,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
 
     # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    preset = get_preset(recipe.preset, recipe.method, mesh_strategy(recipe.tp_size, recipe.fsdp_size))
+    preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe))
     if recipe.dtype:
         preset = replace(preset, dtype=recipe.dtype)
     peft_config = preset.peft_config(**parsed.lora)
@@ -160,6 +160,19 @@ def _start_deepspeed() -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
+
+
+def _mesh_strategy(recipe: RecipeArguments) -> str | None:
+    """The strategy that tp_size and fsdp_size ask for.
+
+    Raises:
+        InputError: an engine that shards was launched too.
+    """
+    strategy, launched = mesh_strategy(recipe.tp_size, recipe.fsdp_size), launched_strategy()
+    if strategy and launched not in (None, "ddp"):
+        raise InputError(f"tp_size and fsdp_size have transformers shard the model, and {launched} was launched: use "
+                         "an accelerate configuration of distributed_type MULTI_GPU")  # fmt: skip
+    return strategy
 
 
 def _distributed_config(job: Job):

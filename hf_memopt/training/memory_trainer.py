@@ -65,7 +65,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         self._window, self._running = Window(), (None, 0)
         self._stage, self._share = "start", 1.0
         self._loss_is_a_sum: bool | None = None
-        with states_saved_here(kwargs.get("args", args[1] if len(args) > 1 else None)):
+        with states_saved_here(*args, **kwargs):
             super().__init__(*args, **kwargs)
         if self.args.auto_find_batch_size:
             raise InputError(
@@ -231,7 +231,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         near, resting = self._near_peak, self._resting
         largest = max(started, key=lambda micro: micro.elements * micro.size // max(1, micro.rows))
         self._callback.elements, self._callback.near_peak = sum(micro.elements for micro in started), near
-        self._callback.tokens += self.batches * sum(tokens_of(micro.inputs) for micro in started)
+        apart = self.args.world_size // self.get_tp_size()  # of a shared sample each process has its own tokens
+        self._callback.tokens += apart * sum(tokens_of(micro.inputs) for micro in started)
         self._near_peak, self._resting = 0, self._memory.allocated()
         self._act(near, resting, min(largest.size, largest.rows), largest)
 

@@ -1,5 +1,4 @@
-"""Checkpoints of models that transformers cut up by a DistributedConfig, from which another number of processes goes
-on.
+"""Checkpoints of models that transformers cut up, from which another number of processes goes on.
 
 transformers 5.23 saves their weights, whole, and refuses to save more. The optimizer's states are written here by
 torch's distributed checkpoints, every process its own part, and come back in the parts of whoever reads them.
@@ -15,13 +14,13 @@ _SCHEDULER = "scheduler.pt"
 
 
 @contextmanager
-def states_saved_here(args) -> Iterator[None]:
-    """The Trainer's constructor refuses to save the states of such models, which are not its to save.
+def states_saved_here(model=None, args=None, *_, **__) -> Iterator[None]:
+    """The Trainer's constructor refuses to save the states of such a model, which are not its to save.
 
     Args:
-        args: TrainingArguments, or None.
+        model, args: what the constructor is given.
     """
-    if args is None:
+    if args is None or not getattr(model, "is_distributed_loading_by_transformers", False):
         yield
         return
     with mock.patch.object(args, "save_only_model", True):
