@@ -3,9 +3,9 @@
 python benchmarks/engine_ranks.py FOLDER < cases
 
 A case is JSON: "name"; "strategy", as estimate() takes it; "world_size"; "fields" of TrainingArguments; "seq_len"; and
-"model", a folder to load the weights from; and "sequence_parallel", how many ranks share a batch's tokens. Rank N
-writes FOLDER/NAME/N.json: every step's loss, and the most bytes that its live tensors took until training ended. With
-"saved", a checkpoint and the gathered weights lie in FOLDER/NAME/out.
+"model", a folder to load the weights from; "sequence_parallel", how many ranks share a batch's tokens; and "memory",
+fields of MemoryArguments. Rank N writes FOLDER/NAME/N.json: every step's loss, and the most bytes that its live
+tensors took until training ended. With "saved", a checkpoint and the gathered weights lie in FOLDER/NAME/out.
 """
 
 import json
@@ -55,7 +55,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
         output_dir=folder / "out", use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
         logging_nan_inf_filter=False, save_strategy="no", **fields,
     )  # fmt: skip
-    quiet = MemoryArguments(oom_recovery=False, silent_mode=True)
+    quiet = MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {}))
     trainers: list[MemoryTrainer] = []
     with Ledger(fake=False) as ledger, following_fsdp(ledger), fsdp2(case, trainers), cut_up(case):
         model = AutoModelForCausalLM.from_pretrained(case["model"], **kwargs)

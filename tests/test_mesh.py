@@ -71,9 +71,11 @@ def test_gradients_stay_sharded_between_micro_batches():
     def peak(strategy, **more):
         return estimate(config, fields, 32, "a100_80gb", world_size=8, strategy=strategy, **more).peak_allocated_bytes
 
-    weights = sum(estimate(config, fields, 32, "a100_80gb").breakdown[kind] for kind in ("parameters",))
+    weights = estimate(config, fields, 32, "a100_80gb").breakdown["parameters"]
     plain, ours = peak("hsdp8"), peak("hsdp8", memory_args=MemoryArguments())
     assert plain - ours == pytest.approx(weights * 7 / 8, rel=0.15)
+    with pytest.raises(InputError, match="loss_chunk_size calls the head once more"):
+        peak("hsdp8", memory_args=MemoryArguments(loss_chunk_size=16))
     assert ours == pytest.approx(peak("fsdp2", memory_args=MemoryArguments()), rel=0.1)
 
 

@@ -28,6 +28,9 @@ def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, 
     """Every reason why a job cannot have these settings."""
     if memory_args.loss_chunk_size is not None and fields.get("use_liger_kernel"):
         yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
+    if memory_args.loss_chunk_size is not None and engine == "mesh":
+        yield ("loss_chunk_size calls the head once more, which with one that transformers cut up ends in a crash: "
+               "leave it out, or use fsdp2 or zero3")  # fmt: skip
     if memory_args.logits_to_keep:
         if memory_args.loss_chunk_size is not None:
             yield "loss_chunk_size leaves out what has no label already: leave logits_to_keep out"

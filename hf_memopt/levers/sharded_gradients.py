@@ -15,4 +15,4 @@ def reduce_at_once(trainer) -> None:
     """Have a Trainer of a model that transformers sharded reduce the gradients of every micro-batch."""
     mesh = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
     if mesh is not None and mesh.dp_replicate_size == 1:
-        replace(trainer, "_defer_fsdp_gradient_reduction", contextlib.nullcontext)
+        replace(trainer, "_defer_fsdp_gradient_reduction", lambda: contextlib.nullcontext())
