@@ -4,13 +4,14 @@ Run by `make test-engines`. What stands for an accelerator, which accelerate wan
 parallelism, is said in benchmarks/engine_ranks.py.
 """
 
+import json
 import os
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -90,3 +91,30 @@ def _check_saved(folder, strategy: str) -> None:
     reloaded = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     assert gathered.keys() <= reloaded.keys()
     assert all(torch.equal(reloaded[name], weight) for name, weight in gathered.items())
+
+
+def test_four_processes_go_on_where_two_left_off(jsonl, tmp_path):
+    """Two that share the weights, then four that share them, and two pairs of replicas: one run's losses."""
+    done = run("hf-memopt", "export", "cpu_x2", tmp_path / "run", "--strategy", "hsdp2", "--recipe", "sft")
+    assert done.returncode == 0, done.stderr
+    settings = tmp_path / "run" / "training_arguments.json"
+    given = json.loads(settings.read_text())
+    settings.write_text(json.dumps({name: value for name, value in given.items() if "accumulation" not in name}))
+    data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(60)])
+    words = [ROOT / "recipes" / "sft.py", "--preset", "cpu_x2", "--effective_batch_size", 8, "--config", settings,
+             "--dataset_name", data, "--held_out", 0, "--samples", 0, "--max_length", 32, "--max_steps", 4,
+             "--save_strategy", "steps", "--save_steps", 2, "--logging_steps", 1, "--learning_rate", 1e-3,
+             "--lr_scheduler_type", "constant"]  # fmt: skip
+
+    def losses(name, processes, shared):
+        done = run("accelerate", "launch", "--config_file", tmp_path / "run" / "accelerate.yaml", "--num_processes",
+                   processes, "--main_process_port", 0, *words, "--fsdp_size", shared, "--output_dir",
+                   tmp_path / name, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        history = json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history if "loss" in entry]
+
+    two = losses("two", 2, 2)
+    for name, shared in (("four", 4), ("pairs", 2)):
+        shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / name / "checkpoint-2")
+        assert len(two) == 4 and losses(name, 4, shared) == pytest.approx(two, rel=1e-5)
