@@ -30,6 +30,7 @@ def _config(layers=8):
     return AutoConfig.for_model(num_hidden_layers=layers, **SHAPE)
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize(
     ("yaml", "strategy", "fields", "memory"),
     [

@@ -125,6 +125,7 @@ def _check_consolidated(command, out: Path, folder: Path) -> None:
     assert (folder / "tokenizer.json").is_file() and not list(folder.glob("*.bin"))
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize("strategy", EXPORTED)
 def test_exported_offload_configs_train(strategy, rows, alone, tmp_path):
     path, blocks = rows

@@ -111,6 +111,24 @@ def test_devices_that_share_the_tokens_of_a_batch(command, tmp_path):
     assert batch["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
+def test_models_load_as_before_after_an_estimate():
+    """In a process of its own: what torch looks up once and for all must not be what the estimate put in its place."""
+    import subprocess
+    import sys
+
+    code = """
+from transformers import AutoConfig, AutoModelForCausalLM
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.estimator import estimate
+estimate(AutoConfig.from_pretrained(builtin_model()), {}, 32, "a100_80gb", world_size=8, strategy="hsdp8")
+model = AutoModelForCausalLM.from_pretrained(builtin_model())
+rotary = model.model.rotary_emb
+print(bool((rotary.inv_freq == rotary.compute_default_rope_parameters(model.config)[0]).all()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_groups_of_weights_are_closed_by_the_one_that_fills_them():
     assert largest_group([3, 3, 3, 3], 6) == 6
     assert largest_group([5, 5, 5], 6) == 10
@@ -128,6 +146,7 @@ def _losses(checkpoint):
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
+@pytest.mark.engines
 def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     """Two real processes that share the weights; transformers alone refuses to resume such a model."""
     import shutil
@@ -153,6 +172,7 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     assert done.returncode != 0 and "checkpoint-2 is half-written (no optimizer.pt)" in done.stderr
 
 
+@pytest.mark.engines
 def test_engines_that_shard_exclude_each_other(tmp_path):
     done = run("accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml",
                "--main_process_port", 0, ROOT / "recipes" / "sft.py", "--preset", "cpu_x2", "--fsdp_size", 2,

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._device import _device_constructors
 
 from hf_memopt.estimator.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.known_values import list_of, tensor_of
@@ -26,6 +27,8 @@ def fake_world(accelerator: bool) -> Iterator[None]:
     Args:
         accelerator: the job is meant for an accelerator, where optimizers step over all weights at once (foreach).
     """
+    # From the first `with torch.device(…)` on torch remembers which functions make tensors: not those below.
+    _device_constructors()
     with (
         mock.patch.object(torch.nn.Module, "to", cast_in_place),
         # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
