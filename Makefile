@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
 	@echo "make test     set up and run the tests"
-	@echo "make test-engines  every engine on two and four processes, some minutes"
+	@echo "make test-engines  engines on several processes and machines, some minutes"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
 	@echo "make docs     put measured and predicted tables into docs"

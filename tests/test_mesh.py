@@ -180,6 +180,7 @@ def test_engines_that_shard_exclude_each_other(tmp_path):
     assert done.returncode != 0 and "transformers shard the model, and zero2 was launched" in done.stderr
 
 
+@pytest.mark.engines
 def test_what_is_cut_up_is_loaded_from_files(tmp_path):
     done = run("accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2.yaml",
                "--main_process_port", 0, ROOT / "recipes" / "pretrain.py", "--preset", "cpu_x2", "--fsdp_size", 2,
