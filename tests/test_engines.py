@@ -27,9 +27,9 @@ pytestmark = [
 NEEDS_AIO = pytest.mark.skipif(
     not os.path.exists("/usr/include/libaio.h"), reason="DeepSpeed builds its disk access with libaio-dev"
 )
-# In tensor parallelism what is exchanged lives until gloo's threads are done with it, at some times longer than at
-# others.
-NEAR = {"tp2": 0.05, "tp2_hsdp1": 0.05}
+# In tensor parallelism what is exchanged lives until gloo's threads are done with it: of this model's logits 3 % each,
+# three at once were seen.
+NEAR = {"tp2": 0.15, "tp2_hsdp1": 0.15}
 # Weights on a disk come back by no checkpoint of DeepSpeed 0.19.8's.
 UNSAVED = ("fsdp2", "zero3_offload_nvme")
 
