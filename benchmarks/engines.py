@@ -17,7 +17,6 @@ from record import record
 MODEL = {"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 352,
          "num_attention_heads": 4, "max_position_embeddings": 512, "vocab_size": 4000}  # fmt: skip
 TOKENS, EFFECTIVE, STEPS = 64, 8, 3
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 # strategy -> numbers of processes
 ENGINES = {
     "ddp": (2, 4), "zero1": (2, 4), "zero2": (2, 4), "zero3": (2, 4), "zero2_offload_cpu": (2, 4),

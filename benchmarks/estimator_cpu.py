@@ -174,7 +174,7 @@ def sharded_rows():
         fields = {"per_device_train_batch_size": 2, **fields}
         measured = sharded_truth(yaml, {"config": config, "fields": fields, "seq_len": length, "dtype": "float32"})
         config = AutoConfig.for_model(**config)
-        found = estimate(config, fields, length, "cpu", world_size=2, strategy=strategy)
+        found = estimate(config, fields, length, "cpu", world_size=2, strategy=strategy, rank=0)
         row = row_of("llama", setting, length, vocabulary, config, found, measured["tensors"], 2)
         yield {**row, "allocator_bytes": measured["allocator"]}
 

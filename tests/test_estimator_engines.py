@@ -55,7 +55,7 @@ def test_two_real_processes(yaml, strategy, fields, memory, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(peak.read_text())
-    found = estimate(_config(), fields, 128, "cpu", world_size=2, strategy=strategy,
+    found = estimate(_config(), fields, 128, "cpu", world_size=2, strategy=strategy, rank=0,
                      memory_args=MemoryArguments(**memory))  # fmt: skip
     assert found.peak_allocated_bytes == pytest.approx(measured["tensors"], rel=0.01)
     assert found.peak_allocated_bytes <= measured["allocator"] * 1.01

@@ -39,9 +39,6 @@ class Handle:
 
     async_pread = async_pwrite = _at_once
 
-    def get_alignment(self) -> int:
-        return 1
-
 
 def loader(ledger):
     """What takes the place of AsyncIOBuilder.load()."""
