@@ -27,7 +27,7 @@ from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_processor import load_processor
 from hf_memopt.levers.replaced import put_back
 from hf_memopt.levers.video_parts import train_parts
-from hf_memopt.training.callbacks import HostPeak
+from hf_memopt.training.callbacks import PhasePeaks
 from hf_memopt.training.video_job import real_inputs
 from hf_memopt.training.video_trainer import VideoTrainer
 
@@ -90,7 +90,7 @@ def measure(folder: Path, sample: dict, ours: bool, outside: bool, memory_args: 
     adapted = train_parts(model, lora, ("vision",))
     if not outside:
         put_back(model)  # what keeps the tower out of autograd
-    peak = HostPeak()
+    peak = PhasePeaks()
     with tempfile.TemporaryDirectory() as output:
         args = TrainingArguments(output, **FIELDS, **QUIET)
         given = {

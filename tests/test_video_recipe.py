@@ -19,7 +19,7 @@ from hf_memopt.data.video_processor import load_processor
 from hf_memopt.errors import InputError
 from hf_memopt.levers.replaced import put_back
 from hf_memopt.levers.video_parts import train_parts, vision_parts
-from hf_memopt.training.callbacks import HostPeak
+from hf_memopt.training.callbacks import PhasePeaks
 from hf_memopt.training.video_job import answer, real_inputs
 from hf_memopt.training.video_trainer import VideoTrainer
 
@@ -247,7 +247,7 @@ def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
         model = train_parts(AutoModelForImageTextToText.from_pretrained(folder), lora, ("vision",))
         if kind is Trainer:
             put_back(model)
-        peak = HostPeak()
+        peak = PhasePeaks()
         trainer = trained(tmp_path, "qwen2_5_vl", samples, kind, model, MemoryArguments(logits_to_keep=True), peak,
                           per_device_train_batch_size=2, **CHECKPOINTED)  # fmt: skip
         trainer.train()
@@ -271,7 +271,7 @@ def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
     for frames in (8, 16, 32):
         sample = Encoder(processor, Limits(max_frames=frames), tmp_path)(row)
         model = train_parts(AutoModelForImageTextToText.from_pretrained(folder), None, ("vision",))
-        peak = HostPeak()
+        peak = PhasePeaks()
         trainer = trained(tmp_path, name, [sample] * 6, VideoTrainer, model, memory, peak, **fields)
         found = estimate(config, fields, 8, "cpu", memory_args=memory, video=real_inputs(sample), frozen=("vision",))
         trainer.train()
@@ -283,7 +283,7 @@ def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
 def test_estimate_trainer_sees_the_videos(clips, tmp_path):
     samples = samples_of(clips, "qwen2_5_vl", max_frames=8)
     model = train_parts(AutoModelForImageTextToText.from_pretrained(clips / "qwen2_5_vl"), None, ("vision",))
-    peak = HostPeak()
+    peak = PhasePeaks()
     longest = max(samples, key=lambda sample: len(sample["input_ids"]))
     trainer = trained(tmp_path, "", [longest] * 6, VideoTrainer, model, MemoryArguments(), peak,
                       per_device_train_batch_size=2)  # fmt: skip

@@ -197,6 +197,42 @@ def export(
     export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines, sequence_parallel)
 
 
+@app.command(
+    epilog="Examples: hf-memopt report out/my-run · hf-memopt report out/lora out/qlora --output compared.html"
+)
+def report(
+    directories: Annotated[list[str], typer.Argument(metavar="RUN_DIR...", help="A run's output_dir, or several.")],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.html", help="Default: memory_report.html in the run's folder, or "
+                     "memory_comparison.html here for several."),
+    ] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Show what a run took, when, why and what to try next, as a page for a browser; or compare several runs."""
+    from hf_memopt.cli.report import run_report
+
+    run_report(directories, output, json)
+
+
+@app.command(
+    epilog="Examples: hf-memopt snapshot out/my-run/memory_snapshot_step_2.pickle · "
+    "hf-memopt snapshot memory_snapshot_oom_1.pickle --plot oom.html · record with --snapshot_steps 2-4 in a recipe"
+)
+def snapshot(
+    file: Annotated[
+        str, typer.Argument(help="What --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote.")
+    ],
+    top: Annotated[int, typer.Option(help="So many blocks and modules.")] = 10,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time by kind.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what a recording of allocations tells: the peak by kind and module, the largest, fragments, growth."""
+    from hf_memopt.cli.snapshot import run_snapshot
+
+    run_snapshot(file, top, plot, json)
+
+
 @app.command(epilog="Example: hf-memopt consolidate out/my-run/checkpoint-500 my-model --trusted")
 def consolidate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint-N folder that ZeRO or FSDP2 wrote.")],

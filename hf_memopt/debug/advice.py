@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.catalog import GIB, gib
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.training.oom import Diagnosis, OomKind, diagnose_text
+from hf_memopt.training.oom_causes import LATER_CHANGES, figures_of, reason
 
 LARGEST_LOG = 64 * 2**20  # bytes that are read of a log, its end
 
@@ -28,61 +28,6 @@ _STAGES = [
 ]
 _STEP = re.compile(r"\|\s*(\d+)/\d+ \[|[\"']step[\"']: (\d+)|out of memory in \w+ of step (\d+)|(?:^|\s)step (\d+):")
 _GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
-_SIZE = r"([\d.]+) (GiB|MiB|KiB|GB|MB)"
-_FIGURES = {
-    "asked_bytes": rf"[Tt]r(?:ied|ying) to allocate {_SIZE}",
-    "capacity_bytes": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
-    "free_bytes": rf"of which {_SIZE} is free|; {_SIZE} free",
-    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated",
-    "unused_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
-    "others_bytes": rf"Process \d+ has {_SIZE} memory in use",
-}
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
-
-# Where it happened -> why, and what helps, the most effective first. Words are Hugging Face's.
-_BY_STAGE = {
-    "load": ("the weights alone do not fit", [
-        "--method qlora: weights in 4 bits", "strategy zero3 or fsdp2 on several cards: each holds its part",
-        "dtype=bfloat16, or a smaller model",
-    ]),
-    "optimizer": ("the optimizer makes its states in its first step, beside weights and gradients", [
-        "optim=adamw_8bit: 2 bytes a weight instead of 8", "--method lora: states of the adapters alone",
-        "optimizer_cpu_offload=true (one card), or strategy zero2 on several",
-    ]),
-    "eval": ("evaluation batches are larger than training's, or their logits are kept until metrics are computed", [
-        "per_device_eval_batch_size=1", "MemoryTrainer: evaluation halves its own batch and keeps no logits",
-        "eval_accumulation_steps=1, or prediction_loss_only=true",
-    ]),
-    "save": ("saving gathers on one device what training had spread out", [
-        "fsdp_state_dict_type: SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save: false",
-        "save_only_model=true", "MemoryTrainer: it saves tensor by tensor where memory is short",
-    ]),
-    "resume": ("a checkpoint's optimizer states were loaded onto the device beside the new ones", [
-        "MemoryTrainer: it loads them through host memory", "optim=adamw_8bit",
-        "PYTORCH_ALLOC_CONF=expandable_segments:True",
-    ]),
-    "step": ("activations and logits of a micro-batch do not fit beside weights, gradients and states", [
-        "activation_checkpointing=true, activation_checkpointing_kwargs={use_reentrant: false}",
-        "loss_chunk_size=1024: logits of so many tokens at once",
-        "half the per_device_train_batch_size, twice the gradient_accumulation_steps",
-    ]),
-}  # fmt: skip
-_LATER = ("it fitted for {step} steps, so a longer batch than before came, tensors are kept from step to step (losses "
-          "stored without item()), or memory was cut up into pieces")  # fmt: skip
-_LATER_CHANGES = [
-    "probe_worst_batch=true: the largest batch is tried before step 0",
-    "MemoryTrainer: a batch that does not fit runs in pieces, and growth is named",
-    "PYTORCH_ALLOC_CONF=expandable_segments:True",
-]
-_FRAGMENTED = ("the allocator holds {unused} that no tensor is in: memory is cut up into pieces", [
-    "PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "train_sampling_strategy=group_by_length: batches of few lengths",
-    "torch_empty_cache_steps=50",
-])  # fmt: skip
-_OTHERS = ("other processes hold {others} of the device", [
-    "end them (nvidia-smi lists them), or choose another card with CUDA_VISIBLE_DEVICES",
-    "--preset auto: plans for what is free", "max_memory_gib, where several jobs share a card on purpose",
-])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,11 +80,10 @@ def of_text(text: str) -> Advice | None:
     found = diagnose_text(text)
     if not found.cause:
         return None
-    figures = _figures(text)
+    figures = figures_of(text)
     stage, step = _stage(text), _step(text)
-    why, changes = _reason(found, stage, step, figures)
-    if grown := _GROWTH.findall(text):  # the monitor has named it before
-        why = f"memory grew: {grown[-1]}: {ADVICE[grown[-1]]}"
+    grown = _GROWTH.findall(text)  # the monitor has named it before
+    why, changes = reason(found, stage, step, figures, grown[-1] if grown else None)
     message = found.message[:500]
     return Advice(str(found.kind), found.cause, stage, step, why, _unpredicted(changes), message, figures)
 
@@ -212,8 +156,9 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _of_report(report: dict[str, Any]) -> Advice:
     stage, step = report.get("stage"), report.get("step")
     found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), report.get("message", ""))
-    figures = _figures(found.message)
-    why, usual = _reason(found, stage, step, figures)
+    figures = figures_of(found.message)
+    why, usual = reason(found, stage, step, figures)
+    why = report.get("reason") or why  # the trainer knew more
     changes = report.get("next") or _unpredicted(usual)
     return Advice(str(found.kind), found.cause, stage, step, why, changes[:3], found.message[:500], figures)
 
@@ -222,35 +167,20 @@ def _of_event(event: dict[str, Any]) -> Advice:
     if event["event"] == "memory_grows":
         label = event.get("label", "")
         return Advice("device", f"memory grows: {label}", "training", event.get("step"), ADVICE.get(label, ""),
-                      _unpredicted(_LATER_CHANGES), "")  # fmt: skip
+                      _unpredicted(LATER_CHANGES), "")  # fmt: skip
     message = str(event.get("message", ""))
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
-    why, usual = _reason(found, event.get("stage"), event.get("step"), _figures(message))
+    why, usual = reason(found, event.get("stage"), event.get("step"), figures_of(message))
     if after := event.get("micro_batch_after"):
         usual = [f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
                  *usual]  # fmt: skip
     return Advice(str(found.kind), cause, event.get("stage"), event.get("step"), why, _unpredicted(usual),
-                  message[:500], _figures(message))  # fmt: skip
+                  message[:500], figures_of(message))  # fmt: skip
 
 
 def _unpredicted(changes: list[str]) -> list[dict[str, Any]]:
     return [{"change": change, "saved_bytes": None} for change in changes[:3]]
-
-
-def _figures(text: str) -> dict[str, int]:
-    """The last of each figure that a message names, in bytes; of other processes, all of them together."""
-    found = {}
-    for name, pattern in _FIGURES.items():
-        sizes = [_bytes(match.groups()) for match in re.finditer(pattern, text)]
-        if sizes:
-            found[name] = sum(sizes) if name == "others_bytes" else sizes[-1]
-    return found
-
-
-def _bytes(groups: tuple[str | None, ...]) -> int:
-    number, unit = [part for part in groups if part is not None][:2]
-    return int(float(number) * _UNITS[unit])
 
 
 def _stage(text: str) -> str | None:
@@ -267,21 +197,3 @@ def _stage(text: str) -> str | None:
 def _step(text: str) -> int | None:
     steps = [int(next(filter(None, match.groups()))) for match in _STEP.finditer(text) if any(match.groups())]
     return steps[-1] if steps else None
-
-
-def _reason(found: Diagnosis, stage: str | None, step: int | None, figures: dict[str, int]) -> tuple[str, list[str]]:
-    capacity = figures.get("capacity_bytes", 0)
-    if found.kind not in (OomKind.DEVICE, OomKind.LIBRARY_WORKSPACE) and "host memory ran out" not in found.cause:
-        return found.cause, [found.cause.partition(": ")[2] or found.cause]
-    if figures.get("others_bytes", 0) > max(GIB, 0.05 * capacity):
-        why, changes = _OTHERS
-        return why.format(others=gib(figures["others_bytes"])), changes
-    if figures.get("unused_bytes", 0) > max(figures.get("asked_bytes", 0), 0.05 * capacity):
-        why, changes = _FRAGMENTED
-        return why.format(unused=gib(figures["unused_bytes"])), changes
-    if stage in ("eval", "save", "load", "resume") or (stage == "optimizer" and not step):
-        return _BY_STAGE[stage]
-    why, changes = _BY_STAGE["step"]
-    if step and step > 1:
-        return _LATER.format(step=step), [*_LATER_CHANGES[:2], changes[0]]
-    return why, changes

@@ -72,6 +72,12 @@ class MemoryArguments:
         default=None, metadata={"help": "Hard limit of this process on its device, in GiB."}
     )
     silent_mode: bool = field(default=True, metadata={"help": "Say only what changed, not every step's memory."})
+    snapshot_steps: str = field(
+        default="", metadata={"help": "Record every allocation of these steps into a file (2, 2-4 or 2,100-101)."}
+    )
+    snapshot_on_oom: bool = field(
+        default=False, metadata={"help": "On CUDA, keep the last allocations, and write them when memory runs out."}
+    )
     reduce_eval_logits: bool = field(
         default=True,
         metadata={"help": "Keep the likeliest token instead of all logits while a language model is evaluated."},
@@ -143,6 +149,7 @@ class MemoryArguments:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise InputError(f"{name}={value} must lie between 0 ({none}) and 1 (all)")
+        step_ranges(self.snapshot_steps)
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
 
@@ -157,3 +164,18 @@ class MemoryArguments:
         made = names[names.index("reduce_eval_logits") :]
         return {item.name: getattr(self, item.name) for item in fields(self)
                 if item.name in made and getattr(self, item.name) != item.default}  # fmt: skip
+
+
+def step_ranges(steps: str) -> list[tuple[int, int]]:
+    """ "2,100-101" as first and last steps.
+
+    Raises:
+        InputError: it says something else.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in str(steps).split(","))):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit()) or not 0 < int(first) <= int(last or first):
+            raise InputError(f"snapshot_steps={steps!r}: give steps, counted from 1, such as 2, 2-4 or 2,100-101")
+        found.append((int(first), int(last or first)))
+    return found

@@ -26,29 +26,77 @@ class HeldOutLoss(TrainerCallback):
             )
 
 
-class HostPeak(TrainerCallback):
-    """Measures the peak of what the CPU's allocator holds, over the first optimizer steps.
+class PhasePeaks(TrainerCallback):
+    """Measures what each phase of training took at most, and on a CPU the peak of all of them.
 
-    Follows every real storage for two steps; the first makes the optimizer's states, the second has them throughout.
+    On a CPU every real storage is followed for two steps; the first makes the optimizer's states, the second has them
+    throughout. On CUDA the allocator counts one peak for the whole run, which nobody may reset under the feet of
+    others: a phase's own is known where it raised that one.
+
+    Attributes:
+        bytes: the peak on a CPU; 0 elsewhere.
+        phases: phase -> bytes, of those that are known.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._ledger = None
+        self.phases: dict[str, int] = {}
+        self._ledger = self._device = self._hooks = None
+        self._phase, self._before = "start", 0
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        from hf_memopt.estimator.ledger import Ledger
+        import torch
 
-        self._ledger = Ledger(fake=False)
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._ledger.add(tensor)
-        self._ledger.__enter__()
+        self._hooks = [
+            model.register_forward_pre_hook(lambda module, _: self._enter("forward") if module.training else None),
+            model.register_forward_hook(lambda module, *_: self._enter("backward") if module.training else None),
+        ]
+        if args.device.type == "cuda":
+            self._device, self._before = args.device, torch.cuda.max_memory_allocated(args.device)
+        elif args.device.type == "cpu" and args.world_size == 1:
+            from hf_memopt.estimator.ledger import Ledger
+
+            self._ledger = Ledger(fake=False)
+            self._ledger.begin("start", "other")
+            for tensor in (*model.parameters(), *model.buffers()):
+                self._ledger.add(tensor)
+            self._ledger.__enter__()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._enter("optimizer")
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._enter("between")
         if self._ledger is not None and (state.global_step >= 2 or state.global_step >= state.max_steps):
             self._ledger.__exit__(None, None, None)
-            self.bytes = max(peak.total for peak in self._ledger.peaks.values())
+            peaks = {name: peak.total for name, peak in self._ledger.peaks.items()}
+            self.bytes = max(peaks.values())
+            self.phases = {name: peaks[name] for name in ("forward", "backward", "optimizer") if name in peaks}
             self._ledger = None
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self._enter("eval")
+
+    def on_save(self, args, state, control, **kwargs):
+        self._phase = "save"  # it is over by now
+        self._enter("between")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._enter("between")
+        for hook in self._hooks or ():
+            hook.remove()
+
+    def _enter(self, phase: str) -> None:
+        if self._ledger is not None:
+            self._ledger.begin(phase, "other")
+        if self._device is not None:
+            import torch
+
+            peak = torch.cuda.max_memory_allocated(self._device)
+            if peak > self._before and self._phase not in ("start", "between"):
+                self.phases[self._phase] = peak
+            self._before = peak
+        self._phase = phase
 
 
 class GradientCheck(TrainerCallback):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.token_budget import TokenBudgetBatches
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader, limit_process
+from hf_memopt.monitor.snapshots import SnapshotCallback
+from hf_memopt.reports.events import told
 from hf_memopt.training.batch_limit import BatchLimit
 from hf_memopt.training.eval_recovery import EvalRecovery
 from hf_memopt.training.exhausted import TrainingOutOfMemory
 from hf_memopt.training.mesh_states import states_saved_here
 from hf_memopt.training.oom import Diagnosis, free_memory
-from hf_memopt.training.oom_report import oom_report, told
+from hf_memopt.training.oom_report import oom_report
 from hf_memopt.training.peers import Peers
 from hf_memopt.training.pieces import shapes_of, tokens_of
 from hf_memopt.training.probe import probe
@@ -79,8 +82,11 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         self._peers = Peers(self.accelerator)
         self._memory = Reader(self.args.device)
         self._near_peak = self._resting = 0
+        self._largest: int | None = None  # tensor elements of the largest micro-batch that was run
         self._grow_up_to(self.memory_args.max_batch_size)
         self._callback = self._memory_callback()
+        if self.memory_args.snapshot_steps or self.memory_args.snapshot_on_oom:
+            self.add_callback(SnapshotCallback(self.memory_args.snapshot_steps, self.memory_args.snapshot_on_oom))
 
     def _apply_levers(self, model) -> None:
         """Put the levers on a model; a chunked loss smooths labels itself.
@@ -211,6 +217,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
         event = {"event": name, "step": self.state.global_step, "process": self.args.process_index, **details}
         self.memory_events.append(event)
         logger.warning("%s", told(event))
+        if name == "oom_recovered":
+            self._snapshot_now()
         if self.args.should_save:
             append(self.args.output_dir, event)
 
@@ -230,6 +238,7 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             return
         near, resting = self._near_peak, self._resting
         largest = max(started, key=lambda micro: micro.elements * micro.size // max(1, micro.rows))
+        self._largest = max(self._largest or 0, largest.elements)
         self._callback.elements, self._callback.near_peak = sum(micro.elements for micro in started), near
         apart = self.args.world_size // self.get_tp_size()  # of a shared sample each process has its own tokens
         self._callback.tokens += apart * sum(tokens_of(micro.inputs) for micro in started)
@@ -249,6 +258,10 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
                         micro_batch_before=rows, micro_batch_after=after)  # fmt: skip
         elif self.limit.quiet_step(resting + 2 * (near - resting) < monitor.target_utilization * capacity):
             self._event("micro_batch_restored", piece_elements=self.limit.elements)
+
+    def largest_so_far(self, shapes: dict[str, list[int]]) -> bool | None:
+        """Whether a batch has more tensor elements than all that were run; None where none was."""
+        return None if self._largest is None else sum(math.prod(shape) for shape in shapes.values()) > self._largest
 
     def _agree_on_limit(self) -> None:
         """All processes take over the smallest limit before anything of a window is run."""
@@ -278,12 +291,18 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             self._peers.announce(found.message, self.limit.elements)
         if self.optimizer is not None and self._recovers():
             self.optimizer.zero_grad()
+        self._snapshot_now()
         report = oom_report(self, stage, found, shapes_of(micro.inputs), self._dataset_indices(micro), why)
         if intact and self.is_in_train and self.state.global_step > 0:
             if self._window.began is not None:
                 self._window.began.restore()
             report["checkpoint"] = self.emergency_checkpoint()
         raise TrainingOutOfMemory(told(report), report)
+
+    def _snapshot_now(self) -> None:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SnapshotCallback):
+                callback.out_of_memory()
 
     def _say(self, end: TrainingOutOfMemory) -> None:
         logger.error("%s", end.message)
@@ -300,7 +319,8 @@ class MemoryTrainerMixin(StepRecovery, EvalRecovery, SafeCheckpoints):
             self.emergency_checkpoint()
 
     def _exhausted_in_eval(self, found: Diagnosis) -> None:
-        raise TrainingOutOfMemory(f"out of memory in evaluation with one sample: {found.message}")
+        report = oom_report(self, "eval", found, {}, None, "the evaluation batch is one sample")
+        raise TrainingOutOfMemory(told(report), report)
 
     def _end_together(self, found: Diagnosis) -> None:
         """A process that failed while gradients were being reduced leaves the others waiting: all end, and what goes

@@ -4,6 +4,7 @@ import copy
 import json
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from hf_memopt.errors import one_line
 from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.training.exhausted import TrainingOutOfMemory
 from hf_memopt.training.job import Job
 
@@ -79,13 +81,12 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Cal
         estimated: what announce() returned.
         show: prints samples at the end, given what sample() is given, in its place.
     """
-    from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss, HostPeak
+    from hf_memopt.training.callbacks import GradientCheck, HeldOutLoss, PhasePeaks
 
-    losses, host = HeldOutLoss(), HostPeak()
+    losses, peaks = HeldOutLoss(), PhasePeaks()
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
-    if job.args.device.type == "cpu" and job.args.world_size == 1:
-        trainer.add_callback(host)
+    trainer.add_callback(peaks)
     trainer.when_probed = job.probed
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -93,13 +94,13 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Cal
         if not trainer.state.global_step:
             job.probed(0)
         trainer.memory_events.append(end.report)
-        finish(job, trainer, losses.by_step, estimated, host.bytes)
+        finish(job, trainer, losses.by_step, estimated, peaks)
         raise
     if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
         trainer.evaluate()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
     trainer.save_model()
-    finish(job, trainer, losses.by_step, estimated, host.bytes)
+    finish(job, trainer, losses.by_step, estimated, peaks)
     (show or sample)(job, trainer, tokenizer)
 
 
@@ -141,23 +142,35 @@ def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
     return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}
 
 
-def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: int) -> None:
-    """Write memory_report.json into output_dir and print the closing table, on the first process."""
+def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> None:
+    """Write memory_report.json and .html into output_dir and print the closing table, on the first process.
+
+    Args:
+        peaks: PhasePeaks.
+    """
     if job.args.process_index:
         return
     measured = measured_peaks()
-    if host_peak:  # of the first two steps, whose samples may be shorter than the longest
-        measured["peak_allocated_bytes"] = host_peak
+    if peaks.bytes:  # of the first two steps, whose samples may be shorter than the longest
+        measured["peak_allocated_bytes"] = peaks.bytes
+    error = {name: getattr(estimated, name) / value - 1 for name, value in measured.items()
+             if value and getattr(estimated, name, None)}  # fmt: skip
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
         "versions": {"python": platform.python_version(), **_versions()},
+        "model": job.model_name,
+        "command": " ".join(job.argv),
         "preset": job.preset.name,
         "method": job.preset.method,
         "strategy": job.preset.strategy,
         "settings": job.args.to_dict(),
+        "memory_arguments": asdict(job.memory_args),
+        "levers": job.memory_args.levers(),
         "estimate": estimated and estimated.to_dict(),
-        "measured": measured,
+        "predicted_timeline": _thinned(estimated.timeline) if estimated else [],
+        "measured": measured | {"phases": peaks.phases},
+        "relative_error": error,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
         "events": trainer.memory_events,
@@ -166,10 +179,18 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, host_peak: in
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
     _print_table(measured, losses, estimated)
+    print(f"the whole report, for a browser: {write_run_report(job.args.output_dir)}")
     cut = [event["micro_batch_after"] for event in trainer.memory_events
            if event.get("stage") in ("forward", "backward") or event["event"] == "micro_batch_lowered"]  # fmt: skip
     if cut:
         print(f"memory ran short: micro-batches ran in pieces of down to {min(cut)} samples; predicted are whole ones")
+
+
+def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:
+    """A timeline of fewer points, each the fullest of its stretch: phase and bytes."""
+    stretch = max(1, len(timeline) // points)
+    fullest = [max(timeline[at : at + stretch], key=lambda one: one[1]) for at in range(0, len(timeline), stretch)]
+    return [(segment.split(":")[0], size) for segment, size in fullest]
 
 
 def measured_peaks() -> dict[str, int]:

@@ -1,0 +1,162 @@
+"""Charts: as SVG inside a page, once wide, once narrow for phones; or as a picture in a file."""
+
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_memopt.errors import InputError
+from hf_memopt.hardware.catalog import GIB
+
+COLOURS = {
+    "parameters": "#4c78a8", "gradients": "#e45756", "optimizer_states": "#72b7b2", "activations": "#f2a541",
+    "logits": "#b279a2", "workspace": "#9d755d", "communication": "#54a24b", "temporaries": "#b279a2",
+    "other": "#8a8a8a",
+}  # fmt: skip
+JOB_PHASES = {
+    "load": "#9e9e9e", "forward": "#4c78a8", "backward": "#e45756", "optimizer": "#72b7b2", "between": "#bab0ac",
+    "eval": "#eeca3b",
+}  # fmt: skip
+PHASES = {"train": "#4c78a8", "eval": "#b8860b", "save": "#54a24b"}
+_SIZES = {"wide": (9.6, 3.6), "narrow": (4.2, 3.4)}
+
+
+def both(draw: Callable[[object, bool], None], name: str) -> dict[str, str]:
+    """Draw twice.
+
+    Args:
+        draw: gets matplotlib's axes, and whether they are narrow.
+        name: tells one chart of a page from another; it is in the elements' ids.
+
+    Returns:
+        `wide` and `narrow`, each an `<svg>` element that a screen reader passes over: the page says it in words.
+    """
+    return {width: _svg(draw, width, name) for width in _SIZES}
+
+
+def save(path: str | Path, title: str, draw: Callable[[object], None]) -> None:
+    """Draw into a PNG, SVG or PDF, which is there whole or not at all.
+
+    Raises:
+        InputError: the ending is not one that can be written, or the folder is not there.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"plot {path}: the name must end in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise InputError(f"plot {path}: there is no folder {path.parent}")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    os.close(handle)
+    try:
+        with _figure((10, 4.5)) as (made, axes):
+            draw(axes)
+            axes.set_title(title)
+            made.savefig(temporary, dpi=120)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def _figure(size: tuple[float, float]):
+    """matplotlib's figure and axes, which nobody sees on a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False,
+                "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}  # fmt: skip
+    with matplotlib.rc_context(settings):
+        made, axes = pyplot.subplots(figsize=size, layout="constrained")
+        try:
+            yield made, axes
+        finally:
+            pyplot.close(made)
+
+
+def _svg(draw, width: str, name: str) -> str:
+    import matplotlib
+
+    with _figure(_SIZES[width]) as (made, axes), matplotlib.rc_context({"svg.hashsalt": f"{name}-{width}"}):
+        draw(axes, width == "narrow")
+        text = io.StringIO()
+        made.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-{width}-", svg)  # ids of two charts must differ
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'aria-hidden="true" focusable="false"', svg, count=1)
+
+
+def over_time(axes, narrow: bool, readings, thresholds: dict[str, float], capacity: int, predicted: int | None,
+              events) -> None:  # fmt: skip
+    """A run's memory against the minutes: what is held, the most so far, and what it is measured against."""
+    start = readings[0]["time"]
+    minutes = [(one["time"] - start) / 60 for one in readings]
+    axes.plot(minutes, [one["peak_allocated"] / GIB for one in readings], color="#222222", lw=1, label="peak so far")
+    axes.fill_between(minutes, [one["allocated"] / GIB for one in readings], color="#4c78a8", alpha=0.25, lw=0)
+    for phase, colour in PHASES.items():
+        there = [(at, one) for at, one in zip(minutes, readings, strict=True) if one.get("phase") == phase]
+        if there:
+            axes.plot([at for at, _ in there], [one["allocated"] / GIB for _, one in there], "o", ms=3, color=colour,
+                      label=f"allocated, {phase}")  # fmt: skip
+    top = max(one["peak_allocated"] for one in readings)
+    near = top > 0.4 * capacity
+    for name, share in thresholds.items():
+        if near:
+            colour = {"warning": "#b8860b", "critical": "#d2691e", "emergency": "#b22222"}.get(name, "#888888")
+            axes.axhline(share * capacity / GIB, color=colour, lw=0.9, ls="--", label=f"{name} {share:.0%}")
+    if near:
+        axes.axhline(capacity / GIB, color="black", lw=1.2, label="capacity")
+    if predicted:
+        axes.axhline(predicted / GIB, color="#7b2d8b", lw=1, ls=":", label="predicted peak")
+    by_step = {one["step"]: at for at, one in zip(minutes, readings, strict=True)}
+    times = [by_step[min(by_step, key=lambda step: abs(step - at))] for at in events]
+    if times:
+        axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
+    axes.set(xlabel="minutes", ylabel="GiB", xlim=(0, max(minutes[-1], 0.01)))
+    axes.set_ylim(0, 1.05 * max([top, (predicted or 0)] + [capacity] * near) / GIB)
+    axes.legend(fontsize=8, ncols=2 if narrow else 4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+
+
+def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, capacity: int | None = None) -> None:
+    """A job's predicted memory, allocation after allocation, coloured by phase."""
+    heights = [size / GIB for _, size in timeline]
+    for phase, colour in JOB_PHASES.items():
+        there = [one in ((phase,) if phase != "load" else ("load", "start")) for one, _ in timeline]
+        if any(there):
+            axes.fill_between(range(len(heights)), heights, where=there, color=colour, step="mid", lw=0, label=phase)
+    axes.axhline(peak / GIB, color="#222222", lw=0.8, ls=":", label="peak")
+    if capacity:
+        axes.axhline(capacity / GIB, color="#b22222", lw=0.8, ls="--", label="capacity")
+    axes.set(xlabel="allocations in order: load, two steps, evaluation", ylabel="GiB, predicted", xticks=[])
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, ncols=3 if narrow else 7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+
+
+def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], kinds, line: int | None = None) -> None:
+    """Bytes by kind against seconds, on top of each other."""
+    there = [kind for kind in kinds if any(sizes.get(kind) for _, sizes in timeline)]
+    rows = [[sizes.get(kind, 0) / GIB for _, sizes in timeline] for kind in there]
+    axes.stackplot([at for at, _ in timeline], rows, labels=[kind.replace("_", " ") for kind in there],
+                   colors=[COLOURS[kind] for kind in there], lw=0)  # fmt: skip
+    if line:
+        axes.axhline(line / GIB, color="black", lw=1, label="capacity")
+    axes.set(xlabel="seconds", ylabel="GiB")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, ncols=2 if narrow else 4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+
+
+def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
+    """The memory that several runs held, each from its own beginning."""
+    for name, readings in runs.items():
+        start = readings[0]["time"]
+        axes.plot([(one["time"] - start) / 60 for one in readings], [one["peak_allocated"] / GIB for one in readings],
+                  label=name[:30])  # fmt: skip
+    axes.set(xlabel="minutes", ylabel="GiB, peak so far")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, ncols=1 if narrow else 3, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)

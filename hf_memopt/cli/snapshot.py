@@ -1,0 +1,88 @@
+"""`hf-memopt snapshot`: what a file of recorded allocations tells."""
+
+from pathlib import Path
+
+from hf_memopt import charts
+from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.debug.recording import KINDS
+from hf_memopt.debug.snapshot import Snapshot, snapshot
+from hf_memopt.errors import InputError
+from hf_memopt.files import write_whole
+from hf_memopt.reports.page import page, size
+
+
+def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
+    """Read a snapshot and print it; draw it too.
+
+    Raises:
+        InputError: the file is none, or the picture cannot be written.
+    """
+    if top < 1:
+        raise InputError(f"--top {top} must be 1 or more")
+    found = snapshot(file, top)
+    if plot:
+        _draw(found, Path(plot).expanduser(), file)
+    if json:
+        print_json(found.to_dict() | ({"plot": plot} if plot else {}))
+        return
+    print(verdict(found))
+    _print(found)
+    if plot:
+        print(f"drawn: {plot}")
+
+
+def verdict(found: Snapshot) -> str:
+    """The peak in one sentence."""
+    where = f" in {found.peak_phase}" if found.peak_phase else ""
+    where += f" of step {found.peak_step}" if found.peak_step else ""
+    of = f" of {size(found.about['capacity'])}" if found.about.get("capacity") else ""
+    told = f"peak {size(found.peak_bytes)}{of}{where}"
+    for one in found.out_of_memory[-1:]:
+        told += f"; out of memory: {size(one['asked'])} were asked for, {size(one['free'])} were free"
+    return told
+
+
+def _print(found: Snapshot) -> None:
+    whole = found.peak_bytes
+    rows = [(kind.replace("_", " "), size(taken), f"{taken / whole:.1%}") for kind, taken in found.by_kind.items()
+            if taken]  # fmt: skip
+    print_table("What the peak consists of", ["kind", "bytes", "share"], rows)
+    if found.by_module:
+        rows = [(module, size(taken)) for module, taken in found.by_module.items()]
+        print_table("Activations at the peak, by module (* stands for every layer)", ["module", "bytes"], rows)
+    rows = [(size(one["size"]), one["count"], one["kind"].replace("_", " "), one["name"], "\n".join(one["stack"][:2]))
+            for one in found.largest]  # fmt: skip
+    print_table("Largest allocations at the peak", ["bytes", "blocks", "kind", "of", "made in"], rows)
+    if found.fragmentation:
+        rows = [(name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
+                for name, value in found.fragmentation.items()]  # fmt: skip
+        print_table("Fragmentation at the end", ["", ""], rows)
+    if found.growth:
+        print_table("Growth between steps", ["step", "held after it", "more than before", "most of what stayed"],
+                    _grown(found))  # fmt: skip
+
+
+def _grown(found: Snapshot):
+    for one in found.growth:
+        kept = one["kept"][0] if one["kept"] else None
+        place = f"{size(kept['size'])} {next(iter(kept['stack'][1:]), kept['name'])}" if kept else ""
+        yield one["step"], size(one["resting"]), size(one["grown"]), place
+
+
+def _draw(found: Snapshot, path: Path, file: str) -> None:
+    def draw(axes, narrow=False):
+        charts.stacked(axes, narrow, found.timeline, KINDS)
+
+    if path.suffix not in (".html", ".htm"):
+        charts.save(path, f"{Path(file).name}: {verdict(found)}", draw)
+        return
+    if not path.parent.is_dir():
+        raise InputError(f"plot {path}: there is no folder {path.parent}")
+    fragments = [(name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
+                 for name, value in (found.fragmentation or {}).items()]  # fmt: skip
+    write_whole(path, page(
+        "snapshot", reason=found.about.get("reason", Path(file).name), verdict=verdict(found),
+        failed=bool(found.out_of_memory), made=charts.both(draw, "kinds"), colours=charts.COLOURS,
+        by_kind=found.by_kind, modules=[(module, size(taken)) for module, taken in found.by_module.items()],
+        largest=found.largest, fragmentation=fragments, growth=list(_grown(found)),
+    ))  # fmt: skip

@@ -1,0 +1,50 @@
+"""The profiler's allocator events in the words of CUDA's memory history."""
+
+from typing import Any
+
+from torch._C._profiler import _EventType
+
+
+def profiled_trace(results, modules: dict[int, str]) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Allocations and frees in order, and the stacks that they refer to by their place.
+
+    Args:
+        results: what a torch profiler with profile_memory and with_stack collected (`kineto_results`).
+        modules: id of a module -> its name in the model.
+
+    Returns:
+        Dicts of `action` (alloc, free_completed), `addr`, `size` (bytes), `time_us` (since 1970), `stack` (a place in
+        the second list) and `user_metadata` (the module's name); and lists of frames, innermost first, each a dict of
+        `filename`, `line`, `name`.
+    """
+    trace: list[dict[str, Any]] = []
+    stacks: dict[tuple, int] = {(): 0}
+    waiting = [(root, (), "") for root in results.experimental_event_tree()]
+    while waiting:
+        event, stack, module = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            trace.append(_allocation(event, stacks.setdefault(stack, len(stacks)), module))
+            continue
+        if event.tag == _EventType.PyCall:
+            called = event.extra_fields.callsite
+            stack = ((called.file_name, called.line_number, called.function_name), *stack)
+            if event.extra_fields.module is not None:
+                module = modules.get(int(event.extra_fields.module.self_ptr), module)
+        elif event.tag == _EventType.TorchOp:
+            stack = (("", 0, event.name), *stack)
+        waiting.extend((child, stack, module) for child in event.children)
+    trace.sort(key=lambda one: one["time_us"])
+    named = [[{"filename": file, "line": line, "name": name} for file, line, name in stack] for stack in stacks]
+    return trace, named
+
+
+def _allocation(event, stack: int, module: str) -> dict[str, Any]:
+    size = event.extra_fields.alloc_size
+    return {
+        "action": "alloc" if size >= 0 else "free_completed",
+        "addr": event.extra_fields.ptr,
+        "size": abs(size),
+        "time_us": event.start_time_ns / 1000,
+        "stack": stack,
+        "user_metadata": module,
+    }

@@ -1,0 +1,64 @@
+"""What happened to memory in a run, in words."""
+
+from typing import Any
+
+from hf_memopt.hardware.catalog import gib
+
+
+def told(event: dict[str, Any]) -> str:
+    """An event in one sentence, the end of a run in a paragraph."""
+    if event["event"] == "out_of_memory":
+        return _end(event)
+    between = event.get("stage") in ("eval", "save", "resume")
+    where = f"after step {event['step']}" if between else f"step {event['step'] + 1}"
+    if event["event"] == "oom_recovered":
+        text = f"{where}: out of memory in {event['stage']}, recovered"
+        if "micro_batch_after" in event:
+            text += f": {event['micro_batch_before']} → {event['micro_batch_after']} samples at once"
+        if event.get("remedy"):
+            text += f": {event['remedy']}"
+        if event.get("shapes"):
+            text += f"; the batch: {_brief(event['shapes'])}"
+        if event.get("dataset_indices"):
+            text += f", samples {_first(event['dataset_indices'])}"
+        return f"{text} ({event['message'][:200]})"
+    if event["event"] == "worst_batch_fits":
+        text = f"before {where}: the largest batch fits, {event['samples_at_once']} samples at once"
+        return f"{text}: {_brief(event['shapes'])}, samples {_first(event['dataset_indices'])}"
+    if event["event"] == "micro_batch_lowered":
+        share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
+        return f"{where}: memory {event['status']} at {share:.0%}: {before} → {after} samples at once"
+    details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("event", "step", "process"))
+    return f"{where}: {event['event'].replace('_', ' ')}: {details}"
+
+
+def _first(indices: list[int] | None) -> str:
+    """Up to eight of them; all are in the event."""
+    if indices is None:
+        return "unknown"
+    return ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
+
+
+def _brief(shapes: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in list(shapes.items())[:3])
+
+
+def _end(report: dict[str, Any]) -> str:
+    held = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in report["held_bytes"].items())
+    lines = [
+        f"out of memory in {report['stage']} of step {report['step'] + 1}, and {report['why_not_smaller']}: "
+        f"{report['cause']} ({report['message'][:300]})",
+        *([f"  likely why: {report['reason']}"] if report.get("reason") else []),
+        f"  the batch: {_brief(report['shapes'])}, samples {_first(report['dataset_indices'])}",
+        f"  held: {held}",
+    ]
+    if report["predicted_breakdown"]:
+        parts = report["predicted_breakdown"].items()
+        told = ", ".join(f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in parts if size)
+        lines.append(f"  predicted for one sample: {told}")
+    for change in report["next"]:
+        saved = f", predicted to save {gib(change['saved_bytes'])}" if change["saved_bytes"] else ""
+        lines.append(f"  try: {change['change']}{saved}")
+    if report["checkpoint"]:
+        lines.append(f"  saved: {report['checkpoint']}; starting again goes on from there")
+    return "\n".join(lines)
