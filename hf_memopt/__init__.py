@@ -24,6 +24,7 @@ _HOME = {
     "MemoryArguments": "hf_memopt.levers.arguments",
     "MemoryCallback": "hf_memopt.monitor.callback",
     "MemoryMonitor": "hf_memopt.monitor.monitor",
+    "SnapshotCallback": "hf_memopt.monitor.snapshots",
     "MemoryTrainer": "hf_memopt.training.memory_trainer",
     "MemoryTrainerMixin": "hf_memopt.training.memory_trainer",
     "TrainingOutOfMemory": "hf_memopt.training.exhausted",

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,13 +13,36 @@ app = typer.Typer(
     name="hf-memopt",
     help="Settings that make a Hugging Face training job fit its hardware.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _presets(incomplete: str) -> list[str]:
+    """Preset names that begin so, for the shell's completion."""
+    from hf_memopt.presets import list_presets
+
+    return [name for name in ["auto", *list_presets()] if name.startswith(incomplete)]
+
+
+def _methods(incomplete: str) -> list[str]:
+    return [name for name in ("full", "lora", "qlora") if name.startswith(incomplete)]
+
+
+def _models(incomplete: str) -> list[str]:
+    """Bundled architectures that begin so."""
+    folder = Path(__file__).parents[1] / "estimator" / "architectures"  # asking the estimator would import torch
+    return sorted(file.stem for file in folder.glob("*.json") if file.stem.startswith(incomplete))
+
+
+def _hardware(incomplete: str) -> list[str]:
+    from hf_memopt.hardware import list_hardware
+
+    return [name for name in list_hardware() if name.startswith(incomplete)]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.")]
+Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
     str | None,
     typer.Option("--strategy", help="How devices share the work: ddp, fsdp2, zero1, zero2, zero3, tp8, hsdp8, …"),
@@ -39,7 +63,7 @@ def presets(method: Method = "full", json: Json = False) -> None:
 
 @app.command(epilog="Example: hf-memopt show rtx_4090 --method qlora")
 def show(
-    preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.")],
+    preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)],
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
@@ -67,9 +91,15 @@ Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory 
 @app.command(epilog="Example: hf-memopt estimate llama-3.1-8b --preset a100_80gb --method lora --seq-len 4096")
 def estimate(
     model: Annotated[
-        str, typer.Argument(help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json.")
+        str,
+        typer.Argument(
+            help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json.",
+            autocompletion=_models,
+        ),
     ],
-    preset: Annotated[str, typer.Option(help="A name from `hf-memopt presets`, or auto.")] = "auto",
+    preset: Annotated[
+        str, typer.Option(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)
+    ] = "auto",
     method: Method = "full",
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
     world_size: Annotated[int | None, typer.Option(help="Devices that train together. Default: the preset's.")] = None,
@@ -96,9 +126,16 @@ def estimate(
     "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max"
 )
 def plan(
-    model: Annotated[str, typer.Argument(help="A bundled architecture's name, hub id, folder or config.json.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A bundled architecture's name, hub id, folder or config.json.", autocompletion=_models),
+    ],
     hardware: Annotated[
-        str, typer.Option(help="Device, or several of it: rtx_4090, rtx_4090x2, h100_80gbx128; auto: this machine's.")
+        str,
+        typer.Option(
+            help="Device, or several of it: rtx_4090, rtx_4090x2, h100_80gbx128; auto: this machine's.",
+            autocompletion=_hardware,
+        ),
     ] = "auto",
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
     effective_batch_size: Annotated[
@@ -175,7 +212,7 @@ def dry_run(
 
 @app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
 def export(
-    preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.")],
+    preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write to; made if missing.")],
     method: Method = "full",
     strategy: Strategy = None,
@@ -195,6 +232,25 @@ def export(
     from hf_memopt.cli.export import export_preset
 
     export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines, sequence_parallel)
+
+
+@app.command(
+    epilog="Examples: hf-memopt monitor · hf-memopt monitor out/my-run --interval 5 · hf-memopt monitor --once --json"
+)
+def monitor(
+    directory: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN_DIR]", help="A run's output_dir, for its steps. Default: one running in ./out."),
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between readings.")] = 2.0,
+    profile: Annotated[str, typer.Option(help="Thresholds: aggressive, balanced or conservative.")] = "balanced",
+    once: Annotated[bool, typer.Option("--once", help="Show it once; so does a pipe.")] = False,
+    json: Json = False,
+) -> None:
+    """Watch the memory of every device, who uses it, and a running recipe's steps; ends with Ctrl-C."""
+    from hf_memopt.cli.monitor import run_monitor
+
+    run_monitor(directory, interval, profile, once, json)
 
 
 @app.command(

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import folder_for, write_whole
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.page import size
-from hf_memopt.reports.run import read_run
+from hf_memopt.reports.run import Run, read_run
 from hf_memopt.reports.run_report import PAGE, compare_page, differences, figures, run_page
 
 COMPARISON = "memory_comparison.html"
@@ -20,6 +20,11 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
         InputError: a folder holds no run, or the page cannot be written.
     """
     runs = [read_run(directory) for directory in directories]
+    with as_input_error("a file of the run is damaged", TypeError, KeyError, AttributeError, ValueError, IndexError):
+        _report(runs, output, json)
+
+
+def _report(runs: list[Run], output: str | None, json: bool) -> None:
     alone = len(runs) == 1
     path = Path(output).expanduser() if output else (runs[0].folder / PAGE if alone else Path(COMPARISON))
     if path.suffix not in (".html", ".htm"):

@@ -61,7 +61,7 @@ class Recording:
         """The recorded optimizer steps: name, beginning, end."""
         begun = [(time, name) for time, kind, name in self.marks if kind == "step"]
         ends = [time for time, _ in begun[1:]] + [_END]
-        return [(name, time, end) for (time, name), end in zip(begun, ends, strict=True) if name != "end"]
+        return [(name, time, end) for (time, name), end in zip(begun, ends, strict=False) if name != "end"]
 
     def phase(self, moment: float) -> str:
         """forward, backward, optimizer or between at a moment; empty where nobody said."""

@@ -130,7 +130,7 @@ def _cpu() -> Hardware:
     memory = min(filter(None, (psutil.virtual_memory().total, _cgroup_limit())))
     return replace(
         get_hardware("cpu"),
-        label=_cpu_name(),
+        label=cpu_name(),
         nominal_memory=psutil.virtual_memory().total,
         memory=memory,
         bandwidth=None,
@@ -166,7 +166,8 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's product name."""
     try:
         match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:

@@ -174,8 +174,9 @@ def step_ranges(steps: str) -> list[tuple[int, int]]:
     """
     found = []
     for part in filter(None, (part.strip() for part in str(steps).split(","))):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()) or not 0 < int(first) <= int(last or first):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (first.isdigit() and last.isdigit()) or not 0 < int(first) <= int(last):
             raise InputError(f"snapshot_steps={steps!r}: give steps, counted from 1, such as 2, 2-4 or 2,100-101")
-        found.append((int(first), int(last or first)))
+        found.append((int(first), int(last)))
     return found

@@ -51,7 +51,12 @@ def read_run(directory: str | Path) -> Run:
     if ended and not any(event.get("event") == "out_of_memory" for event in events):
         events = [*events, ended]
     events = [*events, *(event for event in logged if event["event"] == "memory_grows" and event not in events)]
-    return Run(folder, report, readings, sorted(events, key=lambda event: event.get("step") or 0))
+    return Run(folder, report, readings, sorted(events, key=_step))
+
+
+def _step(event: dict[str, Any]) -> int:
+    step = event.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def _object(file: Path) -> dict[str, Any]:

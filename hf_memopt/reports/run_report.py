@@ -182,7 +182,7 @@ def _chart(run: Run, thresholds, capacity: int):
     if not run.readings:
         return None
     predicted = (run.report.get("estimate") or {}).get("peak_allocated_bytes") if _own_allocator(run.report) else None
-    steps = [event.get("step") or 0 for event in run.events]
+    steps = [step for event in run.events if isinstance(step := event.get("step"), int)]
     return charts.both(
         lambda axes, narrow: charts.over_time(axes, narrow, run.readings, thresholds, capacity, predicted, steps),
         "time",

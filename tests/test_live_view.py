@@ -1,0 +1,157 @@
+"""hf-memopt monitor. The host is real; NVIDIA, AMD and Apple are stood in for by what their drivers say."""
+
+import json
+import plistlib
+import sys
+import types
+
+import psutil
+import pytest
+from conftest import run
+from runs import RECOVERED, reading, write_run
+
+from hf_memopt.monitor import devices as room
+
+
+def _no(*_):
+    return []
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """devices() with one vendor and the host."""
+
+    def choose(kept):
+        for name in ("_nvidia", "_amd", "_apple"):
+            if name != kept:
+                monkeypatch.setattr(room, name, _no)
+
+    return choose
+
+
+def test_the_host(only):
+    only(None)
+    (host,) = room.devices()
+    assert host.kind == "cpu" and 0 < host.used < host.total <= psutil.virtual_memory().total
+    assert 0 <= host.busy <= 1 and all(one.memory > 2**28 for one in host.processes)
+
+
+def test_nvidia(only, monkeypatch):
+    """NVML's answers, by a stand-in with the names of nvidia-ml-py."""
+    import pynvml as real
+
+    memory = types.SimpleNamespace(used=8 * 2**30, total=24 * 2**30)
+    mine = types.SimpleNamespace(pid=psutil.Process().pid, usedGpuMemory=7 * 2**30)
+    gone = types.SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
+    answers = {
+        "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index, "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+        "nvmlDeviceGetName": lambda handle: f"NVIDIA GeForce RTX 4090 #{handle}",
+        "nvmlDeviceGetUtilizationRates": lambda handle: types.SimpleNamespace(gpu=87),
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [gone, mine],
+    }  # fmt: skip
+    assert all(hasattr(real, name) for name in answers)
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=real.NVMLError, **answers))
+    only("_nvidia")
+    first, second, _ = room.devices()
+    assert (first.kind, first.used, first.busy, second.label) == (
+        "nvidia",
+        8 * 2**30,
+        0.87,
+        "NVIDIA GeForce RTX 4090 #1",
+    )
+    assert [one.memory for one in first.processes] == [7 * 2**30, None] and first.processes[1].name == "?"
+
+
+def test_amd_by_its_library(only, monkeypatch):
+    """amdsmi's answers, by a stand-in with the names and units of amdsmi 7."""
+    monkeypatch.setitem(sys.modules, "amdsmi", types.SimpleNamespace(
+        AmdSmiException=RuntimeError, amdsmi_init=lambda: None, amdsmi_shut_down=lambda: None,
+        amdsmi_get_processor_handles=lambda: ["one"],
+        amdsmi_get_gpu_vram_usage=lambda handle: {"vram_total": 24560, "vram_used": 1024},
+        amdsmi_get_gpu_activity=lambda handle: {"gfx_activity": "N/A"},
+        amdsmi_get_gpu_process_list=lambda handle: [{"pid": 5, "name": "python", "memory_usage": {"vram_mem": 2**29}}],
+        amdsmi_get_gpu_asic_info=lambda handle: {"market_name": "Radeon RX 7900 XTX"},
+    ))  # fmt: skip
+    only("_amd")
+    card, _ = room.devices()
+    assert (card.kind, card.used, card.total, card.busy) == ("amd", 2**30, 24560 * 2**20, None)
+    assert card.processes == (room.Process(5, "python", 2**29),)
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        ('{"card0": {"GPU use (%)": "41", "VRAM Total Memory (B)": "25753026560", '
+         '"VRAM Total Used Memory (B)": "1048576", "Card Series": "Radeon RX 7900 XTX"}, "system": {}}', 1),
+        ("", 0), ("WARNING: no GPU", 0),
+    ],
+)  # fmt: skip
+def test_amd_by_its_command(said, count, only, monkeypatch):
+    """rocm-smi's JSON, where the library is missing."""
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    monkeypatch.setattr(room, "_output", lambda *command: said)
+    only("_amd")
+    *cards, _ = room.devices()
+    assert [(card.label, card.total, card.used, card.busy) for card in cards] == [
+        ("Radeon RX 7900 XTX", 25753026560, 1048576, 0.41)
+    ][:count]
+
+
+def test_apple(only, monkeypatch):
+    """ioreg's property list."""
+    told = [{"PerformanceStatistics": {"Device Utilization %": 12, "In use system memory": 2**31}}]
+    answers = {
+        "ioreg": plistlib.dumps(told).decode(),
+        "machdep.cpu.brand_string": "Apple M2\n",
+        "iogpu.wired_limit_mb": "0\n",
+    }
+    monkeypatch.setattr(room, "_output", lambda *command: answers.get(command[-1], answers.get(command[0], "")))
+    monkeypatch.setattr(room.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(room.platform, "machine", lambda: "arm64")
+    only("_apple")
+    gpu, _ = room.devices()
+    assert (gpu.label, gpu.used, gpu.busy) == ("Apple M2 GPU", 2**31, 0.12)
+    assert gpu.total == psutil.virtual_memory().total
+
+
+def test_the_command_line(tmp_path, command, monkeypatch):
+    folder = write_run(tmp_path / "out" / "mine", readings=[reading(10), reading(20), RECOVERED])
+    code, output, _ = command("monitor", folder, "--once", "--json")
+    told = json.loads(output)
+    assert code == 0 and told["devices"][-1]["status"] in ("normal", "warning", "critical", "emergency")
+    assert told["run"]["last"]["step"] == 20 and told["run"]["events"] == [RECOVERED]
+    monkeypatch.chdir(tmp_path)  # a run that is going on below out/ is found
+    code, output, _ = command("monitor", "--once")
+    assert code == 0 and "out/mine" in output and "step 4: out of memory" in " ".join(output.split())
+    for wrong in ((tmp_path / "none",), ("--profile", "bold"), ("--interval", 0)):
+        code, output, errors = command("monitor", *wrong)
+        assert (code, output) == (2, "") and len(errors.splitlines()) == 1
+
+
+def test_a_pipe_gets_it_once_and_without_colour(tmp_path):
+    done = run("hf-memopt", "monitor", cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and "(host)" in done.stdout.replace("\n", "") and "\x1b" not in done.stdout
+
+
+def test_the_live_view_ends_with_an_interrupt(tmp_path):
+    """In a real terminal (a pseudo-terminal), until SIGINT."""
+    import os
+    import pty
+    import signal
+    import subprocess
+    import time
+
+    from conftest import BIN
+
+    main, side = pty.openpty()
+    process = subprocess.Popen([BIN / "hf-memopt", "monitor", "--interval", "0.2"], stdout=side, stderr=side,
+                               cwd=tmp_path, env={**os.environ, "TERM": "xterm"})  # fmt: skip
+    seen = b""
+    while b"busy" not in seen:
+        seen += os.read(main, 4096)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    os.close(side)
+    os.close(main)

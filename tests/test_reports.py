@@ -1,0 +1,114 @@
+"""A run as a page. In a browser: tests/test_pages.py; what the recipes write: tests/test_recipes.py."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from runs import ENDED, RECOVERED, reading, report, write_run
+
+from hf_memopt.reports.next_steps import next_steps
+from hf_memopt.reports.page import size
+from hf_memopt.reports.run import read_run
+from hf_memopt.reports.run_report import compare_page, differences, run_page
+
+READINGS = [reading(0, "eval", speed=None), *(reading(step) for step in range(10, 50, 10)), reading(40, "save")]
+
+
+def test_everything_is_on_the_page(tmp_path):
+    run = read_run(write_run(tmp_path / "one", report(), READINGS))
+    text = run_page(run)
+    for told in (
+        "Ran 40 steps. Peak 18.00 GiB allocated, measured; predicted 18.00 GiB (+0.0%). Recovered", "RTX 4090",
+        "emergency", "97%", "23.28 GiB", "activations", "step 4: out of memory in backward, recovered: 8 → 4",
+        "1,000", "1.5000", "per_device_train_batch_size", "2.13.0", "pieces of down to 4 samples", "a note &lt;b&gt;",
+    ):  # fmt: skip
+        assert told in text, told
+    assert "<script" not in text and "http://" not in text.replace("http://www.w3.org", "")
+    for part in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
+    ids = [part.split('"')[0] for part in text.split(' id="')[1:]]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_end_of_a_run(tmp_path):
+    run = read_run(write_run(tmp_path, report(), READINGS, ended=ENDED))
+    text = run_page(run)
+    assert "Ended out of memory in forward of step 8: it fitted for 7 steps" in text
+    steps = next_steps(run)
+    assert steps[0] == "loss_chunk_size=512: predicted to save 3.00 GiB."
+    assert "out/checkpoint-7" in steps[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"events": []}, "Nothing"),
+        ({"events": [], "measured": {"peak_allocated_bytes": 2**31, "peak_reserved_bytes": 2**31}}, "Only 8%"),
+        ({"events": [], "measured": {"peak_allocated_bytes": 2**34, "peak_reserved_bytes": 23 * 2**30}},
+         "expandable_segments"),
+        ({"events": [], "measured": {"peak_allocated_bytes": 23 * 2**30, "peak_reserved_bytes": 23 * 2**30}}, "96% "
+                                                                                                              "full"),
+        ({"events": [{"event": "memory_grows", "step": 3, "label": "leak"}]}, "Memory grew (leak)"),
+        ({"events": [RECOVERED]}, "per_device_train_batch_size=4"),
+    ],
+)  # fmt: skip
+def test_what_to_try_next(changed, told, tmp_path):
+    assert told in next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
+
+
+def test_a_log_alone_is_enough(tmp_path):
+    """Of a plain Trainer with MemoryCallback; the last line of a killed run is torn; older runs in it are left out."""
+    write_run(tmp_path, readings=[reading(50, peak=23.0), *READINGS])
+    with (tmp_path / "memory_log.jsonl").open("a") as file:
+        file.write('{"step": 50, "ph')
+    run = read_run(tmp_path)
+    assert len(run.readings) == len(READINGS)
+    assert "Ran 40 steps. Peak 18.00 GiB" in run_page(run)
+
+
+def test_what_is_written_is_escaped(tmp_path):
+    bad = "<img src=x onerror=alert(1)>"
+    events = [{"event": bad, "step": bad}, RECOVERED | {"message": bad}]
+    text = run_page(read_run(write_run(tmp_path, report(model=bad, preset=bad, events=events), READINGS)))
+    assert "<img" not in text and "&lt;img" in text
+
+
+def test_runs_side_by_side(tmp_path):
+    one = write_run(tmp_path / "one", report(), READINGS)
+    other = write_run(tmp_path / "other", report(method="qlora", global_step=30), READINGS)
+    runs = [read_run(one), read_run(other)]
+    assert differences(runs) == {"method": ["lora", "qlora"]}
+    text = compare_page(runs)
+    assert text.index('<th scope="col">one') < text.index('<th scope="col">other') and "qlora" in text
+
+
+def test_the_command_line(tmp_path, command, monkeypatch):
+    one = write_run(tmp_path / "one", report(), READINGS)
+    other = write_run(tmp_path / "other", report(method="qlora"), READINGS)
+    code, output, _ = command("report", one)
+    assert code == 0 and "18.00 GiB" in output and (one / "memory_report.html").is_file()
+    code, output, _ = command("report", one, other, "--output", tmp_path / "new" / "both.html", "--json")
+    told = json.loads(output)
+    assert code == 0 and told["differences"] == {"method": ["lora", "qlora"]}
+    assert told["runs"][str(one)]["peak_allocated_bytes"] == 18 * 2**30
+    assert (tmp_path / "new" / "both.html").is_file()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "memory_report.json").write_text("[1]")
+    damaged = write_run(tmp_path / "damaged", report(estimate=[1]), READINGS)
+    for wrong in (
+        (tmp_path / "none",),
+        (tmp_path,),
+        (tmp_path / "bad",),
+        (damaged,),
+        (one, "--output", tmp_path / "x.txt"),
+    ):
+        code, output, errors = command("report", *wrong)
+        assert (code, output) == (2, "") and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (3 * 2**20, "3.0 MiB"), (2**30, "1.00 GiB"), (None, "unknown")],
+)
+def test_sizes_for_people(value, told):
+    assert size(value) == told
