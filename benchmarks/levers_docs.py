@@ -1,4 +1,4 @@
-"""Put the measured tables into docs/levers.md: python benchmarks/levers_docs.py (make docs)"""
+"""The measured tables of docs/levers.md."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "levers.md"
 # What guides say, beside what was measured: lever -> claim.
 CLAIMS = {
     "activation_checkpointing (checkpoint_ratio=1)": "60–80 % of activations, 30–40 % more compute",
@@ -86,11 +85,4 @@ def filled(page: Path, made: dict[str, Callable[[], str]]) -> str:
     return text
 
 
-def page() -> str:
-    """The page with its tables made anew."""
-    return filled(PAGE, {"levers": levers, "optimizers": optimizers, "presets": presets})
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+TABLES = {"levers": levers, "optimizers": optimizers, "presets": presets}

@@ -1,9 +1,8 @@
-"""Put the predicted tables into docs/plans.md: python benchmarks/plans_docs.py (make docs)"""
+"""The predicted tables of docs/plans.md."""
 
-from levers_docs import ROOT, filled, results, table
+from levers_docs import results, table
 from levers_docs import source as measured
 
-PAGE = ROOT / "docs" / "plans.md"
 GIB, GB = 2**30, 10**9
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication")
 
@@ -136,11 +135,4 @@ def truth() -> str:
     return f"{told}\n\n{table(heads, lines)}\n\n{measured('planner_cpu', found)}"
 
 
-def page() -> str:
-    """The page with its tables made anew."""
-    return filled(PAGE, {"truth": truth, "practical": practical, "settings": settings, "tables": tables})
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+TABLES = {"truth": truth, "practical": practical, "settings": settings, "tables": tables}

@@ -54,6 +54,9 @@ _TABLE = [
      "dataloader_prefetch_factor lower"),
     (OomKind.HOST, False, r"in DataLoader worker process.*(MemoryError|can't allocate memory|Cannot allocate memory)",
      "a data loading worker found no host memory: set dataloader_num_workers or dataloader_prefetch_factor lower"),
+    (OomKind.HOST, False, r"Signals\.SIGKILL|exitcode\s*: -9\b|Signal 9 \(SIGKILL\)",
+     "the system killed a process, nearly always for host memory: load and offload less (hf-memopt estimate says what "
+     "host memory a job takes)"),
     (OomKind.COMMUNICATION, False, r"(NCCL|RCCL|nccl\w*Error|rccl\w*Error|Cuda failure|Hip failure).*out of memory",
      "the communication library found no device memory for its buffers: leave more free (a lower "
      "target_memory_utilization), or set NCCL_BUFFSIZE lower"),

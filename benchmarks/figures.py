@@ -1,0 +1,175 @@
+"""Every number that README.md and docs/ give in running text, by name, each from a result or recomputed here.
+
+Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) writes, and a test compares.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from statistics import median
+
+from levers_docs import results
+
+GIB, MIB, GB, MB = 2**30, 2**20, 1e9, 1e6
+WEIGHTS_7B = 6_738_415_616  # Llama-2-7B's, counted from its configuration by test_docs_numbers.py
+WEIGHTS_70B = 70_553_706_496  # Llama-3.1-70B's, likewise
+
+
+def _main_job() -> dict:
+    return next(row for row in results("main_job")["rows"] if row["recipe"] == "pretrain")
+
+
+def _losses() -> list[float]:
+    return list(_main_job()["held_out_loss"].values())
+
+
+def _lever(name: str) -> dict:
+    return next(row for row in results("levers")["rows"] if row["lever"] == name)
+
+
+def _share(name: str) -> str:
+    return f"{_lever(name)['peak_ratio']:.1%}".replace("%", " %")
+
+
+def _cpu_errors() -> list[float]:
+    return [row["error"] for row in results("estimator_cpu")["rows"]]
+
+
+def _published(method: str) -> list[float]:
+    return [row["error"] for row in results("estimator_published")["rows"]
+            if row["tier"] == "A" and row["method"] == method]  # fmt: skip
+
+
+def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
+    value = round(100 * value, digits) + 0.0  # no minus before a zero
+    return f"{value:{'+' if sign and value else ''}.{digits}f} %".replace("-", "−")
+
+
+def _middle(errors: list[float], digits: int) -> str:
+    return _percent(median(map(abs, errors)), digits)
+
+
+def _range(errors: list[float], digits: int = 0) -> str:
+    return f"{_percent(min(errors), digits, True)}, {_percent(max(errors), digits, True)}"
+
+
+def _others(name: str) -> str:
+    found = [abs(row[name]) for row in results("estimator_cpu")["rows"] if row.get(name) is not None]
+    return _percent(median(found), 0)
+
+
+def _overhead() -> dict:
+    return results("trainer_overhead")["rows"][0]
+
+
+def _video(name: str) -> list[float]:
+    return [row["measures"]["both"][name] for row in results("video")["rows"].values()]
+
+
+def _worst_lever_error() -> str:
+    """What the levers that the README names are off by, rounded up to half a percent."""
+    named = ["activation_checkpointing (checkpoint_ratio=1)", "activation_compression=int8", "loss_chunk_size=128"]
+    worst = max(abs(_lever(name)["predicted_error"]) for name in named)
+    return _percent(-(-worst * 200 // 1) / 200)
+
+
+def _plan_seconds() -> list[float]:
+    return [row["seconds"] for row in results("plans")["rows"] if row["table"] == "plan"]
+
+
+def _gb(size: float, digits: int = 1) -> str:
+    return f"{size / GB:.{digits}f} GB"
+
+
+def _activations_of_the_guide() -> int:
+    """Samples × tokens × width × layers × 4 × bytes, as the guide multiplies them."""
+    return 12 * 256 * 512 * 14 * 4 * 2
+
+
+@cache
+def _traced(checkpointing: bool) -> int:
+    """Bytes of activations at the peak of a Llama of the guide's sizes, in bf16, from the estimator."""
+    from transformers import LlamaConfig
+
+    from hf_memopt import estimate
+
+    config = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8,
+                         vocab_size=32000)  # fmt: skip
+    fields = {"per_device_train_batch_size": 12, "bf16": True}
+    if checkpointing:
+        fields |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    found = estimate(config, fields, 256, "a100_80gb", dtype="float32")
+    return found.breakdown["activations"]
+
+
+def _seven_billion(bytes_each: float) -> str:
+    return _gb(WEIGHTS_7B * bytes_each)
+
+
+def _nf4() -> float:
+    """Bytes a weight in 4 bits: blocks of 64 with a scale of 8 bits each, scales in blocks of 256 with one of 32."""
+    return 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "main_job.first_loss": lambda: f"{_losses()[0]:.2f}",
+    "main_job.last_loss": lambda: f"{_losses()[-1]:.2f}",
+    "main_job.seconds": lambda: f"{_main_job()['seconds_with_start_and_sampling']:.0f} s",
+    "main_job.predicted": lambda: f"{_main_job()['predicted_allocated_bytes']:,}",
+    "main_job.measured": lambda: f"{_main_job()['measured']['peak_allocated_bytes']:,}",
+    "main_job.steps": lambda: f"{_main_job()['steps']}",
+    "estimator.cpu_rows": lambda: f"{len(_cpu_errors())}",
+    "estimator.cpu_median": lambda: _middle(_cpu_errors(), 4),
+    "estimator.cpu_range": lambda: _range(_cpu_errors(), 2),
+    "estimator.full_rows": lambda: f"{len(_published('full'))}",
+    "estimator.full_median": lambda: _middle(_published("full"), 1),
+    "estimator.full_range": lambda: _range(_published("full")),
+    "estimator.lora_rows": lambda: f"{len(_published('lora'))}",
+    "estimator.lora_median": lambda: _middle(_published("lora"), 1),
+    "estimator.lora_range": lambda: _range(_published("lora")),
+    "estimator.qlora_rows": lambda: f"{len(_published('qlora'))}",
+    "estimator.qlora_median": lambda: _middle(_published("qlora"), 1),
+    "estimator.qlora_range": lambda: _range(_published("qlora")),
+    "estimator.accelerate": lambda: _others("accelerate_error"),
+    "estimator.deepspeed": lambda: _others("deepspeed_error"),
+    "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",
+    "video.of_plain": lambda: f"{_percent(min(_video('of_plain')), 0)} to {_percent(max(_video('of_plain')), 0)}",
+    "video.demo_seconds": lambda: f"{results('video_demo')['rows'][0]['seconds']:.0f} s",
+    "levers.checkpointing": lambda: _share("activation_checkpointing (checkpoint_ratio=1)"),
+    "levers.compression": lambda: _share("activation_compression=int8"),
+    "levers.chunks": lambda: _share("loss_chunk_size=128"),
+    "levers.all": lambda: _share(
+        "loss_chunk_size=128, activation_checkpointing, activation_compression=int8, adamw_8bit"
+    ),
+    "levers.error": _worst_lever_error,
+    "overhead.time": lambda: f"{_overhead()['step_time_ratio_median']:.3f}",
+    "overhead.memory": lambda: f"{_overhead()['peak_ratio']:.3f}",
+    "overhead.steps": lambda: f"{_overhead()['steps_each']}",
+    "overhead.spread": lambda: _percent(max(abs(one - 1) for one in _overhead()["step_time_ratio_quartiles"]), 0),
+    # What formulas give, for docs/memory.md and docs/claims.md.
+    "memory.weights_7b": lambda: f"{WEIGHTS_7B:,}",
+    "memory.fp32_7b": lambda: _seven_billion(4),
+    "memory.bf16_7b": lambda: _seven_billion(2),
+    "memory.nf4": lambda: f"{_nf4():.3f}",
+    "memory.nf4_7b": lambda: _seven_billion(_nf4()),
+    "memory.adam_fp32_7b": lambda: _seven_billion(8),
+    "memory.adam_8bit": lambda: f"{2 + 2 * 4 / 256:.3f}",
+    "memory.adam_8bit_7b": lambda: _seven_billion(2 + 2 * 4 / 256),
+    "memory.whole_fp32_7b": lambda: _seven_billion(16),
+    "memory.whole_bf16_7b": lambda: _seven_billion(8),
+    "memory.guide_activations": lambda: f"{_activations_of_the_guide() / MB:.0f} MB",
+    "memory.guide_activations_layer": lambda: f"{_activations_of_the_guide() / 14 / MB:.1f} MB",
+    "memory.traced_activations": lambda: f"{_traced(False) / MB:.0f} MB",
+    "memory.traced_checkpointed": lambda: f"{_traced(True) / MB:.0f} MB",
+    "memory.attention_scores": lambda: f"{12 * 8 * 256**2 * 2 / MB:.1f} MB",
+    "memory.attention_flash": lambda: f"{12 * 256 * 512 * 2 / MB:.1f} MB",
+    "memory.attention_scores_long": lambda: f"{1 * 32 * 32768**2 * 2 / GIB:.0f} GiB",
+    "memory.logits_once": lambda: f"{8 * 1024 * 128_256 * 2 / GIB:.2f} GiB",
+    "memory.logits": lambda: f"{8 * 1024 * 128_256 * (2 + 4 + 4 + 4) / GIB:.1f} GiB",
+    "memory.pipeline": lambda: f"{8 * 2 * 12 * 256 * 2:,} bytes",
+    "memory.pipeline_long": lambda: f"{8 * 2 * 12 * 2048 * 2:,} bytes",
+    "memory.zero3_70b": lambda: f"{WEIGHTS_70B * 16 / 8 / GB:.0f} GB",
+    "memory.zero1_7b": lambda: _gb(WEIGHTS_7B * (2 + 2 + 12 / 8)),
+    "memory.zero2_7b": lambda: _gb(WEIGHTS_7B * (2 + (2 + 12) / 8)),
+    "memory.zero3_7b": lambda: _gb(WEIGHTS_7B * 16 / 8),
+    "memory.zero0_7b": lambda: _gb(WEIGHTS_7B * 16),
+}

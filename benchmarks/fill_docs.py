@@ -1,0 +1,45 @@
+"""Write measured, predicted and recomputed numbers into README.md and docs/: make docs, or this file run alone."""
+
+import re
+from pathlib import Path
+
+import cards_docs
+import clusters_docs
+import levers_docs
+import plans_docs
+import presets_docs
+from figures import FIGURES
+from levers_docs import ROOT
+
+_INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)
+_TABLES = {
+    "docs/levers.md": levers_docs.TABLES,
+    "docs/plans.md": plans_docs.TABLES,
+    "docs/clusters.md": clusters_docs.TABLES,
+    "README.md": cards_docs.TABLES,
+    "docs/presets.md": presets_docs.TABLES,
+    "docs/quickstart.md": cards_docs.TABLES,
+}
+
+
+def pages() -> list[Path]:
+    """README.md and everything below docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(path: Path) -> str:
+    """A page with its tables and numbers made anew.
+
+    Raises:
+        KeyError: it names a number that figures.py does not have.
+    """
+    text = levers_docs.filled(path, _TABLES.get(str(path.relative_to(ROOT)), {}))
+    return _INLINE.sub(lambda found: f"<!-- ={found[1]} -->{FIGURES[found[1]]()}<!-- = -->", text)
+
+
+if __name__ == "__main__":
+    for path in pages():
+        text = filled(path)
+        if text != path.read_text(encoding="utf-8"):
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
