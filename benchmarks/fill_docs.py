@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import api_docs
 import cards_docs
 import clusters_docs
 import levers_docs
 import plans_docs
 import presets_docs
+import video_docs
 from figures import FIGURES
 from levers_docs import ROOT
 
@@ -17,6 +19,8 @@ _TABLES = {
     "docs/plans.md": plans_docs.TABLES,
     "docs/clusters.md": clusters_docs.TABLES,
     "README.md": cards_docs.TABLES,
+    "docs/video.md": video_docs.TABLES,
+    "docs/api.md": api_docs.TABLES,
     "docs/presets.md": presets_docs.TABLES,
     "docs/quickstart.md": cards_docs.TABLES,
 }

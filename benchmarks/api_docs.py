@@ -1,0 +1,35 @@
+"""Fields and their help, for docs/api.md, from the dataclasses."""
+
+from dataclasses import MISSING, fields
+
+from levers_docs import table
+
+
+def memory_arguments() -> str:
+    """A line a field of MemoryArguments."""
+    from hf_memopt import MemoryArguments
+
+    return _fields(MemoryArguments)
+
+
+def recipe_arguments() -> str:
+    """A line an argument of the recipes."""
+    from hf_memopt.training.arguments import RecipeArguments
+
+    return _fields(RecipeArguments)
+
+
+def _fields(kind: type) -> str:
+    lines = [
+        [f"`{item.name}`", f"`{_type(item.type)}`", "" if item.default is MISSING else f"`{item.default!r}`",
+         item.metadata.get("help", "")]
+        for item in fields(kind)
+    ]  # fmt: skip
+    return table(["field", "type", "default", "what it does"], lines)
+
+
+def _type(kind) -> str:
+    return (kind.__name__ if isinstance(kind, type) else str(kind)).replace(" | ", " or ")
+
+
+TABLES = {"memory arguments": memory_arguments, "recipe arguments": recipe_arguments}

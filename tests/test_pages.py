@@ -1,0 +1,227 @@
+"""What people look at, in a real browser and as a site: make test-pages. Needs Chromium."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import BIN, ROOT, run
+from runs import ENDED, reading, report, write_run
+
+pytestmark = pytest.mark.pages
+_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run",
+]  # fmt: skip
+WIDTHS = {"phone": 360, "desktop": 1280}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    assert found, "these tests need Chromium: apt-get install chromium"
+    with sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=found, args=_FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser, request):
+    """A page of a width; whatever the console says, and any request beyond files, fails the test."""
+    width = getattr(request, "param", 1280)
+    opened = browser.new_page(viewport={"width": width, "height": 800})
+    said = []
+    opened.on("console", lambda message: said.append(message.text))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.on(
+        "request", lambda asked: said.append(asked.url) if not asked.url.startswith(("file:", "data:")) else None
+    )
+    yield opened
+    assert said == []
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    """Every kind of page that is written: a real run's, one that ended out of memory, runs compared, a snapshot's."""
+    folder = tmp_path_factory.mktemp("pages")
+    real = folder / "real"
+    done = run(sys.executable, ROOT / "recipes" / "sft.py", "--preset", "cpu", "--max_steps", 6, "--logging_steps", 2,
+               "--held_out", 8, "--snapshot_steps", "2-3", "--output_dir", real)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    failed = write_run(folder / "failed", report(), [reading(step, peak=20 + step / 20) for step in range(40)], ENDED)
+    made = {"real": real / "memory_report.html", "failed": failed / "memory_report.html",
+            "compared": folder / "compared.html", "snapshot": folder / "snapshot.html"}  # fmt: skip
+    for command in (("report", failed), ("report", real, failed, "--output", made["compared"]),
+                    ("snapshot", real / "memory_snapshot_step_3.json.gz", "--plot", made["snapshot"])):  # fmt: skip
+        done = run("hf-memopt", *command)
+        assert done.returncode == 0, done.stderr
+    return made
+
+
+SHOWN = {
+    "real": ("Memory of real", "Ran 6 steps", "What to try next", "Predicted and measured", "optimizer states"),
+    "failed": ("Ended out of memory in forward of step 8", "loss_chunk_size=512", "emergency"),
+    "compared": ("2 runs compared", "real", "failed", "per_device_train_batch_size"),
+    "snapshot": ("Memory snapshot: step 3", "The peak", "activations", "Growth between steps"),
+}
+
+
+@pytest.mark.parametrize("page", WIDTHS.values(), ids=WIDTHS, indirect=True)
+@pytest.mark.parametrize("kind", SHOWN)
+def test_a_page_reads_well(kind, page, pages):
+    page.goto(pages[kind].as_uri())
+    text = page.inner_text("body")
+    for told in SHOWN[kind]:
+        assert told in text
+    width = page.viewport_size["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    drawings = page.locator("figure svg")
+    shown = [number for number in range(drawings.count()) if drawings.nth(number).is_visible()]
+    assert len(shown) == drawings.count() / 2, "of each pair of drawings one is shown"
+    for number in shown:
+        box = drawings.nth(number).bounding_box()
+        assert box["width"] > 0.8 * min(width, 900) and box["height"] > 100
+
+
+_FACTS = """() => {
+    const all = wanted => [...document.querySelectorAll(wanted)];
+    return {
+        language: document.documentElement.lang, title: document.title, main: all('main').length,
+        heads: all('h1,h2,h3').map(head => +head.tagName[1]),
+        unnamed: all('figure,[role=region]').filter(one => !one.ariaLabel).length,
+        loose: all('svg').filter(one => one.getAttribute('aria-hidden') !== 'true').length,
+        tables: all('table').filter(one => !one.caption || !one.querySelector('th')).length,
+    };
+}"""
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_keyboard_and_screen_readers(kind, page, pages):
+    page.goto(pages[kind].as_uri())
+    facts = page.evaluate(_FACTS)
+    assert facts["language"] == "en" and facts["title"] and facts["main"] == 1
+    assert facts["heads"][0] == 1 and facts["heads"].count(1) == 1
+    assert all(after - before <= 1 for before, after in zip(facts["heads"], facts["heads"][1:], strict=False))
+    assert facts["unnamed"] == facts["loose"] == facts["tables"] == 0
+    places = sum(one.is_visible() for one in page.locator("[tabindex='0'], summary, a[href]").all())
+    reached = set()
+    for _ in range(places):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
+    assert len(reached) == places, "Tab reaches everything that scrolls or opens"
+    closed = page.locator("details:not([open]) > summary").first
+    if closed.count():
+        closed.focus()
+        page.keyboard.press("Enter")
+        assert page.locator("details[open]").count() >= 1
+
+
+def test_contrast_of_text(page, pages):
+    """At least 4.5 to 1 between text and what is behind it (WCAG 2.2, 1.4.3), of every colour of the page."""
+    page.goto(pages["failed"].as_uri())
+    colours = page.evaluate(
+        """() => [...new Set([...document.querySelectorAll('main *:not(svg *)')]
+            .filter(one => one.innerText).map(one => getComputedStyle(one).color))]"""
+    )
+    for colour in colours:
+        parts = [int(part) / 255 for part in colour.strip("rgb()").split(",")]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        assert 1.05 / (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05) >= 4.5, colour
+
+
+# ---- the documentation
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """Built strictly: a link or an anchor that leads nowhere fails."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run([BIN / "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT, capture_output=True,
+                          text=True, env={**__import__("os").environ, "NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_is_whole(site):
+    import yaml
+
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    for entry in settings["nav"]:
+        (name,) = entry.values()
+        built = site / ("index.html" if name == "index.md" else f"{name.removesuffix('.md')}/index.html")
+        text = built.read_text(encoding="utf-8")
+        assert "<h1" in text and "<!-- =" not in text.replace("<!-- = -->", "").split("<main")[0]
+    assert "class MemoryTrainer" in (site / "api" / "index.html").read_text() or "MemoryTrainer" in (
+        site / "api" / "index.html"
+    ).read_text(encoding="utf-8")
+    assert (site / "repository" / "benchmarks" / "results" / "levers.json.txt").is_file()
+
+
+def test_everything_public_is_documented(site):
+    import hf_memopt
+
+    text = (site / "api" / "index.html").read_text(encoding="utf-8")
+    for name in hf_memopt.__all__:
+        assert name == "__version__" or f".{name}" in text, name
+
+
+@pytest.mark.parametrize("page", WIDTHS.values(), ids=WIDTHS, indirect=True)
+def test_the_site_in_a_browser(page, site):
+    page.goto((site / "memory" / "index.html").as_uri())
+    assert "6,738,415,616 weights" in page.inner_text("main")
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+
+
+def test_the_notebook_runs(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "docs" / "quickstart.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
+    assert "fits: False" in said and "fits: True" in said and "maximum" in said and "memory_report.html" in said
+
+
+# ---- commands of the pages, for real
+
+
+_WITHOUT_WEIGHTS = tuple(f"hf-memopt {name}" for name in ("estimate", "show", "presets", "export", "doctor"))
+
+
+def _commands():
+    from test_docs import CODE, TEXTS
+
+    found = set()
+    for text in TEXTS.values():
+        for kind, code in CODE.findall(text):
+            if kind in ("", "bash"):
+                for line in code.replace("\\\n", " ").splitlines():
+                    words = " ".join(line.split("#")[0].split("&&")[0].split())
+                    if words.startswith(_WITHOUT_WEIGHTS) and "…" not in words:
+                        found.add(words)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("line", _commands())
+def test_commands_run(line, command, tmp_path, monkeypatch):
+    """Those that need no weights; hub names are their bundled architectures."""
+    import shlex
+
+    words = shlex.split(line)[1:]
+    if "my_accelerate.yaml" in words:
+        words[words.index("my_accelerate.yaml")] = str(ROOT / "accelerate_configs" / "cpu.yaml")
+    words = [str(ROOT / word) if word.startswith("accelerate_configs/") else word for word in words]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
+    code, output, errors = command(*words)
+    assert code in (0, 1), errors
+    assert output and "Traceback" not in output
+    if "--json" in words:
+        json.loads(output)
