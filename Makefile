@@ -3,17 +3,20 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
+READABLE := $(VENV)/.readable
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test test-engines bench lint format configs estimates operators docs clean
+.PHONY: help train test test-engines test-pages bench lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
 	@echo "make test     set up and run the tests"
 	@echo "make test-engines  engines on several processes and machines, some minutes"
+	@echo "make test-pages  reports and documentation in a browser; needs Chromium"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
-	@echo "make docs     put measured and predicted tables into docs"
+	@echo "make docs     put measured, predicted and recomputed numbers into README.md and docs"
+	@echo "make site     build the documentation into out/site"
 	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
 
 train: $(INSTALLED)
@@ -25,6 +28,9 @@ test: $(TESTABLE)
 
 test-engines: $(TESTABLE)
 	python -m pytest -m engines
+
+test-pages: $(READABLE)
+	python -m pytest -m pages
 
 # DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
 OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator import get_accelerator as a; \
@@ -48,6 +54,7 @@ bench: $(INSTALLED)
 	python benchmarks/estimator_cpu.py
 	python benchmarks/engines.py
 	python benchmarks/clusters.py
+	python benchmarks/cards.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
 
@@ -66,9 +73,13 @@ estimates: $(INSTALLED)
 	python -m hf_memopt.estimator.reference
 
 docs: $(INSTALLED)
-	python benchmarks/levers_docs.py
-	python benchmarks/plans_docs.py
-	python benchmarks/clusters_docs.py
+	python benchmarks/fill_docs.py
+
+site: $(READABLE)
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+picture: $(READABLE)
+	python benchmarks/report_picture.py out/pretrain
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info
@@ -88,4 +99,8 @@ $(TESTABLE): $(INSTALLED)
 	# Apart from the rest, for the comparison with its video processors: a build that does not fit torch breaks transformers.
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 		--target $(VENV)/torchvision torchvision
+	@touch $@
+
+$(READABLE): $(TESTABLE)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8,docs]'
 	@touch $@

@@ -134,6 +134,7 @@ def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, cap
     if capacity:
         axes.axhline(capacity / GIB, color="#b22222", lw=0.8, ls="--", label="capacity")
     axes.set(xlabel="allocations in order: load, two steps, evaluation", ylabel="GiB, predicted", xticks=[])
+    axes.set_xlim(0, max(1, len(heights) - 1))
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, ncols=3 if narrow else 7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 

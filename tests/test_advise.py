@@ -8,7 +8,8 @@ from test_oom import TABLE
 
 from hf_memopt.debug.advice import Advice, advise, of_text
 from hf_memopt.errors import InputError
-from hf_memopt.training.oom import diagnose, diagnose_text
+from hf_memopt.training.oom import Diagnosis, OomKind, diagnose, diagnose_text
+from hf_memopt.training.oom_causes import figures_of, reason
 
 CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "
@@ -53,6 +54,28 @@ def test_the_seeds_table_of_causes(text, stage, step, why, first):
     assert (found.what, found.stage, found.step) == ("device", stage, step)
     assert why in found.why and found.changes[0]["change"].startswith(first)
     assert 1 <= len(found.changes) <= 3 and found.figures["asked_bytes"] == int(1.96 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "longest", "grown", "message", "why", "first"),
+    [
+        ("load", None, None, None, "", "the weights alone do not fit", "--method qlora"),
+        ("forward", 0, None, None, "", "from the first step on", "activation_checkpointing=true"),
+        ("optimizer", 0, None, None, "", "makes its states in its first step", "optim=adamw_8bit"),
+        ("backward", 40, None, None, "", "it fitted for 40 steps, so a longer batch", "probe_worst_batch"),
+        ("backward", 40, True, None, "", "this batch is larger than all before", "probe_worst_batch"),
+        ("forward", 40, False, None, "", "larger batches among them", "probe_worst_batch"),
+        ("forward", 40, False, "leak", "", "memory grew: leak", "probe_worst_batch"),
+        ("eval", 40, None, None, "", "evaluation batches are larger", "per_device_eval_batch_size=1"),
+        ("forward", 40, True, None, CUDA.format(others="", allocated="16.00", unused="5800.00"), "cut up into pieces",
+         "PYTORCH_ALLOC_CONF"),
+    ],
+)  # fmt: skip
+def test_causes_as_the_trainer_knows_them(stage, step, longest, grown, message, why, first):
+    """The founding guides' table: step 0, after N steps, evaluation, long sequences, now and then."""
+    found = Diagnosis(OomKind.DEVICE, True, "device memory ran out", message)
+    told, changes = reason(found, stage, step, figures_of(message), grown, longest)
+    assert why in told and changes[0].startswith(first)
 
 
 @pytest.mark.parametrize(("error", "kind", "helps"), [row for row in TABLE if diagnose(row[0]).cause])

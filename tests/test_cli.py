@@ -1,20 +1,69 @@
 """hf-memopt as it is typed."""
 
 import json
+import os
+import re
+import subprocess
 
 import pytest
 import yaml
-from conftest import ROOT, run
+from conftest import BIN, ROOT, run
 
 from hf_memopt.presets import get_preset, list_presets
 
 
-def test_help_names_the_commands_and_shows_examples():
-    done = run("hf-memopt", "--help")
-    assert done.returncode == 0
-    for command in ("presets", "show", "export", "doctor"):
-        assert command in done.stdout
-        assert "Example: hf-memopt" in run("hf-memopt", command, "--help").stdout
+def test_help_names_the_commands_and_shows_examples(command):
+    import typer
+
+    from hf_memopt.cli.app import app
+
+    commands = typer.main.get_command(app).commands
+    code, output, _ = command("--help")
+    assert code == 0 and len(commands) == 12
+    for name in commands:
+        assert name in output
+        code, told, _ = command(name, "--help")
+        assert code == 0 and f"hf-memopt {name}" in told and re.search(r"Examples?:", told), name
+
+
+@pytest.mark.parametrize(
+    ("shell", "typed", "count", "found"),
+    [
+        ("bash", "hf-memopt sn", 1, "snapshot"), ("zsh", "hf-memopt mon", 1, "monitor"),
+        ("bash", "hf-memopt show rtx_30", 2, "rtx_3090_ti"),
+        ("fish", "hf-memopt estimate llama-3.1-", 2, "llama-3.1-405b"),
+        ("bash", "hf-memopt plan x --hardware h1", 4, "h100_80gb"),
+        ("bash", "hf-memopt show cpu --method q", 4, "qlora"),
+    ],
+)  # fmt: skip
+def test_shells_complete(shell, typed, count, found):
+    environment = {"_HF_MEMOPT_COMPLETE": f"complete_{shell}", "COMP_WORDS": typed, "COMP_CWORD": str(count),
+                   "_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}  # fmt: skip
+    done = run("hf-memopt", env=environment, timeout=60)
+    assert found in done.stdout
+
+
+@pytest.mark.parametrize("words", [("presets",), ("show", "rtx_4090"), ("--help",), ("doctor",)])
+def test_no_escape_sequences_where_nobody_wants_colour(words):
+    """In a pipe; and in a terminal with NO_COLOR."""
+    import pty
+
+    assert "\x1b" not in run("hf-memopt", *words).stdout
+    main, side = pty.openpty()
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
+    process = subprocess.Popen([BIN / "hf-memopt", *words], stdout=side, stderr=subprocess.DEVNULL, env=environment)
+    os.close(side)
+    seen = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # Linux's way to say that the other side is closed
+            break
+        if not part:
+            break
+        seen += part
+    assert process.wait(60) == 0
+    assert not re.search(rb"\x1b\[[\d;]*(3|4|9|10)\d[;m]", seen), "a colour"
 
 
 def test_presets_and_show_as_json():

@@ -263,6 +263,7 @@ def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
     assert (report["step"], report["stage"], report["kind"]) == (3, "forward", "device")
     assert report["held_bytes"]["optimizer_states"] == pytest.approx(2 * report["held_bytes"]["parameters"], rel=0.01)
     assert report["held_bytes"]["gradients"] == 0
+    assert report["reason"].startswith("it fitted for 3 steps")
     assert len(report["next"]) >= 1 and all(change["change"] for change in report["next"])
     assert report["checkpoint"].endswith("checkpoint-3")
     found = train(tmp_path / "out", resume=True, **fields)

@@ -33,6 +33,8 @@ TABLE = [
     (RuntimeError("Invalid buffer size: 30.00 GiB"), "device", True),
     (RuntimeError("Error out of memory at line 380 in file /src/csrc/pythonInterface.cpp"), "device", True),
     (RuntimeError("Caught OutOfMemoryError in replica 0 on device 0. CUDA out of memory."), "device", True),
+    (RuntimeError("train.py FAILED\n  exitcode  : -9 (pid: 4242)"), "host", False),
+    (RuntimeError("Command died with <Signals.SIGKILL: 9>."), "host", False),
     (RuntimeError(CUBLAS), "library workspace", True),
     (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "library workspace", True),
     (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling hipblasCreate"), "library workspace", True),

@@ -18,7 +18,7 @@ def test_everything_is_on_the_page(tmp_path):
     run = read_run(write_run(tmp_path / "one", report(), READINGS))
     text = run_page(run)
     for told in (
-        "Ran 40 steps. Peak 18.00 GiB allocated, measured; predicted 18.00 GiB (+0.0%). Recovered", "RTX 4090",
+        "Ran 40 steps. Peak 18.00 GiB allocated, measured; predicted 18.00 GiB (0.0 %). Recovered", "RTX 4090",
         "emergency", "97%", "23.28 GiB", "activations", "step 4: out of memory in backward, recovered: 8 → 4",
         "1,000", "1.5000", "per_device_train_batch_size", "2.13.0", "pieces of down to 4 samples", "a note &lt;b&gt;",
     ):  # fmt: skip

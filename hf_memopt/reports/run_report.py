@@ -6,6 +6,7 @@ from typing import Any
 from hf_memopt import charts
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
+from hf_memopt.reports.events import told as in_words
 from hf_memopt.reports.next_steps import next_steps, speed
 from hf_memopt.reports.page import page, size
 from hf_memopt.reports.run import Run, read_run
@@ -157,7 +158,7 @@ def _verdict(run: Run, failed) -> str:
     told = f"Ran {steps}. Peak {size(peak)} allocated, measured"
     if found["predicted_peak_allocated_bytes"] and found["peak_allocated_bytes"]:
         apart = found["predicted_peak_allocated_bytes"] / found["peak_allocated_bytes"] - 1
-        told += f"; predicted {size(found['predicted_peak_allocated_bytes'])} ({apart:+.1%})"
+        told += f"; predicted {size(found['predicted_peak_allocated_bytes'])} ({_signed(apart, 1)})"
     recovered = found["recovered_out_of_memory"]
     return f"{told}. Recovered from running out of memory {recovered} times." if recovered else f"{told}."
 
@@ -225,9 +226,15 @@ def _compared(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[
         if not name.endswith("_bytes"):
             continue
         told = estimate.get(name)
-        apart = f"{told / value - 1:+.2%}" if told and value else ""
+        apart = _signed(told / value - 1, 2) if told and value else ""
         rows.append((name.removesuffix("_bytes").replace("_", " "), size(told) if told else "", size(value), apart))
     return rows
+
+
+def _signed(share: float, digits: int) -> str:
+    """A share as a percentage with its sign; a zero has none."""
+    percent = round(100 * share, digits) + 0.0
+    return f"{percent:{'+' if percent else ''}.{digits}f} %"
 
 
 def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -239,10 +246,8 @@ def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
-    from hf_memopt.reports.events import told
-
     try:
-        words = told(event)
+        words = in_words(event)
     except (KeyError, TypeError):  # of another version, or by hand
         words = ", ".join(f"{name}={value}" for name, value in event.items())
     return str(event.get("step", "")), str(event.get("event", "")).replace("_", " "), words

@@ -159,7 +159,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
         "versions": {"python": platform.python_version(), **_versions()},
-        "model": job.model_name,
+        "model": Path(job.model_name).name if Path(job.model_name).is_dir() else job.model_name,
         "command": " ".join(job.argv),
         "preset": job.preset.name,
         "method": job.preset.method,
