@@ -1,10 +1,11 @@
-"""Where the shipped configs and recipes are, and how files are written."""
+"""Where the shipped configs and recipes are, and how files are read and written."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, one_line
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -19,6 +20,23 @@ def shipped(folder: str) -> Path:
         if (home / folder).is_dir():
             return home / folder
     raise FileNotFoundError(f"{folder}/ is missing from the installation of hf_memopt: reinstall it")
+
+
+def read_json(path: str | Path) -> dict:
+    """A JSON object from a file.
+
+    Raises:
+        InputError: there is no such file, or it does not hold a JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file (paths are relative to {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content
 
 
 def write_whole(path: str | Path, text: str, executable: bool = False) -> None:

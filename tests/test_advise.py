@@ -127,8 +127,8 @@ def test_a_run_that_went_well(tmp_path):
     [
         (lambda folder: str(folder), "has none of oom_report.json"),
         (lambda folder: str(folder / "nothing.log"), "no such folder or file"),
-        (lambda folder: _write(folder / "oom_report.json", "{torn").parent, "cannot be read"),
-        (lambda folder: _write(folder / "oom_report.json", "[]").parent, "does not hold an object"),
+        (lambda folder: _write(folder / "oom_report.json", "{torn").parent, "not readable as JSON"),
+        (lambda folder: _write(folder / "oom_report.json", "[]").parent, "holds a list, not an object"),
     ],
 )
 def test_bad_input(make, error, tmp_path, command):

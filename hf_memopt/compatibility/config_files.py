@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-from hf_memopt.compatibility.launch import read_json
 from hf_memopt.errors import InputError, as_input_error, one_line
+from hf_memopt.files import read_json
 
 # Sections of an accelerate YAML whose keys become launcher options, and the prefix that accelerate adds by itself.
 # The other sections need their prefix written out (accelerate.commands.launch._validate_launch_command).

@@ -1,11 +1,10 @@
 """How this process was launched, by what `accelerate launch` leaves in the environment."""
 
-import json
 import os
 from pathlib import Path
 
 from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.errors import InputError, one_line
+from hf_memopt.files import read_json
 
 
 def launched_strategy() -> str | None:
@@ -50,23 +49,6 @@ def split_strategy(strategy: str) -> tuple[str, str]:
         return "tp" if strategy.startswith("tp") else "hsdp", "none"
     engine, _, offload = strategy.partition("_offload_")
     return engine.removesuffix("_plus_plus"), offload or "none"
-
-
-def read_json(path: str | Path) -> dict:
-    """A JSON object from a file.
-
-    Raises:
-        InputError: there is no such file, or it does not hold a JSON object.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file (paths are relative to {Path.cwd()})") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: holds a {type(content).__name__}, not an object of settings")
-    return content
 
 
 def launched_config_file() -> Path | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
+from hf_memopt.files import read_json
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.training.oom import Diagnosis, OomKind, diagnose_text
 from hf_memopt.training.oom_causes import LATER_CHANGES, figures_of, reason
@@ -113,7 +114,7 @@ def _end_of(path: Path) -> str:
 def _of_folder(folder: Path) -> Advice | None:
     """oom_report.json, which MemoryTrainer writes at the end; else recovered failures; else the newest log."""
     if (file := folder / "oom_report.json").is_file():
-        return _of_report(_json(file))
+        return _of_report(read_json(file))
     events = _events(folder)
     if events:
         return _of_event(events[-1])
@@ -127,16 +128,6 @@ def _of_folder(folder: Path) -> Advice | None:
         raise InputError(f"{folder} has none of oom_report.json, memory_log.jsonl, memory_report.json and *.log: give "
                          "the run's output_dir, or its log")  # fmt: skip
     return None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file} does not hold an object")
-    return content
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.launch import read_json
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import overheads
@@ -29,7 +28,7 @@ from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
 from hf_memopt.estimator.video import VideoInputs, values_of
-from hf_memopt.files import shipped
+from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.compatibility.launch import read_json, split_strategy
+from hf_memopt.compatibility.launch import split_strategy
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.rules import BITSANDBYTES, CUT_UP, DTENSOR, SHARDED
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.errors import InputError, as_input_error, choose
-from hf_memopt.files import shipped
+from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware.allocator import VARIABLE, configure_allocator
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
+from hf_memopt.files import read_json
 
 REPORT, LOG, OOM = "memory_report.json", "memory_log.jsonl", "oom_report.json"
 
@@ -44,10 +45,10 @@ def read_run(directory: str | Path) -> Run:
     if not any((folder / name).is_file() for name in (REPORT, LOG, OOM)):
         raise InputError(f"{folder} has none of {REPORT}, {LOG} and {OOM}: give the output_dir of a recipe, of "
                          "MemoryTrainer, or of a Trainer with MemoryCallback")  # fmt: skip
-    report = _object(folder / REPORT)
+    report = _report(folder / REPORT)
     readings, logged = _log(folder / LOG)
     events = report.get("events") or logged
-    ended = _object(folder / OOM)
+    ended = _report(folder / OOM)
     if ended and not any(event.get("event") == "out_of_memory" for event in events):
         events = [*events, ended]
     events = [*events, *(event for event in logged if event["event"] == "memory_grows" and event not in events)]
@@ -59,16 +60,8 @@ def _step(event: dict[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file} does not hold an object")
-    return content
+def _report(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _log(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
