@@ -1,9 +1,11 @@
 """Snapshots: recorded by the profiler on real training here; CUDA's format is written by hand, as no GPU is here."""
 
 import gzip
+import inspect
 import json
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +177,70 @@ def test_a_cuda_snapshot_of_ours(tmp_path):
     assert found.by_kind == {"parameters": 1000, "gradients": 200, "optimizer_states": 400, "activations": 0,
                              "temporaries": 0, "other": 0}  # fmt: skip
     assert found.peak_phase == "optimizer" and found.about["capacity"] == 8000
+
+
+class Cuda:
+    """torch.cuda.memory's part in a recording, as calls; a stand-in, for no GPU is here."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.observer = [], None
+        real = {name: getattr(torch.cuda.memory, name) for name in ("_record_memory_history", "_snapshot")}
+        for name, function in real.items():
+            monkeypatch.setattr(torch.cuda.memory, name, self._like(name, function))
+        monkeypatch.setattr(torch.cuda.memory, "_set_memory_metadata", lambda text: self.calls.append(("say", text)))
+        monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self._attach, raising=False)
+
+    def _attach(self, observer):
+        self.observer = observer
+
+    def _like(self, name, function):
+        def called(*args, **kwargs):
+            inspect.signature(function).bind(*args, **kwargs)  # the real one takes these
+            self.calls.append((name, args, kwargs))
+            return cuda_snapshot() if name == "_snapshot" else None
+
+        return called
+
+
+def test_on_cuda_the_allocators_history_is_written(tmp_path, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr("hf_memopt.monitor.snapshots.Reader", lambda device: SimpleNamespace(capacity=lambda: 8000))
+    callback = SnapshotCallback("2", on_oom=True)
+    args = SimpleNamespace(device=torch.device("cuda"), process_index=1, output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    everything = {"model": model, "optimizer": optimizer}
+    callback.on_train_begin(args, state, None, **everything)
+    for step in range(2):
+        callback.on_step_begin(args, state, None, **everything)
+        model(input_ids=_data()[0]["input_ids"][None], labels=_data()[0]["labels"][None]).loss.backward()
+        if step == 1:
+            cuda.observer(0, 64, 64, 0)
+        callback.on_pre_optimizer_step(args, state, None, **everything)
+        optimizer.step()
+        callback.on_optimizer_step(args, state, None, **everything)
+        optimizer.zero_grad()
+        state.global_step += 1
+        callback.on_step_end(args, state, None, **everything)
+    callback.on_train_end(args, state, None)
+    assert [file.name for file in callback.files] == [
+        "memory_snapshot_oom_1_rank_1.pickle", "memory_snapshot_step_2_rank_1.pickle",
+    ]  # fmt: skip
+    for file in callback.files:
+        assert snapshot(file).peak_bytes == 1600
+    about = pickle.loads(callback.files[1].read_bytes())["hf_memopt"]
+    assert [text for _, kind, text in about["marks"] if kind == "phase"] == [
+        "forward", "forward", "backward", "optimizer", "between",
+    ]  # fmt: skip
+    kinds = [kind for _, _, _, kind, _ in about["owners"]]
+    weights = len(list(model.parameters()))
+    assert kinds.count("parameters") == kinds.count("gradients") == weights
+    assert kinds.count("optimizer_states") == 2 * 3 * weights  # before and after the step
+    said = [call[1] for call in cuda.calls if call[0] == "say"]
+    assert "model.layers.0.self_attn.q_proj" in said and said[-1] == ""
+    history = [call for call in cuda.calls if call[0] == "_record_memory_history"]
+    assert history[0][2]["clear_history"] and history[-1][1] == (None,)
 
 
 # ---- files that nobody vouches for

@@ -48,7 +48,7 @@ class SnapshotCallback(TrainerCallback):
         self.files: list[Path] = []
         self._recorder: _CudaRecorder | _ProfilerRecorder | None = None
         self._marks: list[tuple[int, str, str]] = []
-        self._owners: dict[tuple[int, str], list] = {}
+        self._owners: list[tuple[int, int, int, str, str]] = []
         self._hooks: list = []
         self._failed = 0
         self._trainer_args = None
@@ -64,9 +64,13 @@ class SnapshotCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         self._step = state.global_step + 1
-        begins = any(first == self._step for first, _ in self.ranges) and state.is_world_process_zero
-        if begins:
-            self._begin(afresh=True)
+        if any(first == self._step for first, _ in self.ranges) and state.is_world_process_zero:
+            self._begin()
+        if self._recorder is not None and not any(first < self._step <= last for first, last in self.ranges):
+            self._marks.clear()  # of a history without end, what was said of older steps is of no use
+            self._owners.clear()
+            self._own("parameters", self._model.named_parameters())
+            self._own("other", self._model.named_buffers())
             self._own("optimizer_states", _states(optimizer))
         self._mark("step", str(self._step))
         self._mark("phase", "forward")
@@ -102,20 +106,14 @@ class SnapshotCallback(TrainerCallback):
 
     # ---- what it does then
 
-    def _begin(self, afresh: bool = False) -> None:
-        if self._recorder is not None and not afresh:
-            return
-        self._marks.clear()
-        self._owners.clear()
+    def _begin(self) -> None:
+        """Record from here on, and forget what was before."""
         if self._recorder is None:
-            cuda = self._trainer_args.device.type == "cuda"
-            self._recorder = (
-                _CudaRecorder(self._trainer_args.device, self.max_entries) if cuda else _ProfilerRecorder(self._model)
-            )
+            device = self._trainer_args.device
+            cuda = device.type == "cuda"
+            self._recorder = _CudaRecorder(device, self.max_entries) if cuda else _ProfilerRecorder(self._model)
             self._hook(self._model)
         self._recorder.begin()
-        self._own("parameters", self._model.named_parameters())
-        self._own("other", self._model.named_buffers())
 
     def _end(self) -> None:
         if self._recorder is not None:
@@ -167,7 +165,7 @@ class SnapshotCallback(TrainerCallback):
             if local is None or not local.numel() or local.device.type == "meta":
                 continue
             address, size = local.data_ptr(), local.numel() * local.element_size()
-            self._owners.setdefault((address, kind), [now, address, size, kind, name])
+            self._owners.append((now, address, size, kind, name))
 
     def _ran_out(self, *_) -> None:
         if self._recorder is not None and self._failed < _MOST_OOM_FILES:
@@ -183,7 +181,7 @@ class SnapshotCallback(TrainerCallback):
             "device": str(args.device),
             "capacity": Reader(args.device).capacity(),
             "marks": self._marks,
-            "owners": list(self._owners.values()),
+            "owners": self._owners,
         }
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         try:
@@ -200,16 +198,13 @@ class _CudaRecorder:
 
     def __init__(self, device, max_entries: int) -> None:
         self.device, self.max_entries = device, max_entries
-        self._begun = False
 
     def begin(self) -> None:
         import torch
 
-        if not self._begun:
-            torch.cuda.memory._record_memory_history(
-                context="alloc", stacks="python", max_entries=self.max_entries, device=self.device
-            )
-            self._begun = True
+        torch.cuda.memory._record_memory_history(
+            context="alloc", stacks="python", max_entries=self.max_entries, device=self.device, clear_history=True
+        )
 
     def end(self) -> None:
         import torch
