@@ -1,6 +1,7 @@
 """Fields and their help, for docs/api.md, from the dataclasses."""
 
 from dataclasses import MISSING, fields
+from typing import get_type_hints
 
 from levers_docs import table
 
@@ -20,8 +21,9 @@ def recipe_arguments() -> str:
 
 
 def _fields(kind: type) -> str:
+    types = get_type_hints(kind)  # a parser of arguments changes the fields' own
     lines = [
-        [f"`{item.name}`", f"`{_type(item.type)}`", "" if item.default is MISSING else f"`{item.default!r}`",
+        [f"`{item.name}`", f"`{_type(types[item.name])}`", "" if item.default is MISSING else f"`{item.default!r}`",
          item.metadata.get("help", "")]
         for item in fields(kind)
     ]  # fmt: skip

@@ -140,6 +140,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "main_job.predicted": lambda: f"{_main_job()['predicted_allocated_bytes']:,}",
     "main_job.measured": lambda: f"{_main_job()['measured']['peak_allocated_bytes']:,}",
     "main_job.steps": lambda: f"{_main_job()['steps']}",
+    "estimator.families": lambda: f"{len({row['family'] for row in results('estimator_cpu')['rows']})}",
+    "estimator.settings": lambda: f"{len({row['setting'] for row in results('estimator_cpu')['rows']})}",
     "estimator.cpu_rows": lambda: f"{len(_cpu_errors())}",
     "estimator.cpu_median": lambda: _middle(_cpu_errors(), 4),
     "estimator.cpu_range": lambda: _range(_cpu_errors(), 2),

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
+from hf_memopt.noise import quiet
+
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
 
@@ -66,6 +68,7 @@ def run(main: Callable[..., object]) -> None:
     Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
     the others; one of those that lives on is alone with its error, and speaks then.
     """
+    quiet()
     try:
         _until_it_stands(main)
     except InputError as error:

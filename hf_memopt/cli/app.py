@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.noise import quiet
 
 app = typer.Typer(
     name="hf-memopt",
@@ -319,6 +320,7 @@ def doctor(
 
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit code 2."""
+    quiet()
     try:
         code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
         sys.exit(code if isinstance(code, int) else 0)

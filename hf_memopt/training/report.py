@@ -12,8 +12,8 @@ from pathlib import Path
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import one_line
 from hf_memopt.files import write_whole
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.reports.page import size
 from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.training.exhausted import TrainingOutOfMemory
 from hf_memopt.training.job import Job
@@ -62,9 +62,10 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
     estimated = predict(job, trainer, length, **about)
     if estimated is not None:
-        capacity = f"of {gib(estimated.capacity_bytes)}, allocated peak {gib(estimated.peak_allocated_bytes)}"
-        rows.append(("memory", f"{gib(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted)"))
-        parts = [f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in estimated.breakdown.items() if size > 2**20]
+        capacity = f"of {size(estimated.capacity_bytes)}, allocated peak {size(estimated.peak_allocated_bytes)}"
+        rows.append(("memory", f"{size(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted)"))
+        held = estimated.breakdown.items()
+        parts = [f"{kind.replace('_', ' ')} {size(taken)}" for kind, taken in held if taken > 2**20]
         rows.append(("", ", ".join(parts)))
     for name, value in rows:
         print(f"{name:>8}  {value}")
@@ -190,7 +191,7 @@ def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:
     """A timeline of fewer points, each the fullest of its stretch: phase and bytes."""
     stretch = max(1, len(timeline) // points)
     fullest = [max(timeline[at : at + stretch], key=lambda one: one[1]) for at in range(0, len(timeline), stretch)]
-    return [(segment.split(":")[0], size) for segment, size in fullest]
+    return [(segment.split(":")[0], taken) for segment, taken in fullest]
 
 
 def measured_peaks() -> dict[str, int]:
@@ -242,8 +243,8 @@ def _print_table(measured: dict[str, int], losses: dict[int, float], estimated) 
         predicted = getattr(estimated, name, None)
         table.add_row(
             name.removesuffix("_bytes").replace("_", " "),
-            gib(predicted) if predicted else "",
-            gib(value),
+            size(predicted) if predicted else "",
+            size(value),
             f"{predicted / value - 1:+.1%}" if predicted else "",
         )
     Console().print(table)
