@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.arguments import MemoryArguments
@@ -25,7 +25,10 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
     from hf_memopt.estimator.savings import largest_savings
 
     preset, job = job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardware, settings)
+    working(f"tracing the steps of {model}")
     found = estimate_job(job, on_all_cores)
+    if levers or found.fits is False:
+        working("estimating what would save most")
     savings = largest_savings(job, found, each=on_all_cores) if levers or found.fits is False else []
     if plot_file:
         from hf_memopt.estimator.plot import plot
@@ -92,6 +95,7 @@ def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> 
 
 def import_libraries() -> None:
     """Collecting garbage while thousands of modules are made takes half a second and finds none."""
+    working("loading transformers")
     gc.disable()
     try:
         import peft  # noqa: F401

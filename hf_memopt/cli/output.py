@@ -6,6 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
+def working(text: str) -> None:
+    """Say on a terminal what takes its time; in a pipe stderr is for errors."""
+    if sys.stderr.isatty():
+        print(f"{text} …", file=sys.stderr, flush=True)
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on stdout."""
     json.dump(value, sys.stdout, indent=2, default=str)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hf_memopt import charts
-from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.debug.recording import KINDS
 from hf_memopt.debug.snapshot import Snapshot, snapshot
 from hf_memopt.errors import InputError
@@ -19,6 +19,7 @@ def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
     """
     if top < 1:
         raise InputError(f"--top {top} must be 1 or more")
+    working(f"reading {file}")
     found = snapshot(file, top)
     if plot:
         _draw(found, Path(plot).expanduser(), file)
