@@ -34,4 +34,13 @@ def _type(kind) -> str:
     return (kind.__name__ if isinstance(kind, type) else str(kind)).replace(" | ", " or ")
 
 
-TABLES = {"memory arguments": memory_arguments, "recipe arguments": recipe_arguments}
+def profiles() -> str:
+    """A line a memory profile."""
+    from hf_memopt.levers.arguments import PROFILES
+
+    lines = [[f"{name} (default)" if name == "balanced" else name, *(f"{share:.2f}" for share in shares)]
+             for name, shares in PROFILES.items()]  # fmt: skip
+    return table(["`memory_profile`", "target", "warning", "critical", "emergency"], lines)
+
+
+TABLES = {"memory arguments": memory_arguments, "recipe arguments": recipe_arguments, "profiles": profiles}

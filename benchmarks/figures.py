@@ -88,6 +88,29 @@ def _small_with_many_logits(chunk: int | None) -> int:
     return found.peak_allocated_bytes
 
 
+def _lever_weights() -> str:
+    """Of the model that benchmarks/levers.py trains."""
+    import torch
+    from levers import config
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config())
+    return f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.0f} million"
+
+
+def _least_cosine() -> str:
+    """Of gradients from compressed activations with the exact ones, rounded down."""
+    found = min(row["gradient_cosine"] for row in results("levers")["rows"] if "int8" in row["lever"]
+                and "bf16" not in row["lever"])  # fmt: skip
+    return f"{int(found * 1e5) / 1e5:.5f}"
+
+
+def _block_of_128(bytes_each: int) -> str:
+    """128 integers and an fp32 scale, of the bytes that they stand for."""
+    return f"{(128 + 4) / (128 * bytes_each):.2f}"
+
+
 def _worst_lever_error() -> str:
     """What the levers that the README names are off by, rounded up to half a percent."""
     named = ["activation_checkpointing (checkpoint_ratio=1)", "activation_compression=int8", "loss_chunk_size=128"]
@@ -170,6 +193,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "levers.all": lambda: _share(
         "loss_chunk_size=128, activation_checkpointing, activation_compression=int8, adamw_8bit"
     ),
+    "levers.weights": _lever_weights,
+    "levers.cosine": _least_cosine,
+    "levers.int8_of_bf16": lambda: _block_of_128(2),
+    "levers.int8_of_fp32": lambda: _block_of_128(4),
     "levers.error": _worst_lever_error,
     "overhead.time": lambda: f"{_overhead()['step_time_ratio_median']:.3f}",
     "overhead.memory": lambda: f"{_overhead()['peak_ratio']:.3f}",

@@ -21,6 +21,7 @@ _TABLES = {
     "README.md": cards_docs.TABLES,
     "docs/video.md": video_docs.TABLES,
     "docs/api.md": api_docs.TABLES,
+    "docs/training.md": api_docs.TABLES,
     "docs/presets.md": presets_docs.TABLES,
     "docs/quickstart.md": cards_docs.TABLES,
 }

@@ -74,7 +74,7 @@ def test_formulas_agree_with_the_estimator():
 
 
 # A number with a unit in running text that nobody measured: what it is by definition, or whose claim.
-_UNIT = re.compile(r"(?<![\w.])[−+]?\d[\d,.]*\s?(?:%|GiB|MiB|GB|MB|seconds|minutes|s)(?!\w)")
+_UNIT = re.compile(r"(?<![\w.])[−+]?\d[\d,.]*\s?(?:%|GiB|MiB|GB|MB|KB|million|seconds|minutes|s)(?!\w)")
 _DEFINED = {
     "index.md": set(),
     "README.md": {"95 %"},  # what the table calls tight
@@ -87,7 +87,7 @@ _DEFINED = {
     "plans.md": {"5 %", "10 %", "85 %", "90 %", "92 %", "94 %", "48 GiB", "256 GiB", "36 GiB", "256 MiB", "1 GiB"},
     "training.md": {"256 MB"},
     "video.md": {"8 GB", "16 GB", "24 GB", "90 %"},
-    "clusters.md": set(),
+    "clusters.md": {"100 million", "200 million"},  # what the shipped file says
 }  # fmt: skip
 
 
