@@ -1,13 +1,18 @@
 """hf-memopt monitor. The host is real; NVIDIA, AMD and Apple are stood in for by what their drivers say."""
 
 import json
+import os
 import plistlib
+import pty
+import signal
+import subprocess
 import sys
+import threading
 import types
 
 import psutil
 import pytest
-from conftest import run
+from conftest import BIN, run
 from runs import RECOVERED, reading, write_run
 
 from hf_memopt.monitor import devices as room
@@ -136,22 +141,24 @@ def test_a_pipe_gets_it_once_and_without_colour(tmp_path):
 
 def test_the_live_view_ends_with_an_interrupt(tmp_path):
     """In a real terminal (a pseudo-terminal), until SIGINT."""
-    import os
-    import pty
-    import signal
-    import subprocess
-    import time
-
-    from conftest import BIN
-
     main, side = pty.openpty()
     process = subprocess.Popen([BIN / "hf-memopt", "monitor", "--interval", "0.2"], stdout=side, stderr=side,
                                cwd=tmp_path, env={**os.environ, "TERM": "xterm"})  # fmt: skip
-    seen = b""
-    while b"busy" not in seen:
-        seen += os.read(main, 4096)
-    time.sleep(0.5)
+    seen, shown = [], threading.Event()
+
+    def read():
+        """A terminal that nobody reads from fills up, and what writes to it waits."""
+        while b"tables" not in (part := os.read(main, 4096)):
+            seen.append(part)
+            if b"busy" in b"".join(seen):
+                shown.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert shown.wait(60)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
+    os.write(side, b"tables")  # nothing more comes
+    reader.join(10)
     os.close(side)
     os.close(main)
