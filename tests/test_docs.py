@@ -275,6 +275,7 @@ def _blocks() -> list[tuple[str, int, str]]:
             for number, (kind, code) in enumerate(CODE.findall(text)) if kind == "python"]  # fmt: skip
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize(("page", "number", "code"), _blocks(), ids=lambda value: str(value)[:20])
 def test_code_runs(page, number, code, names, monkeypatch):
     """On real objects; hub names are folders, hardware is this machine's where weights would be loaded."""

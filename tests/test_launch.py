@@ -97,6 +97,7 @@ def test_shipped_configs_train(config, preset, rows, alone, tmp_path):
     _check_batches(_pretrain(f"accelerate_configs/{config}.yaml", tmp_path, preset, path), blocks, alone)
 
 
+@pytest.mark.engines
 def test_a_loss_in_chunks_where_weights_are_sharded(rows, alone, command, tmp_path):
     """The shipped ZeRO-3 configuration trains, and with a loss in chunks, for which the head is gathered while it is
     called, every step's loss and gradient norm are the same."""

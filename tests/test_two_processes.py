@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+pytestmark = pytest.mark.engines
 HERE = Path(__file__).parent
 PLAIN = {"name": "plain", "rank": 0, "phase": None, "step": 0, "micro": 0}
 # Ten that are recovered: in forward anywhere, in backward before gradients are reduced.
