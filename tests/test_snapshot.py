@@ -136,7 +136,7 @@ def cuda_snapshot(**more) -> dict:
         event("free_requested", 2000, 300, 29),
         event("free_completed", 2000, 300, 30),
         event("alloc", 4000, 400, 40, STEP),
-        {"action": "oom", "addr": 64, "size": 9000, "stream": 0, "time_us": 50, "frames": []},
+        {"action": "oom", "device_free": 64, "size": 9000, "stream": 0, "time_us": 50, "frames": []},
     ]
     blocks = [
         {"address": 1000, "size": 1000, "requested_size": 1000, "state": "active_allocated", "frames": LOADED},

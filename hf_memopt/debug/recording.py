@@ -91,7 +91,7 @@ def recording_of(snapshot: dict[str, Any]) -> Recording:
         about = snapshot.get("hf_memopt", {})
         trace = traces[device] if traces else []
         allocations = _allocations(trace, stacks, segments, about.get("owners", ()))
-        failed = [(one["size"], one.get("device_free", one.get("addr", 0))) for one in trace if one["action"] == "oom"]
+        failed = [(one["size"], one.get("device_free", 0)) for one in trace if one["action"] == "oom"]
         marks = sorted((time, kind, name) for time, kind, name in about.get("marks", ()))
         found = Recording(allocations, marks, segments, failed, {k: about[k] for k in _ABOUT if k in about})
         _name(found, about.get("owners", ()))
@@ -111,7 +111,9 @@ def _allocations(trace, stacks, segments, owners) -> list[Allocation]:
     live: dict[int, Allocation] = {}
     found: list[Allocation] = []
     for event in trace:
-        action, address, moment = event["action"], event["addr"], event.get("time_us", 0)
+        action, address, moment = event["action"], event.get("addr"), event.get("time_us", 0)
+        if action in ("alloc", "free_completed") and address is None:
+            raise ValueError(f"{action} without addr")
         if action == "alloc":
             frames = stacks[event["stack"]] if stacks is not None else event.get("frames") or []
             one = Allocation(address, event["size"], moment, frames=frames, module=event.get("user_metadata") or "")
