@@ -47,10 +47,11 @@ class PhasePeaks(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         import torch
 
-        self._hooks = [
-            model.register_forward_pre_hook(lambda module, _: self._enter("forward") if module.training else None),
-            model.register_forward_hook(lambda module, *_: self._enter("backward") if module.training else None),
-        ]
+        if not args.torch_compile:  # a hook would break the graph
+            self._hooks = [
+                model.register_forward_pre_hook(lambda module, _: self._enter("forward") if module.training else None),
+                model.register_forward_hook(lambda module, *_: self._enter("backward") if module.training else None),
+            ]
         if args.device.type == "cuda":
             self._device, self._before = args.device, torch.cuda.max_memory_allocated(args.device)
         elif args.device.type == "cpu" and args.world_size == 1:

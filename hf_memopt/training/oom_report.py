@@ -12,11 +12,11 @@ from hf_memopt.training.pieces import shapes_of
 def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
     """Diagnosis, batch, what memory holds, and what to change, as JSON has it."""
     growth = trainer._callback.growth
-    why_at_all, usual = reason(
+    why_at_all, _ = reason(
         found, stage, trainer.state.global_step, figures_of(found.message), growth and growth.label(),
         trainer.largest_so_far(shapes),
     )  # fmt: skip
-    predicted, changes = outlook(trainer, usual)
+    predicted, changes = outlook(trainer)
     return {
         "event": "out_of_memory",
         "step": trainer.state.global_step,
@@ -52,13 +52,13 @@ def held_bytes(trainer) -> dict[str, int]:
     }
 
 
-def outlook(trainer, usual: list[str]) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
+def outlook(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
     """What one sample alone is predicted to take at the peak, by kind, and up to three changes that save most.
 
     Each change is a dict with `change` and `saved_bytes`. Where no estimate can be made (there may be no memory left
     to make it in) there is no breakdown and no figure, but what usually helps.
     """
-    unpredicted = [{"change": change, "saved_bytes": None} for change in usual][:3]
+    unpredicted = [{"change": change, "saved_bytes": None} for change in _usual(trainer.args)][:3]
     try:
         breakdown, changes = _predicted(trainer)
     except (Exception, MemoryError):
@@ -88,3 +88,15 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     savings = largest_savings(job, found)
     changes = [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
     return found.breakdown, changes
+
+
+def _usual(args) -> list[str]:
+    """What helps most jobs of which not even one sample fits, most effective first."""
+    changes = [] if args.activation_checkpointing else ["activation_checkpointing=true"]
+    changes += [] if "8bit" in str(args.optim) else ["optim=adamw_8bit"]
+    return [
+        *changes,
+        "shorter samples (max_length)",
+        "LoRA or QLoRA instead of training all weights",
+        "a smaller model",
+    ]
