@@ -105,8 +105,15 @@ def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
     assert report["measured"]["peak_host_bytes"] > 2**27 and report["versions"]["torch"]
     predicted = report["estimate"]["peak_allocated_bytes"]
     assert predicted == pytest.approx(report["measured"]["peak_allocated_bytes"], rel=0.01)
+    assert report["measured"]["phases"].keys() == {"forward", "backward", "optimizer"}
+    for phase, peak in report["measured"]["phases"].items():
+        assert report["estimate"]["phases"][phase] == pytest.approx(peak, rel=0.01), phase
+    assert abs(report["relative_error"]["peak_allocated_bytes"]) < 0.01 and report["memory_arguments"]
+    assert max(size for _, size in report["predicted_timeline"]) == predicted
+    page = (out / "memory_report.html").read_text()
+    assert "Ran 12 steps" in page and "Predicted and measured" in page
     printed = capsys.readouterr().out
-    assert "predicted" in printed and "difference" in printed
+    assert "predicted" in printed and "difference" in printed and "memory_report.html" in printed
     assert "held-out loss" in printed and "→" in printed and "= 4 samples a step" in printed
     assert (out / "model.safetensors").is_file() and (out / "tokenizer.json").is_file()
     assert json.loads((out / "config.json").read_text())["use_cache"] is True, "a saved model generates quickly"
