@@ -142,8 +142,11 @@ def test_a_pipe_gets_it_once_and_without_colour(tmp_path):
 def test_the_live_view_ends_with_an_interrupt(tmp_path):
     """In a real terminal (a pseudo-terminal), until SIGINT."""
     main, side = pty.openpty()
-    process = subprocess.Popen([BIN / "hf-memopt", "monitor", "--interval", "0.2"], stdout=side, stderr=side,
-                               cwd=tmp_path, env={**os.environ, "TERM": "xterm"})  # fmt: skip
+    process = subprocess.Popen(
+        [BIN / "hf-memopt", "monitor", "--interval", "0.2"], stdout=side, stderr=side, cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
+    )  # fmt: skip
     seen, shown = [], threading.Event()
 
     def read():
