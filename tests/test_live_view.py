@@ -140,20 +140,23 @@ def test_a_pipe_gets_it_once_and_without_colour(tmp_path):
 
 
 def test_the_live_view_ends_with_an_interrupt(tmp_path):
-    """In a real terminal (a pseudo-terminal), until SIGINT."""
+    """In a real terminal (a pseudo-terminal): waits for a run, shows it, until SIGINT."""
     main, side = pty.openpty()
     process = subprocess.Popen(
-        [BIN / "hf-memopt", "monitor", "--interval", "0.2"], stdout=side, stderr=side, cwd=tmp_path,
+        [BIN / "hf-memopt", "monitor", "out/later", "--interval", "0.2"], stdout=side, stderr=side, cwd=tmp_path,
         env={**os.environ, "TERM": "xterm"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
     )  # fmt: skip
-    seen, shown = [], threading.Event()
+    seen, shown, run = [], threading.Event(), tmp_path / "out" / "later"
 
     def read():
         """A terminal that nobody reads from fills up, and what writes to it waits."""
         while b"tables" not in (part := os.read(main, 4096)):
             seen.append(part)
-            if b"busy" in b"".join(seen):
+            said = b"".join(seen)
+            if b"waiting for out/later" in said and not run.exists():
+                write_run(run, readings=[reading(30)])
+            if b"tokens/s" in said:
                 shown.set()
 
     reader = threading.Thread(target=read, daemon=True)

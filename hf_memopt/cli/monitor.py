@@ -30,8 +30,6 @@ def run_monitor(directory: str | None, interval: float, profile: str, once: bool
         raise choose("profile", profile, PROFILES)
     if interval < 0.1:
         raise InputError(f"--interval {interval} must be 0.1 seconds or more")
-    if directory is not None:
-        read_run(directory)
     psutil.cpu_percent(None)  # counts from here
     time.sleep(0.1)
     if json:
@@ -56,10 +54,10 @@ def _live(directory: str | None, interval: float, profile: str) -> None:
     from rich.live import Live
 
     try:
-        with Live(_shown(directory, profile), screen=False, auto_refresh=False) as live:
+        with Live(_shown(directory, profile, waits=True), screen=False, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
-                live.update(_shown(directory, profile), refresh=True)
+                live.update(_shown(directory, profile, waits=True), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -84,11 +82,17 @@ def _run(directory: str | None) -> Run | None:
     return read_run(newest.parent) if newest else None
 
 
-def _shown(directory: str | None, profile: str):
+def _shown(directory: str | None, profile: str, waits: bool = False):
+    """Devices, and a run's steps; one that has not logged anything yet is waited for."""
     from rich.console import Group
 
-    run = _run(directory)
     parts = [_devices(devices(), profile)]
+    try:
+        run = _run(directory)
+    except InputError:
+        if not waits:
+            raise
+        return Group(*parts, f"waiting for {directory}/{LOG}: a recipe writes it at its first logging step")
     if run is not None:
         parts.append(_steps(run))
     return Group(*parts)

@@ -63,7 +63,7 @@ _FRAGMENTED = ("the allocator holds {unused} that no tensor is in: memory is cut
     "torch_empty_cache_steps=50",
 ])  # fmt: skip
 _OTHERS = ("other processes hold {others} of the device", [
-    "end them (nvidia-smi lists them), or choose another card with CUDA_VISIBLE_DEVICES",
+    "end them (hf-memopt monitor lists them), or choose another card with CUDA_VISIBLE_DEVICES",
     "--preset auto: plans for what is free", "max_memory_gib, where several jobs share a card on purpose",
 ])  # fmt: skip
 
