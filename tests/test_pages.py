@@ -192,7 +192,7 @@ def test_the_notebook_runs(tmp_path):
 # ---- commands of the pages, for real
 
 
-_WITHOUT_WEIGHTS = tuple(f"hf-memopt {name}" for name in ("estimate", "show", "presets", "export", "doctor"))
+_WITHOUT_WEIGHTS = tuple(f"hf-memopt {name}" for name in ("estimate", "plan", "show", "presets", "export", "doctor"))
 
 
 def _commands():
