@@ -7,8 +7,12 @@ _METHODS = ("full", "lora", "qlora")
 _NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
-def cards() -> str:
-    """A line a card, a column a model: the largest method that fits, and what the others would need."""
+def cards(up: str) -> str:
+    """A line a card, a column a model: the largest method that fits, and what the next larger one would need.
+
+    Args:
+        up: from the page to the repository's root.
+    """
     found = results("cards")
     needed = {(row["kind"], row["model"], row["method"]): row for row in found["rows"] if "model" in row}
     models = list(dict.fromkeys(model for _, model, _ in needed))
@@ -18,7 +22,7 @@ def cards() -> str:
         for row in found["rows"] if "card" in row
     ]  # fmt: skip
     source = (f"Predicted {found['date']} with torch {found['versions']['torch']}, transformers "
-              f"{found['versions']['transformers']}: [cards.json]({{}}benchmarks/results/cards.json).")  # fmt: skip
+              f"{found['versions']['transformers']}: [cards.json]({up}benchmarks/results/cards.json).")  # fmt: skip
     return f"{table(['card', *(f'`{model}`' for model in models)], lines)}\n\n{source}"
 
 
@@ -37,12 +41,4 @@ def _cell(kind: str, model: str, capacity: int, needed: dict) -> str:
     return f"{too_large} out of memory"
 
 
-def readme() -> str:
-    return cards().format("")
-
-
-def page() -> str:
-    return cards().format("../")
-
-
-TABLES = {"cards": readme, "cards of docs": page}
+TABLES = {"cards": lambda: cards(""), "cards of docs": lambda: cards("../")}

@@ -4,13 +4,12 @@ Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) 
 """
 
 from collections.abc import Callable
-from functools import cache
 from statistics import median
 
 from levers_docs import results
 
-GIB, MIB, GB, MB = 2**30, 2**20, 1e9, 1e6
-WEIGHTS_7B = 6_738_415_616  # Llama-2-7B's, counted from its configuration by test_docs_numbers.py
+GIB, GB, MB = 2**30, 1e9, 1e6
+WEIGHTS_7B = 6_738_415_616  # Llama-2-7B's, counted from its configuration by tests/test_docs.py
 WEIGHTS_70B = 70_553_706_496  # Llama-3.1-70B's, likewise
 
 
@@ -27,7 +26,7 @@ def _lever(name: str) -> dict:
 
 
 def _share(name: str) -> str:
-    return f"{_lever(name)['peak_ratio']:.1%}".replace("%", " %")
+    return _percent(_lever(name)["peak_ratio"])
 
 
 def _cpu_errors() -> list[float]:
@@ -131,7 +130,6 @@ def _activations_of_the_guide() -> int:
     return 12 * 256 * 512 * 14 * 4 * 2
 
 
-@cache
 def _traced(checkpointing: bool) -> int:
     """Bytes of activations at the peak of a Llama of the guide's sizes, in bf16, from the estimator."""
     from transformers import LlamaConfig

@@ -1,14 +1,13 @@
 """Charts: as SVG inside a page, once wide, once narrow for phones; or as a picture in a file."""
 
 import io
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 from hf_memopt.errors import InputError
+from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import GIB
 
 COLOURS = {
@@ -48,17 +47,12 @@ def save(path: str | Path, title: str, draw: Callable[[object], None]) -> None:
         raise InputError(f"plot {path}: the name must end in .png, .svg or .pdf")
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    os.close(handle)
-    try:
-        with _figure((10, 4.5)) as (made, axes):
-            draw(axes)
-            axes.set_title(title)
-            made.savefig(temporary, dpi=120)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    with _figure((10, 4.5)) as (made, axes):
+        draw(axes)
+        axes.set_title(title)
+        made.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120)
+    write_whole(path, drawn.getvalue())
 
 
 @contextmanager
@@ -120,7 +114,7 @@ def over_time(axes, narrow: bool, readings, thresholds: dict[str, float], capaci
         axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
     axes.set(xlabel="minutes", ylabel="GiB", xlim=(0, max(minutes[-1], 0.01)))
     axes.set_ylim(0, 1.05 * max([top, (predicted or 0)] + [capacity] * near) / GIB)
-    axes.legend(fontsize=8, ncols=2 if narrow else 4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    _legend(axes, 2 if narrow else 4)
 
 
 def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, capacity: int | None = None) -> None:
@@ -136,20 +130,18 @@ def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, cap
     axes.set(xlabel="allocations in order: load, two steps, evaluation", ylabel="GiB, predicted", xticks=[])
     axes.set_xlim(0, max(1, len(heights) - 1))
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=3 if narrow else 7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+    _legend(axes, 3 if narrow else 7, below=0.12)
 
 
-def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], kinds, line: int | None = None) -> None:
+def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], kinds) -> None:
     """Bytes by kind against seconds, on top of each other."""
     there = [kind for kind in kinds if any(sizes.get(kind) for _, sizes in timeline)]
     rows = [[sizes.get(kind, 0) / GIB for _, sizes in timeline] for kind in there]
     axes.stackplot([at for at, _ in timeline], rows, labels=[kind.replace("_", " ") for kind in there],
                    colors=[COLOURS[kind] for kind in there], lw=0)  # fmt: skip
-    if line:
-        axes.axhline(line / GIB, color="black", lw=1, label="capacity")
     axes.set(xlabel="seconds", ylabel="GiB")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=2 if narrow else 4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    _legend(axes, 2 if narrow else 4)
 
 
 def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
@@ -160,4 +152,8 @@ def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
                   label=name[:30])  # fmt: skip
     axes.set(xlabel="minutes", ylabel="GiB, peak so far")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=1 if narrow else 3, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    _legend(axes, 1 if narrow else 3)
+
+
+def _legend(axes, columns: int, below: float = 0.2) -> None:
+    axes.legend(fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False)

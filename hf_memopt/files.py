@@ -39,13 +39,13 @@ def read_json(path: str | Path) -> dict:
     return content
 
 
-def write_whole(path: str | Path, text: str, executable: bool = False) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part."""
+def write_whole(path: str | Path, content: str | bytes, executable: bool = False) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part; text as UTF-8."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
         os.chmod(temporary, 0o755 if executable else 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -193,7 +193,7 @@ def test_error_messages_are_known():
 # ---- commands
 
 
-def _commands() -> list[tuple[str, str]]:
+def commands() -> list[tuple[str, str]]:
     """Every command line of the pages, continued lines joined, with the page it stands on."""
     found = {}
     for name, text in TEXTS.items():
@@ -207,7 +207,7 @@ def _commands() -> list[tuple[str, str]]:
     return sorted((page, words) for words, page in found.items())
 
 
-@pytest.mark.parametrize(("page", "line"), _commands())
+@pytest.mark.parametrize(("page", "line"), commands())
 def test_commands_are_understood(page, line):
     """Parsed by the command line itself and by the recipes, and the files that they name are there."""
     words = shlex.split(line)

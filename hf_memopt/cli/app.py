@@ -27,7 +27,9 @@ def _presets(incomplete: str) -> list[str]:
 
 
 def _methods(incomplete: str) -> list[str]:
-    return [name for name in ("full", "lora", "qlora") if name.startswith(incomplete)]
+    from hf_memopt.presets import METHODS
+
+    return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def _models(incomplete: str) -> list[str]:

@@ -12,6 +12,7 @@ from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError, choose
 from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.monitor.devices import Device, devices
+from hf_memopt.monitor.monitor import status_at
 from hf_memopt.reports.events import told
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import LOG, Run, read_run
@@ -42,14 +43,6 @@ def run_monitor(directory: str | None, interval: float, profile: str, once: bool
         _live(directory, interval, profile)
 
 
-def status_of(utilization: float, profile: str) -> str:
-    """normal, warning, critical or emergency."""
-    _, warning, critical, emergency = PROFILES[profile]
-    return ("normal", "warning", "critical", "emergency")[
-        sum(utilization >= threshold for threshold in (warning, critical, emergency))
-    ]
-
-
 def _live(directory: str | None, interval: float, profile: str) -> None:
     from rich.live import Live
 
@@ -63,10 +56,12 @@ def _live(directory: str | None, interval: float, profile: str) -> None:
 
 
 def _facts(directory: str | None, profile: str) -> dict[str, Any]:
-    found = devices()
+    _, *thresholds = PROFILES[profile]
     run = _run(directory)
     return {
-        "devices": [device.to_dict() | {"status": status_of(device.utilization, profile)} for device in found],
+        "devices": [
+            device.to_dict() | {"status": status_at(device.utilization, *thresholds)} for device in devices()
+        ],
         "run": run and {"folder": str(run.folder), "last": run.readings[-1] if run.readings else None,
                         "events": run.events[-5:]},
     }  # fmt: skip
@@ -105,8 +100,9 @@ def _devices(found: list[Device], profile: str):
     table = Table(title=f"memory at {datetime.now():%H:%M:%S}", title_justify="left", expand=True)
     for column in ("device", "used", "of", "", "busy", "status", "largest processes"):
         table.add_column(column, no_wrap=column in ("used", "of", "busy"))
+    _, *thresholds = PROFILES[profile]
     for device in found:
-        status = status_of(device.utilization, profile)
+        status = status_at(device.utilization, *thresholds)
         processes = ", ".join(f"{one.name} {one.pid}: {size(one.memory)}" for one in device.processes[:3])
         busy = "" if device.busy is None else f"{device.busy:.0%}"
         table.add_row(device.label, size(device.used), size(device.total), _bar(device.utilization), busy,

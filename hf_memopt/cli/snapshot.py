@@ -55,12 +55,15 @@ def _print(found: Snapshot) -> None:
             for one in found.largest]  # fmt: skip
     print_table("Largest allocations at the peak", ["bytes", "blocks", "kind", "of", "made in"], rows)
     if found.fragmentation:
-        rows = [(name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
-                for name, value in found.fragmentation.items()]  # fmt: skip
-        print_table("Fragmentation at the end", ["", ""], rows)
+        print_table("Fragmentation at the end", ["", ""], _fragments(found))
     if found.growth:
         print_table("Growth between steps", ["step", "held after it", "more than before", "most of what stayed"],
                     _grown(found))  # fmt: skip
+
+
+def _fragments(found: Snapshot) -> list[tuple[str, str]]:
+    return [(name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
+            for name, value in (found.fragmentation or {}).items()]  # fmt: skip
 
 
 def _grown(found: Snapshot):
@@ -79,11 +82,9 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
         return
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
-    fragments = [(name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
-                 for name, value in (found.fragmentation or {}).items()]  # fmt: skip
     write_whole(path, page(
         "snapshot", reason=found.about.get("reason", Path(file).name), verdict=verdict(found),
         failed=bool(found.out_of_memory), made=charts.both(draw, "kinds"), colours=charts.COLOURS,
         by_kind=found.by_kind, modules=[(module, size(taken)) for module, taken in found.by_module.items()],
-        largest=found.largest, fragmentation=fragments, growth=list(_grown(found)),
+        largest=found.largest, fragmentation=_fragments(found), growth=list(_grown(found)),
     ))  # fmt: skip

@@ -1,6 +1,5 @@
 """Out of memory: what ran out, when, why, and what to change; from a run's folder, a log, or a pasted error."""
 
-import json
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.files import read_json
 from hf_memopt.monitor.growth import ADVICE
+from hf_memopt.reports.run import entries
 from hf_memopt.training.oom import Diagnosis, OomKind, diagnose_text
 from hf_memopt.training.oom_causes import LATER_CHANGES, figures_of, reason
 
@@ -132,16 +132,9 @@ def _of_folder(folder: Path) -> Advice | None:
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     """Failures that a run recovered from, and growth that it named."""
-    lines = _end_of(folder / "memory_log.jsonl").splitlines() if (folder / "memory_log.jsonl").is_file() else []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # the last line of a killed run may be torn
-        if isinstance(event, dict) and event.get("event") in ("oom_recovered", "memory_grows", "micro_batch_lowered"):
-            found.append(event)
-    return found
+    log = folder / "memory_log.jsonl"
+    told = entries(_end_of(log)) if log.is_file() else ()
+    return [entry for entry in told if entry.get("event") in ("oom_recovered", "memory_grows", "micro_batch_lowered")]
 
 
 def _of_report(report: dict[str, Any]) -> Advice:

@@ -10,6 +10,11 @@ STATUSES = ("normal", "warning", "critical", "emergency")
 _GB = 10**9
 
 
+def status_at(utilization: float, warning: float, critical: float, emergency: float) -> str:
+    """normal, warning, critical or emergency, of a share and three thresholds."""
+    return STATUSES[sum(utilization >= threshold for threshold in (warning, critical, emergency))]
+
+
 class MemoryMonitor:
     """Watches one device against four shares of its capacity.
 
@@ -50,8 +55,7 @@ class MemoryMonitor:
 
     def status(self, utilization: float) -> str:
         """normal, warning, critical or emergency."""
-        reached = (self.warning_threshold, self.critical_threshold, self.emergency_threshold)
-        return STATUSES[sum(utilization >= threshold for threshold in reached)]
+        return status_at(utilization, self.warning_threshold, self.critical_threshold, self.emergency_threshold)
 
     def check_memory_health(self, batch_size: int | None = None) -> dict[str, Any]:
         """Status, utilisation and recommendations.

@@ -7,7 +7,6 @@ profiler's allocator events are written in the same words. `hf-memopt snapshot F
 import gzip
 import json
 import logging
-import os
 import pickle
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import step_ranges
 from hf_memopt.monitor.profiled_allocations import profiled_trace
 from hf_memopt.monitor.readers import Reader
@@ -229,7 +229,9 @@ class _CudaRecorder:
         import torch
 
         found = torch.cuda.memory._snapshot(self.device) | {"hf_memopt": about}
-        return _whole(path.with_name(path.name + ".pickle"), pickle.dumps(found))
+        path = path.with_name(path.name + ".pickle")
+        write_whole(path, pickle.dumps(found))
+        return path
 
 
 class _ProfilerRecorder:
@@ -258,8 +260,9 @@ class _ProfilerRecorder:
         modules = {id(module): name for name, module in self.model.named_modules()}
         trace, stacks = profiled_trace(profiler.profiler.kineto_results, modules)
         found = {"segments": [], "device_traces": [trace], "stacks": stacks, "hf_memopt": about}
-        packed = gzip.compress(json.dumps(found).encode(), compresslevel=3)
-        return _whole(path.with_name(path.name + ".json.gz"), packed)
+        path = path.with_name(path.name + ".json.gz")
+        write_whole(path, gzip.compress(json.dumps(found).encode(), compresslevel=3))
+        return path
 
 
 def _states(optimizer):
@@ -273,14 +276,3 @@ def _states(optimizer):
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{name} of weight {index}", value
-
-
-def _whole(path: Path, content: bytes) -> Path:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path

@@ -3,6 +3,7 @@
 from statistics import median
 from typing import Any
 
+from hf_memopt.hardware.catalog import gib
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.reports.run import Run
 
@@ -35,15 +36,16 @@ def next_steps(run: Run) -> list[str]:
                     "largest batch first, loss_chunk_size=1024 takes the logits out of the peak.")  # fmt: skip
     if share is not None and share < 0.6 and not told:
         larger = "Recompute fewer layers (checkpoint_ratio below 1), then take" if _recomputes(settings) else "Take"
-        told.append(f"Only {share:.0%} of the device was used. {larger} a larger per_device_train_batch_size with "
-                    f"fewer "
-                    "gradient_accumulation_steps; hf-memopt plan MODEL finds the fastest that fits.")  # fmt: skip
+        told.append(
+            f"Only {share:.0%} of the device was used. {larger} a larger per_device_train_batch_size with fewer "
+            "gradient_accumulation_steps; hf-memopt plan MODEL finds the fastest that fits."
+        )
     return told or ["Nothing: memory sufficed, and was used well."]
 
 
 def _change(one: dict[str, Any]) -> str:
     saved = one.get("saved_bytes")
-    return f"{one.get('change')}" + (f": predicted to save {saved / 2**30:.2f} GiB." if saved else ".")
+    return f"{one.get('change')}" + (f": predicted to save {gib(saved)}." if saved else ".")
 
 
 def _smallest_piece(events) -> int | None:
@@ -53,7 +55,7 @@ def _smallest_piece(events) -> int | None:
 
 
 def _filled(report: dict[str, Any]) -> float | None:
-    """Share of the device that the run took at most: measured on a device, predicted on a CPU that others share."""
+    """Share of the device that the run took at most: of its allocator, or of the host."""
     measured, capacity = report.get("measured", {}), report.get("hardware", {}).get("memory_bytes")
     taken = measured.get("peak_reserved_bytes") or measured.get("peak_host_bytes")
     return taken / capacity if taken and capacity else None

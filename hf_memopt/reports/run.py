@@ -1,6 +1,7 @@
 """A run's folder as it was left: memory_report.json, memory_log.jsonl, oom_report.json."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,19 +65,26 @@ def _report(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
+def entries(log: str) -> Iterator[dict[str, Any]]:
+    """The objects of a log's lines; the last line of a killed run may be torn."""
+    for line in log.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            yield entry
+
+
 def _log(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The last training's figures and events; a folder that was used again holds older ones before."""
     if not file.is_file():
         return [], []
     readings, events = [], []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the last line of a killed run may be torn
-        if isinstance(entry, dict) and "event" in entry:
+    for entry in entries(file.read_text(encoding="utf-8", errors="replace")):
+        if "event" in entry:
             events.append(entry)
-        elif isinstance(entry, dict) and "allocated" in entry and "time" in entry:
+        elif "allocated" in entry and "time" in entry:
             if readings and entry.get("step", 0) < readings[-1].get("step", 0):
                 readings, events = [], []
             readings.append(entry)
