@@ -6,13 +6,15 @@ TESTABLE := $(VENV)/.testable
 READABLE := $(VENV)/.readable
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test test-engines test-pages bench lint format configs estimates operators docs site picture clean
+.PHONY: help train test test-slow test-engines test-pages test-all bench lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
-	@echo "make test     set up and run the tests"
+	@echo "make test     set up and run the tests that take seconds; minutes in all"
+	@echo "make test-slow     the tests that take longer, and those that need a C++ compiler or libaio"
 	@echo "make test-engines  engines on several processes and machines, some minutes"
-	@echo "make test-pages  reports and documentation in a browser; needs Chromium"
+	@echo "make test-pages    reports and documentation in a browser; needs Chromium"
+	@echo "make test-all      all four"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make lint     check style;  make format  apply it"
 	@echo "make docs     put measured, predicted and recomputed numbers into README.md and docs"
@@ -26,11 +28,18 @@ train: $(INSTALLED)
 test: $(TESTABLE)
 	python -m pytest
 
+# Operators first: a test's time limit is not for compiling.
+test-slow: $(TESTABLE)
+	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
+	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not engines and not pages"
+
 test-engines: $(TESTABLE)
 	python -m pytest -m engines
 
 test-pages: $(READABLE)
 	python -m pytest -m pages
+
+test-all: test test-slow test-engines test-pages
 
 # DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
 OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator import get_accelerator as a; \

@@ -15,7 +15,7 @@ def memory_arguments() -> str:
 
 def recipe_arguments() -> str:
     """A line an argument of the recipes."""
-    from hf_memopt.training.arguments import RecipeArguments
+    from hf_memopt.recipe.arguments import RecipeArguments
 
     return _fields(RecipeArguments)
 

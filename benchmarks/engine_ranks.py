@@ -88,7 +88,7 @@ class Swapping(TrainerCallback):
 
 def deepspeed_config(strategy: str, folder: Path) -> dict:
     """A shipped configuration; what is swapped goes to a disk of the case's own, through buffers of its size."""
-    from hf_memopt.estimator.prediction import deepspeed_config
+    from hf_memopt.compatibility.engine import deepspeed_config
 
     config = deepspeed_config(strategy)
     for part in ("offload_optimizer", "offload_param"):
@@ -199,7 +199,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     import transformers.trainer  # noqa: F401  before the processes part
 
-    import hf_memopt.training.memory_trainer  # noqa: F401
+    import hf_memopt.trainer.trainer  # noqa: F401
 
     for line in sys.stdin:
         described = json.loads(line)

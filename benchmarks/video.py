@@ -27,9 +27,9 @@ from hf_memopt.data.video_batch import VideoCollator
 from hf_memopt.data.video_processor import load_processor
 from hf_memopt.levers.replaced import put_back
 from hf_memopt.levers.video_parts import train_parts
-from hf_memopt.training.callbacks import PhasePeaks
-from hf_memopt.training.video_job import real_inputs
-from hf_memopt.training.video_trainer import VideoTrainer
+from hf_memopt.recipe.callbacks import PhasePeaks
+from hf_memopt.recipe.video import real_inputs
+from hf_memopt.video.trainer import VideoTrainer
 
 FAMILIES = ("qwen2_5_vl", "smolvlm", "llava_onevision")
 FRAMES = 64

@@ -25,10 +25,12 @@ _HOME = {
     "MemoryCallback": "hf_memopt.monitor.callback",
     "MemoryMonitor": "hf_memopt.monitor.monitor",
     "SnapshotCallback": "hf_memopt.monitor.snapshots",
-    "MemoryTrainer": "hf_memopt.training.memory_trainer",
-    "MemoryTrainerMixin": "hf_memopt.training.memory_trainer",
-    "TrainingOutOfMemory": "hf_memopt.training.exhausted",
-    "classify_oom": "hf_memopt.training.oom",
+    "MemoryTrainer": "hf_memopt.trainer.trainer",
+    "MemoryTrainerMixin": "hf_memopt.trainer.trainer",
+    "TrainingOutOfMemory": "hf_memopt.errors",
+    "TrainingInterrupted": "hf_memopt.trainer.interrupt",
+    "TrainingTerminated": "hf_memopt.trainer.interrupt",
+    "classify_oom": "hf_memopt.oom.classify",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -14,8 +14,31 @@ from hf_memopt.noise import quiet
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
 
+EXIT_OUT_OF_MEMORY = 75  # EX_TEMPFAIL of sysexits.h: the run may be started again
+
+
 class InputError(ValueError):
     """Something the user gave cannot be used. The message is one sentence that says what to do instead."""
+
+
+class TrainingOutOfMemory(RuntimeError):
+    """Training cannot continue: not even one sample fits, or processes that wait for each other cannot recover.
+
+    Programs that run() starts end with exit code 75 (`exit_code`), without a traceback.
+
+    Attributes:
+        report: what is written to oom_report.json.
+    """
+
+    exit_code = EXIT_OUT_OF_MEMORY
+
+    def __init__(self, message: str, report: dict | None = None) -> None:
+        super().__init__(message)
+        self.report = report or {}
+
+
+class Terminated(SystemExit):
+    """SIGTERM stopped the program at a point that it chose; its text says where."""
 
 
 class StartAgain(Exception):
@@ -63,7 +86,8 @@ def one_line(error: BaseException) -> str:
 
 
 def run(main: Callable[..., object]) -> None:
-    """Run a program's main function; an InputError becomes one line on stderr and exit code 2.
+    """Run a program's main function; an InputError becomes one line on stderr and exit code 2, Ctrl-C one and 130,
+    training that SIGTERM stopped one and 143.
 
     Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
     the others; one of those that lives on is alone with its error, and speaks then.
@@ -75,11 +99,21 @@ def run(main: Callable[..., object]) -> None:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
         print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
-        # A process group that is still open would wait for its peers at interpreter exit.
-        _leave(2) if "RANK" in os.environ else sys.exit(2)
+        _end(2)
+    except TrainingOutOfMemory as end:  # which has been logged
+        _end(end.exit_code)
+    except (KeyboardInterrupt, Terminated) as stop:
+        if int(os.environ.get("RANK", "0")) == 0:  # all processes stop for the same reason
+            print(str(stop) or "stopped", file=sys.stderr, flush=True)
+        _end(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
     if "RANK" in os.environ:
         atexit._run_exitfuncs()  # trackers send what they have
         _leave(0)
+
+
+def _end(code: int) -> None:
+    """End the program. A process group that is still open would wait for its peers at interpreter exit."""
+    _leave(code) if "RANK" in os.environ else sys.exit(code)
 
 
 def _until_it_stands(main: Callable[..., object]) -> None:

@@ -1,6 +1,7 @@
 """What libraries say while they are imported, about things that are optional and that nobody asked for."""
 
 import logging
+import warnings
 
 _LOGGERS = (
     "torchao",  # kernels for other cards that its wheel brings
@@ -10,6 +11,11 @@ _LOGGERS = (
 
 
 def quiet() -> None:
-    """Let these loggers say errors alone. For programs; a library leaves its user's logging as it is."""
+    """Let these loggers say errors alone, and warnings that nobody can act on say nothing.
+
+    For programs, whose process it is, from their start to their end; a library leaves its user's logging as it is.
+    """
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

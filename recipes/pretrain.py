@@ -19,9 +19,9 @@ from hf_memopt.errors import run
 
 def main(argv: list[str] | None = None):
     from hf_memopt.data.tokens import packed
-    from hf_memopt.training import job as jobs
-    from hf_memopt.training import report
-    from hf_memopt.training.checkpoints import checkpoint_to_resume
+    from hf_memopt.recipe import job as jobs
+    from hf_memopt.recipe import summary
+    from hf_memopt.recipe.resume import checkpoint_to_resume
 
     job = jobs.start(
         __doc__,
@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None):
     )
 
     # ---- train, save, report
-    estimated = report.announce(job, trainer, length)
+    estimated = summary.announce(job, trainer, length)
     if not job.recipe.dry_run:
-        report.train(job, trainer, resume, tokenizer, estimated)
+        summary.train(job, trainer, resume, tokenizer, estimated)
     return trainer
 
 

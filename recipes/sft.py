@@ -11,7 +11,8 @@ QLoRA of an 8B model on one RTX 4090:
         --dataset_name trl-lib/Capybara --output_dir out/qwen-capybara
 
 The data need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output` (and perhaps
-`input`), or `text`. The loss is on the answers alone (on everything for `text`). --packing puts several rows into a
+`input`, `history`), or `text`. `system` and `tools` go to the chat template; what cannot be trained on is refused. The
+loss is on the answers alone (on everything for `text`). --packing puts several rows into a
 sample, without padding. A run goes on from the last checkpoint in output_dir. Every field of TrainingArguments is an
 argument; --dry_run only shows.
 """
@@ -21,9 +22,9 @@ from hf_memopt.errors import run
 
 def main(argv: list[str] | None = None):
     from hf_memopt.data.tokens import answered, packed_answers
-    from hf_memopt.training import job as jobs
-    from hf_memopt.training import report
-    from hf_memopt.training.checkpoints import checkpoint_to_resume
+    from hf_memopt.recipe import job as jobs
+    from hf_memopt.recipe import summary
+    from hf_memopt.recipe.resume import checkpoint_to_resume
 
     job = jobs.start(
         __doc__,
@@ -64,9 +65,9 @@ def main(argv: list[str] | None = None):
     )
 
     # ---- train, save, report
-    estimated = report.announce(job, trainer, length)
+    estimated = summary.announce(job, trainer, length)
     if not job.recipe.dry_run:
-        report.train(job, trainer, resume, tokenizer, estimated)
+        summary.train(job, trainer, resume, tokenizer, estimated)
     return trainer
 
 

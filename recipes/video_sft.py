@@ -10,11 +10,11 @@ QLoRA of Qwen2.5-VL-7B on one RTX 4090, at most 64 frames of 224 × 224 pixels:
         --preset rtx_4090 --method qlora --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct \\
         --dataset_name videos.jsonl --max_frames 64 --max_pixels_per_frame 50176 --output_dir out/qwen-video
 
-A row has `messages` (or LLaVA's `conversations`) with <video> and <image> where they belong, and `videos`, `images`:
-paths from the data file's folder on. The loss is on the answers alone. Frames are evenly spaced over the whole clip; a
-sample that is too long loses frames first, then the end of its answer. The vision tower stays frozen, and out of
-autograd, unless --no_freeze_vision. --video_profile sets frames, batch and precision together. A run goes on from the
-last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+A row has `messages` (or another form of recipes/sft.py) with <video> and <image> where they belong, and `videos`,
+`images`: paths from the data file's folder on. The loss is on the answers alone. Frames are evenly spaced over the
+whole clip; a sample that is too long loses frames first, then the end of its answer. The vision tower stays frozen,
+and out of autograd, unless --no_freeze_vision. --video_profile sets frames, batch and precision together. A run goes
+on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
 """
 
 import sys
@@ -24,10 +24,10 @@ from hf_memopt.errors import run
 
 def main(argv: list[str] | None = None):
     from hf_memopt.data.builtin_video_model import builtin_video_model
-    from hf_memopt.training import job as jobs
-    from hf_memopt.training import report
-    from hf_memopt.training import video_job as videos
-    from hf_memopt.training.checkpoints import checkpoint_to_resume
+    from hf_memopt.recipe import job as jobs
+    from hf_memopt.recipe import summary
+    from hf_memopt.recipe import video as videos
+    from hf_memopt.recipe.resume import checkpoint_to_resume
 
     job = jobs.start(
         __doc__,
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.data.video_batch import VideoCollator
     from hf_memopt.data.video_processor import load_processor
     from hf_memopt.levers.answer_logits import with_few_logits
-    from hf_memopt.training.video_trainer import VideoTrainer
+    from hf_memopt.video.trainer import VideoTrainer
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
     resume = checkpoint_to_resume(job.args)
@@ -79,9 +79,9 @@ def main(argv: list[str] | None = None):
 
     # ---- train, save, report
     told = videos.budget(train, largest, frozen)
-    estimated = report.announce(job, trainer, length, told, video=videos.real_inputs(largest), frozen=frozen)
+    estimated = summary.announce(job, trainer, length, told, video=videos.real_inputs(largest), frozen=frozen)
     if not job.recipe.dry_run:
-        report.train(job, trainer, resume, processor, estimated, videos.show_answers)
+        summary.train(job, trainer, resume, processor, estimated, videos.show_answers)
     return trainer
 
 

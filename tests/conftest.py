@@ -3,14 +3,38 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".pytest_cache"
+
+# Settings of a launch, the allocator, caches beside HF_HOME, and a terminal (rich and typer read all of them).
+_LAUNCHED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "SLURM_", "TORCHELASTIC_")
+_FOREIGN = {
+    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    *("HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_ASSETS_CACHE"),
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"),
+}
+
+
+def _foreign() -> list[str]:
+    """Names in the environment that would change what is tested."""
+    return [name for name in os.environ if name in _FOREIGN or name.startswith(_LAUNCHED)]
+
+
+def pytest_configure(config):
+    """Before anything is imported that reads them. Not when this file is imported: scripts that tests launch do so,
+    and need what their launcher has set."""
+    for name in _foreign():
+        del os.environ[name]
+
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = str(CACHE / "huggingface")
@@ -23,12 +47,35 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some
 BIN = Path(sys.executable).parent
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    """No test sees what a launcher would export."""
-    for name in list(os.environ):
-        if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
+@pytest.hookimpl(tryfirst=True)  # before any fixture, of whatever scope, is set up
+def pytest_runtest_setup(item):
+    """No test sees what another one left. What has to be compiled is tested where it can be; anywhere else the reason
+    is given."""
+    if integration := sys.modules.get("transformers.integrations.deepspeed"):
+        integration.unset_hf_deepspeed_config()  # of arguments that an earlier test's traceback keeps
+    for name in _foreign():
+        del os.environ[name]
+    for marker, (there, reason) in _NEEDS.items():
+        if item.get_closest_marker(marker) and not there():
+            pytest.skip(f"{reason}: install it, then make test-slow")
+
+
+@cache
+def _has_compiler() -> bool:
+    return all(shutil.which(os.environ.get("CXX", name)) for name in ("c++", "g++"))  # DeepSpeed's, torch.compile's
+
+
+@cache
+def _has_libaio() -> bool:
+    from hf_memopt.hardware.compiler import has_libaio
+
+    return has_libaio()
+
+
+_NEEDS = {
+    "needs_compiler": (_has_compiler, "needs a C++ compiler (g++)"),
+    "needs_libaio": (_has_libaio, "needs libaio-dev"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +125,11 @@ def recipe():
         return module.main
 
     return load
+
+
+def slow(*values):
+    """A case of a test that make test leaves to make test-slow: another one remains there."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def run(*command, cwd=ROOT, env=None, timeout=300) -> subprocess.CompletedProcess:

@@ -20,13 +20,25 @@ class Strikes(TorchDispatchMode):
         self.counts: dict[str, int] = {}
         self.hits: list[tuple[str, int]] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.phase is not None and not func._schema.is_mutable and not func.is_view:
+        if (
+            self.phase is not None
+            and not func._schema.is_mutable
+            and not func.is_view
+            and func.namespace != "profiler"
+        ):
             number = self.counts[self.phase] = self.counts.get(self.phase, 0) + 1
             if number in self.at.get(self.phase, ()):
                 self.hits.append((self.phase, number))
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({func})")
+                self.fail(func)
         return func(*args, **(kwargs or {}))
+
+    def fail(self, func) -> None:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({func})")
 
     def during(self, phase: str, function):
         """The function, with its allocations counted for a phase."""
@@ -40,6 +52,32 @@ class Strikes(TorchDispatchMode):
                 self.phase = before
 
         return counted
+
+
+class StrikesMidway(Strikes):
+    """Counts every operator but views, those that write included, and lets some of them write before they fail.
+
+    Args:
+        manner: an operator fails "before" it runs, "midway" (of a list, the first tensor was updated) or "after".
+        times: failures in a row; the second one hits the operator's or the step's repetition.
+    """
+
+    def __init__(self, number: int, manner: str, phase: str = "optimizer", times: int = 1):
+        super().__init__({phase: set(range(number, number + times))})
+        self.manner = manner
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.phase is None or func.is_view or func.namespace not in ("aten", "bitsandbytes"):
+            return func(*args, **(kwargs or {}))
+        number = self.counts[self.phase] = self.counts.get(self.phase, 0) + 1
+        if number not in self.at.get(self.phase, ()):
+            return func(*args, **(kwargs or {}))
+        self.hits.append((self.phase, number))
+        if self.manner == "midway":
+            args = tuple(arg[:1] if isinstance(arg, list | tuple) else arg for arg in args)
+        if self.manner != "before" and func._schema.is_mutable:
+            func(*args, **(kwargs or {}))
+        self.fail(func)
 
 
 def struck(trainer, strikes: Strikes):

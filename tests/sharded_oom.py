@@ -7,6 +7,7 @@ from test_memory_trainer import OOM, QUIET, Rows, collate
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_memopt import MemoryTrainer
+from hf_memopt.errors import run
 
 
 def main(folder: str) -> None:
@@ -27,4 +28,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run(lambda: main(sys.argv[1]))

@@ -2,11 +2,11 @@
 
 import gc
 import math
-import shutil
 import traceback
 
 import pytest
 import torch
+from conftest import slow
 from faults import Strikes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,7 +188,7 @@ def lora_in_fp32():
     return with_lora().float()
 
 
-@pytest.mark.parametrize("model", [in_fp32, lora_in_fp32])
+@pytest.mark.parametrize("model", [slow(in_fp32), lora_in_fp32])
 def test_runs_out_of_memory_and_goes_on(model, tmp_path, monkeypatch):
     """The same run as one that does not run out; small tensors are taken too, the model has no other."""
     monkeypatch.setattr("hf_memopt.levers.activation_compression._SMALLEST", 128)
@@ -207,7 +207,8 @@ def test_runs_out_of_memory_and_goes_on(model, tmp_path, monkeypatch):
         assert not torch.equal(other.weights, plain.weights), "nothing was compressed"
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++")
+@pytest.mark.slow
+@pytest.mark.needs_compiler  # torch.compile builds its CPU kernels
 def test_the_fused_form_is_the_same():
     """torch.compile's kernel, here for the CPU: what runs on CUDA is made from the same function."""
     blocks = torch.randn(300, 128)

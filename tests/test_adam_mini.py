@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from faults import Strikes
 from test_memory_trainer import llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,7 +69,7 @@ def test_states_take_half_of_adams():
     assert 4 < per_weight < 4.4  # bytes; Adam has 8
 
 
-@pytest.mark.parametrize("model", [llama, with_lora])
+@pytest.mark.parametrize("model", [llama, slow(with_lora)])
 def test_it_learns_and_goes_on_after_running_out(model, tmp_path):
     fields = {
         "model": model,

@@ -8,8 +8,8 @@ from test_oom import TABLE
 
 from hf_memopt.debug.advice import Advice, advise, of_text
 from hf_memopt.errors import InputError
-from hf_memopt.training.oom import Diagnosis, OomKind, diagnose, diagnose_text
-from hf_memopt.training.oom_causes import figures_of, reason
+from hf_memopt.oom.causes import figures_of, reason
+from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
 
 CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "

@@ -10,7 +10,7 @@ from hf_memopt.errors import InputError, StartAgain, _until_it_stands
 from hf_memopt.hardware import get_hardware
 from hf_memopt.monitor import readers
 from hf_memopt.planner.plan import plan
-from hf_memopt.training import auto
+from hf_memopt.recipe import auto
 
 OPTIM = {"optim": "adamw_torch"}  # fewer choices
 
@@ -38,6 +38,7 @@ def free(monkeypatch):
     return say
 
 
+@pytest.mark.slow
 def test_it_plans_for_what_is_free(sft, free, capsys):
     main, arguments = sft
     free(2**30)
@@ -68,12 +69,13 @@ def test_nothing_fits(sft, free):
         main(arguments)
 
 
+@pytest.mark.slow
 def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
     """Probed with a model that runs out of memory at more than two samples, the recipe begins again one rung lower."""
     main, arguments = sft
     first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM).ladder[-1]
     free(int(first.estimate.device_bytes / 0.895))  # balanced fills 0.90 of it, safe only 0.85
-    from hf_memopt.training import job as jobs
+    from hf_memopt.recipe import job as jobs
 
     load, begun = jobs.load_model, []
 

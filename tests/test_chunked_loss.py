@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import slow
 from faults import Strikes
 from test_memory_trainer import collate, llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -56,7 +57,11 @@ def results(model, **more):
 @pytest.mark.parametrize("items", [None, torch.tensor(40)])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_loss_and_gradients_are_the_reference(name, items):
-    plain, chunked = pair(name)
+    """In float64, in which the order of a CPU's sums plays no part: only the loss, which transformers takes in fp32,
+    and its scale round to fp32 (6e-8 each), which reaches every gradient as a common factor. In fp32 a gradient whose
+    terms cancel, as those of a key's bias do, is off by any multiple of that.
+    """
+    plain, chunked = (model.double() for model in pair(name))
     more = {} if items is None else {"num_items_in_batch": items}
     (loss, wanted), (found_loss, found) = results(plain, **more), results(chunked, **more)
     assert torch.allclose(found_loss, loss, rtol=1e-6)
@@ -116,8 +121,12 @@ RUNS = {
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_whole_runs_are_the_same(name, tmp_path):
-    """In float64 up to the loss, which transformers takes in fp32."""
+    """In float64 up to the loss, which transformers takes in fp32.
+
+    By SGD, which moves weights by their gradients: Adam makes whole steps of gradients that are rounding errors.
+    """
     model, fields = RUNS[name]
+    fields = {**fields, "optim": "sgd", "learning_rate": 0.1}
     wanted = train(tmp_path / "plain", kind=Trainer, model=model, **fields)
     found = train(tmp_path / "chunked", model=model, memory=IN_CHUNKS, **fields)
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-6)
@@ -147,7 +156,7 @@ def test_the_loss_takes_a_sixteenth():
     assert peak(32) <= peak(None) / 16
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, slow(True)])
 def test_the_estimator_sees_it(lora, tmp_path):
     from peft import LoraConfig
 

@@ -171,3 +171,84 @@ def test_glance_knows_the_size_without_decoding(tmp_path):
     assert glance(path, 10) == 10 * 48 * 64
     assert glance(path, None, max_pixels=1000) == 50 * 1000
     assert Fraction(glance(path, 100, fps=2.0)) == 10 * 48 * 64
+
+
+class Pipe:
+    """What cannot be sought in, so that a container's header lacks the duration."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("wb")
+
+    def write(self, data) -> int:
+        return self.file.write(data)
+
+
+def unknown_duration(path: Path, codec: str) -> Path:
+    pipe = Pipe(path)
+    with av.open(pipe, "w", format="webm") as container:
+        stream = container.add_stream(codec, rate=10)
+        for index, frame in enumerate(videos.numbered(74, 48, 64)):
+            if index == 0:
+                stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    pipe.file.close()
+    return path
+
+
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_glance_counts_where_the_header_does_not_say(codec, tmp_path):
+    path = unknown_duration(tmp_path / "live.webm", codec)
+    with av.open(str(path)) as container:
+        assert container.duration is None and not container.streams.video[0].frames
+    assert glance(path, None) == 74 * 48 * 64
+    assert glance(path, 100, fps=2.0) == pytest.approx(14 * 48 * 64, abs=48 * 64)
+    assert read_clip(path, None).total == 74
+
+
+def test_glance_counts_raw_streams(tmp_path):
+    path = videos.write(tmp_path / "raw.h264", videos.numbered(50), format="h264")
+    assert glance(path, None) == 50 * 48 * 64
+
+
+def test_frames_beyond_host_memory_are_refused_before_decoding(tmp_path, monkeypatch):
+    """Available memory alone is made small here."""
+    import psutil
+
+    path = videos.write(tmp_path / "long.mp4", videos.numbered(300, 360, 640), options={"preset": "ultrafast"})
+    available = psutil.virtual_memory()._replace(available=200 * 2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    with pytest.raises(
+        InputError, match=r"long\.mp4: 300 frames of 640 × 360 .*198 MiB.*--max_frames 1\d\d"
+    ) as caught:
+        read_clip(path, None)
+    assert not isinstance(caught.value, BadVideo) and len(str(caught.value).splitlines()) == 1
+    fitting = int(str(caught.value).split("--max_frames ")[1].split()[0].strip(","))
+    assert len(read_clip(path, fitting).frames) == fitting
+    assert len(read_clip(path, None, max_pixels=10_000).frames) == 300
+
+
+@pytest.mark.parametrize("limit_mib", [700, 300])
+def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
+    """A real ENOMEM: the address space of the process ends while frames are decoded."""
+    path = videos.write(tmp_path / "long.mp4", videos.numbered(600, 720, 1280), options={"preset": "ultrafast"})
+    script = (
+        "import resource, sys, av, numpy, psutil\n"
+        "from hf_memopt.data.clips import BadVideo, read_clip\n"
+        "from hf_memopt.errors import InputError\n"
+        "import av.video.reformatter\n"
+        "held = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "limit = held + int(sys.argv[2]) * 2**20\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "try:\n"
+        "    read_clip(sys.argv[1], int(sys.argv[3]))\n"
+        "except BadVideo as error:\n"
+        "    print('bad', error)\n"
+        "except InputError as error:\n"
+        "    print('refused', error)"
+    )
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs Linux, which limits address space")
+    done = subprocess.run([sys.executable, "-c", script, str(path), str(limit_mib), "400"], capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.stdout.startswith("refused") and "memory" in done.stdout, done.stdout + done.stderr

@@ -29,7 +29,11 @@ from hf_memopt.presets import get_preset
         (Setup(precision="fp16", dtype="float16"), "unscale", "dtype=float32"),
         (Setup(device="mps", strategy="zero2"), "MPS", "one process"),
         (Setup(device="cpu", strategy="fsdp2"), "does not start FSDP", "ddp"),
-        (Setup(strategy="fsdp2", activation_checkpointing=True), "recomputes twice", "fsdp_activation_checkpointing"),
+        (
+            Setup(strategy="fsdp2", activation_checkpointing=True, engine_checkpointing=True),
+            "recomputes twice",
+            "fsdp_activation_checkpointing",
+        ),
         (Setup(strategy="zero3", auto_find_batch_size=True), "ZeRO-3", "fixed"),
     ],
 )
@@ -68,6 +72,15 @@ def test_optimizer_names_are_those_of_transformers():
     assert known >= BITSANDBYTES | LAYERWISE | PACKAGES.keys()
     missed = {name for name in known if "8bit" in name and "torch" not in name and "galore" not in name} - BITSANDBYTES
     assert not missed, "a new 8-bit optimizer belongs into the table"
+
+
+@pytest.mark.parametrize("module", sorted(set(PACKAGES.values())))
+def test_packages_are_looked_for_by_the_name_that_transformers_imports(module):
+    import inspect
+
+    from transformers import trainer_optimizer
+
+    assert f"from {module}" in inspect.getsource(trainer_optimizer)
 
 
 @pytest.mark.parametrize("module", ["bitsandbytes", "torchao"])

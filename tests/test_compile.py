@@ -1,15 +1,11 @@
 """Levers under torch.compile, with the compiler that is here: it keeps less when told to, and computes the same."""
 
-import shutil
-
 import pytest
 import torch
 from test_levers_together import trainer_of
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer
 from hf_memopt.estimator.truth import allocator_peak
-
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +29,8 @@ def compiled(folder, **memory):
     return allocator_peak(run), losses[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.needs_compiler  # torch.compile builds its CPU kernels
 def test_the_compiler_keeps_less_when_told_to(tmp_path):
     whole, loss = compiled(tmp_path)
     small, same = compiled(tmp_path, compile_memory_budget=0.1)

@@ -147,8 +147,8 @@ def test_settings_that_others_are_translated_to_exist():
     from transformers import BitsAndBytesConfig, TrainingArguments
 
     from hf_memopt import MemoryArguments
-    from hf_memopt.training.arguments import RecipeArguments
-    from hf_memopt.training.video_job import VideoArguments
+    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.recipe.video import VideoArguments
 
     known = {item.name for kind in (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments)
              for item in fields(kind)}  # fmt: skip
@@ -226,8 +226,8 @@ def test_commands_are_understood(page, line):
 def _launch(words: list[str]) -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    from hf_memopt.training.arguments import RecipeArguments, parse
-    from hf_memopt.training.video_job import VideoArguments
+    from hf_memopt.recipe.arguments import RecipeArguments, parse
+    from hf_memopt.recipe.video import VideoArguments
 
     given = launch_command_parser().parse_args(words[2:])
     assert given.config_file is None or (ROOT / given.config_file).is_file()

@@ -5,7 +5,6 @@ parallelism, is said in benchmarks/engine_ranks.py.
 """
 
 import json
-import os
 import shutil
 import sys
 
@@ -15,18 +14,12 @@ from conftest import ROOT, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_memopt.training.consolidate import consolidate
+from hf_memopt.trainer.consolidate import consolidate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import engines
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not shutil.which("g++"), reason="DeepSpeed builds its CPU optimizer with g++"),
-]
-NEEDS_AIO = pytest.mark.skipif(
-    not os.path.exists("/usr/include/libaio.h"), reason="DeepSpeed builds its disk access with libaio-dev"
-)
+pytestmark = [pytest.mark.engines, pytest.mark.needs_compiler]  # of DeepSpeed's CPU optimizer
 # In tensor parallelism what is exchanged lives until gloo's threads are done with it: of this model's logits 3 % each,
 # three at once were seen.
 NEAR = {"tp2": 0.15, "tp2_hsdp1": 0.15}
@@ -48,7 +41,7 @@ def alone(model, tmp_path_factory) -> list[float]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=NEEDS_AIO if name.endswith("nvme") else ()) for name in engines.ENGINES],
+    [pytest.param(name, marks=pytest.mark.needs_libaio if name.endswith("nvme") else ()) for name in engines.ENGINES],
 )
 def test_an_engine(strategy, model, alone, tmp_path):
     cases = [engines.case(strategy, size, model, saved=strategy not in UNSAVED) for size in engines.ENGINES[strategy]]

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 import torch
-from conftest import run
+from conftest import run, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,12 +67,12 @@ def _truth(config, fields, peft_config=None, dtype="float32", padded=False, resu
     ("config", "fields", "lora", "dtype", "padded"),
     [
         (_config(), {}, None, "float32", False),
-        (_config(9), {"bf16": True}, None, "float32", False),
+        slow(_config(9), {"bf16": True}, None, "float32", False),
         (_config(9), {**CHECKPOINTED, "bf16": True}, None, "bfloat16", False),
         (_config(9), {**CHECKPOINTED, "bf16": True}, _lora(), "bfloat16", False),
-        (_config(9), {"bf16": True}, _lora(use_dora=True), "bfloat16", False),
+        slow(_config(9), {"bf16": True}, _lora(use_dora=True), "bfloat16", False),
         (_config(4), {"optim": "adamw_8bit", "gradient_accumulation_steps": 4}, None, "float32", False),
-        (_config(4), {"optim": "adafactor"}, None, "float32", False),
+        slow(_config(4), {"optim": "adafactor"}, None, "float32", False),
         (_config(4), {}, None, "float32", True),
         (_config(4, family="phi3", pad_token_id=0), {}, None, "float32", False),
         (_config(9, family="gemma3_text", head_dim=16, sliding_window=32), {}, None, "float32", False),
@@ -101,13 +101,14 @@ def _every(count: int) -> dict:
 @pytest.mark.parametrize(
     "fields", [{}, {**CHECKPOINTED, "bf16": True}, _every(2), _every(3), {"optim": "adamw_torch"}]
 )
-@pytest.mark.parametrize("lora", [None, _lora()])
+@pytest.mark.parametrize("lora", [None, slow(_lora())])
 def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, monkeypatch):
     extended = estimate(_config(14), fields, LENGTH, "rtx_4090", lora)
     monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
     assert estimate(_config(14), fields, LENGTH, "rtx_4090", lora).breakdown == extended.breakdown
 
 
+@pytest.mark.slow
 def test_a_repeating_pattern_of_layers_is_extended_by_whole_periods(monkeypatch):
     config = _config(20, family="gemma3_text", head_dim=16, sliding_window=32)
     assert depth.shallow_depths(config) == (8, 14), "two shallow models, whole periods from the deep one"
@@ -129,6 +130,7 @@ def test_the_breakdown_names_what_is_known():
     assert breakdown["logits"] >= 2 * LENGTH * config.vocab_size * 4
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(length=st.integers(16, 256), micro=st.integers(1, 4), rank=st.integers(2, 32))
 def test_more_never_costs_less(length, micro, rank):
@@ -190,6 +192,7 @@ def test_every_bundled_architecture_can_be_read():
         assert config.source.startswith("https://huggingface.co/")
 
 
+@pytest.mark.slow
 def test_4_bit_weights_are_right_to_one_percent(tmp_path):
     """Scales of scales, skipped head, unpacking in forward and backward. Loading is left out of both: on a CPU the
     checkpoint, mapped into memory, would be the peak of so small a model."""
@@ -334,7 +337,7 @@ def model_folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_the_command_line(model_folder):
+def test_the_command_line(model_folder, command):
     done = run("hf-memopt", "estimate", model_folder, "--preset", "a100_80gb", "--method", "lora", "--seq-len", 256,
                "--set", "per_device_train_batch_size=2", "--set", "lora.r=4", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -345,19 +348,20 @@ def test_the_command_line(model_folder):
     assert set(found["breakdown"]) == set(KINDS)
     assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"] < found["device_bytes"]
     assert found["host_bytes"] > 0 and found["levers"] == []
-    shown = run("hf-memopt", "estimate", model_folder, "--preset", "rtx_3070", "--set", "effective_batch_size=4096",
-                "--set", "per_device_train_batch_size=2048")  # fmt: skip
-    assert shown.returncode == 1 and "does not fit" in shown.stdout
-    assert "what would save most" in shown.stdout and "per_device_train_batch_size=1024" in shown.stdout
+    code, shown, _ = command("estimate", model_folder, "--preset", "rtx_3070", "--set", "effective_batch_size=4096",
+                             "--set", "per_device_train_batch_size=2048")  # fmt: skip
+    assert code == 1 and "does not fit" in shown
+    assert "what would save most" in shown and "per_device_train_batch_size=1024" in shown
 
 
-def test_the_plot_is_a_picture(model_folder, tmp_path):
+def test_the_plot_is_a_picture(model_folder, tmp_path, command):
     picture = tmp_path / "memory.png"
-    done = run("hf-memopt", "estimate", model_folder, "--preset", "rtx_3070", "--seq-len", 64, "--plot", picture)
-    assert done.returncode == 0, done.stderr
+    code, _, err = command("estimate", model_folder, "--preset", "rtx_3070", "--seq-len", 64, "--plot", picture)
+    assert code == 0, err
     assert picture.read_bytes().startswith(b"\x89PNG") and list(tmp_path.glob("tmp*")) == []
 
 
+@pytest.mark.slow
 def test_several_devices_and_4_bits_on_the_command_line(model_folder, command):
     def told(*words):
         code, out, err = command("estimate", model_folder, "--preset", "a100_80gb", "--seq-len", 64, "--json", *words)
@@ -409,8 +413,8 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
         (["llama-9", "--preset", "cpu"], "Bundled names: bert-base"),
     ],
 )
-def test_bad_input(arguments, message, model_folder):
-    done = run("hf-memopt", "estimate", *(word.format(model=model_folder) for word in arguments))
-    assert done.returncode == 2, done.stdout + done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+def test_bad_input(arguments, message, model_folder, command):
+    code, out, err = command("estimate", *(word.format(model=model_folder) for word in arguments))
+    assert code == 2, out + err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]

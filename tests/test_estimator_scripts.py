@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import run
+from conftest import run, slow
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate_trainer
@@ -161,7 +161,7 @@ ADAPTERS = """
 """
 
 
-@pytest.mark.parametrize("script", [PLAIN, SUBCLASS, ADAPTERS], ids=["plain", "subclass", "adapters"])
+@pytest.mark.parametrize("script", [slow(PLAIN), SUBCLASS, slow(ADAPTERS)], ids=["plain", "subclass", "adapters"])
 def test_unmodified_scripts(script, folder):
     """Nothing is trained or written, not even the output folder, and the weights are never read."""
     (folder / "train.py").write_text(textwrap.dedent(script))
@@ -178,8 +178,8 @@ def test_unmodified_scripts(script, folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("print('nothing to train')", "without calling train()"),
-        ("raise SystemExit(3)", "exit code 3"),
+        slow("print('nothing to train')", "without calling train()"),
+        slow("raise SystemExit(3)", "exit code 3"),
         (None, "no such file"),
     ],
 )

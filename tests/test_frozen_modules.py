@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from test_memory_trainer import llama, train, with_lora
 
 from hf_memopt.levers.frozen_modules import run_frozen_without_grad
@@ -81,7 +82,7 @@ CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwar
 
 
 @pytest.mark.parametrize("fields", [{}, CHECKPOINTED])
-@pytest.mark.parametrize("model", [llama, with_lora])
+@pytest.mark.parametrize("model", [slow(llama), with_lora])
 def test_runs_are_the_same(model, fields, tmp_path):
     wanted = train(tmp_path / "plain", model=model, memory={"frozen_without_grad": False}, **fields)
     found = train(tmp_path / "without", model=model, **fields)

@@ -1,20 +1,14 @@
 """Real `accelerate launch` runs on the CPU: one and two processes, DDP and every DeepSpeed engine that runs here."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch, run
+from conftest import ROOT, launch, run, slow
 
 from hf_memopt.data.builtin_model import builtin_model
 
 TOKENS = 32
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="DeepSpeed builds its CPU optimizer with g++")
-NEEDS_AIO = pytest.mark.skipif(
-    not os.path.exists("/usr/include/libaio.h"), reason="DeepSpeed builds its disk access with libaio-dev"
-)
 
 
 def _export(tmp_path: Path, strategy: str, *more) -> Path:
@@ -72,11 +66,11 @@ def rows(jsonl, builtin_model) -> tuple[str, int]:
     return jsonl(texts), len(packed(Dataset.from_list(texts), "text", tokenizer, TOKENS))
 
 
-SHIPPED = [("cpu", "cpu"), ("cpu_x2", "cpu_x2"), ("cpu_x2_zero2", "cpu_x2")]  # zero3: below
+SHIPPED = [slow("cpu", "cpu"), ("cpu_x2", "cpu_x2"), slow("cpu_x2_zero2", "cpu_x2")]  # zero3: below
 EXPORTED = [
-    pytest.param("zero2_offload_cpu", marks=NEEDS_COMPILER),
-    pytest.param("zero3_offload_cpu", marks=NEEDS_COMPILER),
-    pytest.param("zero3_offload_nvme", marks=[NEEDS_COMPILER, NEEDS_AIO]),
+    pytest.param("zero2_offload_cpu", marks=pytest.mark.needs_compiler),
+    pytest.param("zero3_offload_cpu", marks=pytest.mark.needs_compiler),
+    pytest.param("zero3_offload_nvme", marks=[pytest.mark.needs_compiler, pytest.mark.needs_libaio]),
 ]
 
 
@@ -140,7 +134,7 @@ def test_exported_offload_configs_train(strategy, rows, alone, tmp_path):
         assert any((tmp_path / "disk").rglob("*.swp")), "the optimizer states went to disk"
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
 def test_fine_tuning_trains(method, jsonl, tmp_path):
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)])
     output = launch(
@@ -156,6 +150,7 @@ def test_fine_tuning_trains(method, jsonl, tmp_path):
     assert (tmp_path / "out" / weights).is_file()
 
 
+@pytest.mark.slow
 def test_the_exported_launcher_runs(tmp_path):
     done = run("hf-memopt", "export", "auto", tmp_path / "run", "--recipe", "sft", "--method", "lora")
     assert done.returncode == 0, done.stderr
@@ -164,6 +159,7 @@ def test_the_exported_launcher_runs(tmp_path):
     assert (tmp_path / "run" / "out" / "memory_report.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_misspelt_nested_key_stops_the_launch(tmp_path):
     """accelerate drops the key without a word; the recipe reads the file that it was launched with."""
     config = tmp_path / "bad.yaml"

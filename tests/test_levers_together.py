@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import slow
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, default_data_collator
 
@@ -111,7 +112,8 @@ def without(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+# With LoRA every lever is in a pair; the other pairs take minutes.
+@pytest.mark.parametrize("pair", [pair if "LoRA" in pair else slow(pair) for pair in PAIRS], ids=" and ".join)
 def test_pairs(pair, without, apart, tmp_path):
     wanted, found = without(pair), moved(pair, tmp_path)
     if "activation_compression" in pair or "bf16" in pair:  # 8 bits; 16 bits that are rounded in another order
@@ -145,7 +147,8 @@ def test_what_is_refused_says_why():
 
 
 ESTIMATED = [
-    *((name,) for name in LEVERS), ("activation_compression", "checkpointing"), ("activation_compression", "bf16"),
+    *(slow((name,)) for name in LEVERS), slow(("activation_compression", "checkpointing")),
+    slow(("activation_compression", "bf16")),
     ("activation_compression", "LoRA"), ("checkpoint_ratio", "checkpoint_keeps"),
     ("adam_mini", "optimizer_in_backward"),
 ]  # fmt: skip

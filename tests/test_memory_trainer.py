@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 
+import numpy
 import pytest
 import torch
+from conftest import slow
 from faults import Strikes, struck
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt.errors import run
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -136,11 +139,15 @@ def same(found: Finished, wanted: Finished, tolerance: float = 1e-9) -> None:
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=tolerance)
 
 
+ANYWHERE = [
+    (model, accumulation) for model in ("mean loss", "LoRA", "loss of the whole window") for accumulation in (1, 4)
+]
+
+
 # Remainders: 40 samples in micro-batches of 4 are 10; windows of 4 leave 2, the third epoch is cut by max_steps.
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(("model", "accumulation"), [ANYWHERE[0], *(slow(*case) for case in ANYWHERE[1:])])
 def test_running_out_anywhere_changes_nothing(model, accumulation, data, uninterrupted, tmp_path_factory):
     fields = {"gradient_accumulation_steps": accumulation, "max_steps": 7, "eval_strategy": "steps", "eval_steps": 3}
     wanted, counts = uninterrupted(model, **fields)
@@ -159,6 +166,7 @@ def test_running_out_anywhere_changes_nothing(model, accumulation, data, uninter
 
 
 # SGD in fp32, since Adam amplifies rounding; Adam in float64.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "dtype", "optim", "phases", "tolerance"),
     [
@@ -187,6 +195,7 @@ def test_every_step_may_run_out(accumulation, dtype, optim, phases, tolerance, t
     same(found, wanted, tolerance)
 
 
+@pytest.mark.slow
 def test_dropout_is_reproducible_from_the_seed(tmp_path):
     def dropping():
         return llama(dropout=0.3)
@@ -223,7 +232,7 @@ def test_the_smaller_micro_batch_is_remembered_and_told(tmp_path, caplog):
 
 
 def test_rows_at_once_by_size_and_growth():
-    from hf_memopt.training.batch_limit import BatchLimit
+    from hf_memopt.trainer.batch_limit import BatchLimit
 
     limit = BatchLimit(patience=3)
     assert limit.rows_at_once(8, 800) == 8
@@ -258,7 +267,7 @@ def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
 
     with pytest.raises(TrainingOutOfMemory) as end:
         train(tmp_path / "out", prepare=full, **fields)
-    assert end.value.code == 75
+    assert end.value.exit_code == 75
     report = json.loads((tmp_path / "out" / "oom_report.json").read_text())
     assert (report["step"], report["stage"], report["kind"]) == (3, "forward", "device")
     assert report["held_bytes"]["optimizer_states"] == pytest.approx(2 * report["held_bytes"]["parameters"], rel=0.01)
@@ -303,11 +312,8 @@ def test_other_errors_pass_through(tmp_path):
 
 
 def test_recovery_can_be_turned_off(tmp_path):
-    def off(trainer):
-        trainer.memory_args = MemoryArguments(oom_recovery=False)
-
     with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path, Strikes({"forward": {50}}), prepare=off)
+        train(tmp_path, Strikes({"forward": {50}}), memory={"oom_recovery": False})
 
 
 def test_auto_find_batch_size_is_refused(tmp_path):
@@ -409,28 +415,29 @@ def test_a_mixin_over_seq2seq_trainer(tmp_path):
 def test_a_batch_that_cannot_be_cut_says_why(tmp_path):
     def packed(trainer):
         trainer.split_batch = lambda inputs, start, stop: (_ for _ in ()).throw(
-            InputError("a batch of 4 samples cannot be cut: pixel_values has the shape (9, 3)")
+            InputError("a batch of 4 samples cannot be split: pixel_values has the shape (9, 3)")
         ) if (start, stop) != (0, 4) else dict(inputs)  # fmt: skip
 
     with pytest.raises(TrainingOutOfMemory, match="pixel_values has the shape"):
-        train(tmp_path, Strikes({"forward": {50}}), prepare=packed)
+        train(tmp_path, Strikes({"forward": set(range(50, 10**4))}), prepare=packed)
 
 
 def test_cutting_a_batch():
-    from hf_memopt.training.pieces import piece_of, rows_of
+    from hf_memopt.trainer.split import RowLayout
 
     batch = {
         "position_ids": torch.arange(24).reshape(3, 4, 2), "input_ids": torch.arange(8).reshape(4, 2),
         "bias": torch.ones(1, 2), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0),
         "more": {"x": torch.ones(4)},
     }  # fmt: skip
-    assert rows_of(batch) == 4
-    piece = piece_of(batch, 1, 3)
+    layout = RowLayout()
+    assert layout.count(batch) == 4
+    piece = layout.chunk(batch, 1, 3)
     assert piece["position_ids"].shape == (3, 2, 2) and piece["names"] == ["b", "c"]
     assert piece["input_ids"].tolist() == [[2, 3], [4, 5]] and piece["more"]["x"].shape == (2,)
     assert piece["bias"].shape == (1, 2) and piece["scale"].item() == 2.0
     with pytest.raises(InputError, match=r"pixel_values has the shape \(9, 3\)"):
-        piece_of({**batch, "pixel_values": torch.ones(9, 3)}, 0, 2)
+        layout.chunk({**batch, "pixel_values": torch.ones(9, 3)}, 0, 2)
 
 
 # ---- evaluation
@@ -445,36 +452,94 @@ def test_evaluation_halves_its_batch(tmp_path):
     assert found.step == wanted.step and torch.equal(found.weights, wanted.weights)
 
 
-def test_only_the_likeliest_tokens_are_kept_for_metrics(tmp_path):
-    import numpy
-    from transformers import EvalPrediction
-
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=2000, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+def _evaluated(kind, folder, metric, **memory):
+    """The metrics of a small language model's evaluation, two batches of unlike length."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1200, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                                          num_attention_heads=4, pad_token_id=0))  # fmt: skip
-    args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **QUIET)
-    kept = []
+    args = TrainingArguments(str(folder), remove_unused_columns=False, per_device_eval_batch_size=4, **QUIET)
+    given = {"memory_args": MemoryArguments(**memory)} if kind is MemoryTrainer else {}
+    trainer = kind(
+        model=model, args=args, eval_dataset=Rows(8), data_collator=collate, compute_metrics=metric, **given
+    )
+    return trainer.evaluate()
 
-    def accuracy(prediction: EvalPrediction):
-        likeliest = numpy.argmax(prediction.predictions, axis=-1)
-        kept.append(likeliest.copy())
-        return {"accuracy": float((likeliest == prediction.label_ids).mean())}
+
+def test_metrics_are_given_the_logits_unless_the_user_wants_tokens(tmp_path):
+    seen = []
+
+    def metric(prediction):
+        seen.append(prediction.predictions)
+        return {"mean": float(numpy.asarray(prediction.predictions[0:2, 0]).mean())}
 
     for kind in (Trainer, MemoryTrainer):
-        trainer = kind(model=model, args=args, eval_dataset=Rows(8), data_collator=collate, compute_metrics=accuracy)
-        trainer.evaluate()
-    where = kept[0] != kept[1]
-    assert not where[(collate([Rows(8)[i] for i in range(8)])["attention_mask"] == 1).numpy()].any()
+        _evaluated(kind, tmp_path, metric)
+    assert numpy.array_equal(*seen) and seen[1].ndim == 3
 
-    def softmax(prediction):
-        return {"sharp": float(numpy.exp(prediction.predictions).max())}
 
-    given = {"model": model, "args": args, "eval_dataset": Rows(8), "data_collator": collate}
-    trainer = MemoryTrainer(**given, compute_metrics=softmax)
-    with pytest.raises(TypeError, match="reduce_eval_logits=False"):
-        trainer.evaluate()
-    kept_whole = MemoryArguments(reduce_eval_logits=False)
-    trainer = MemoryTrainer(**given, compute_metrics=softmax, memory_args=kept_whole)
-    assert trainer.evaluate()["eval_sharp"] > 0
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.argmax(axis=2),
+        lambda logits: numpy.argmax(logits, axis=-1),
+        lambda logits: logits[:, :-1].argmax(-1),
+        lambda logits: logits[..., :-1, :].argmax(-1),
+        lambda logits: logits[:, :-1, :].argmax(axis=-1),
+        lambda logits: numpy.argmax(logits[2:, 1:][...], -1),
+        lambda logits: numpy.array([*logits.shape, logits.ndim, len(logits), *logits[1:, :3].shape]),
+        lambda logits: numpy.array([*numpy.shape(logits), numpy.ndim(logits)]),
+    ],
+)
+def test_what_reduced_logits_answer_is_what_the_logits_would(take, tmp_path):
+    seen = []
+
+    def metric(prediction):
+        seen.append(take(prediction.predictions))
+        return {"samples": float(len(prediction.label_ids))}
+
+    _evaluated(Trainer, tmp_path, metric)
+    _evaluated(MemoryTrainer, tmp_path, metric, reduce_eval_logits=True)
+    assert numpy.array_equal(*seen)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda logits: logits[0],
+        lambda logits: logits[:, 0],
+        lambda logits: logits[:, :, :10],
+        lambda logits: logits[..., :-1],
+        lambda logits: logits[[0, 1]],
+        lambda logits: logits[:, None],
+        lambda logits: logits[numpy.ones(len(logits), bool)],
+        lambda logits: logits.argmax(),
+        lambda logits: logits.argmax(1),
+        lambda logits: logits.max(-1),
+        lambda logits: logits.reshape(-1, 1200),
+        lambda logits: numpy.exp(logits),
+        lambda logits: logits + 1,
+        lambda logits: logits == 3,
+        lambda logits: numpy.asarray(logits),
+        lambda logits: numpy.concatenate([logits, logits]),
+        lambda logits: torch.from_numpy(logits),
+        lambda logits: torch.tensor(logits),
+        lambda logits: list(logits),
+        lambda logits: [row for row in zip(logits, logits, strict=True)],
+    ],
+)
+def test_whatever_else_is_asked_of_reduced_logits_is_refused(take, tmp_path):
+    def metric(prediction):
+        take(prediction.predictions)
+        return {}
+
+    with pytest.raises((TypeError, ValueError)):
+        _evaluated(MemoryTrainer, tmp_path, metric, reduce_eval_logits=True)
+
+
+def test_the_refusal_names_the_setting(tmp_path):
+    with pytest.raises(TypeError, match="reduce_eval_logits=True kept the likeliest tokens alone: leave it out"):
+        _evaluated(MemoryTrainer, tmp_path, lambda prediction: prediction.predictions.mean(), reduce_eval_logits=True)
 
 
 # ---- checkpoints
@@ -495,7 +560,7 @@ def _saves_fail(times: int):
     return prepare
 
 
-@pytest.mark.parametrize(("times", "checkpoints"), [(1, [2, 4]), (2, [4])])
+@pytest.mark.parametrize(("times", "checkpoints"), [(1, [2, 4]), slow(2, [4])])
 def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_path):
     fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     wanted = train(tmp_path / "plain", kind=Trainer, **fields)
@@ -575,6 +640,7 @@ json.dump(done.logs, open(sys.argv[2], "w"))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
     wanted = train(tmp_path / "plain", save_strategy="steps", save_steps=1, max_steps=12, logging_strategy="steps",
                    logging_steps=1, save_total_limit=3).logs  # fmt: skip
@@ -606,3 +672,107 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
         return
     assert kills >= 1
     assert json.loads((tmp_path / "losses").read_text()) == wanted
+
+
+# ---- endings
+
+
+def test_the_end_can_be_caught(tmp_path):
+    """A sweep goes on to its next trial; a program that run() starts ends with the code for relaunchers."""
+    assert issubclass(TrainingOutOfMemory, Exception)
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: train(tmp_path, Strikes({"forward": set(range(1, 10**4))})))
+    assert ended.value.code == 75
+
+
+def _no_room_for_evaluation(trainer):
+    def too_much(*args, **kwargs):
+        raise torch.OutOfMemoryError(OOM)
+
+    trainer.prediction_step = too_much
+
+
+def test_an_evaluation_that_never_fits_costs_no_step(tmp_path):
+    fields = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 5}
+    wanted = train(tmp_path / "plain", kind=Trainer, max_steps=5)
+    with pytest.raises(TrainingOutOfMemory, match="the evaluation batch is one sample") as end:
+        train(tmp_path / "out", prepare=_no_room_for_evaluation, **fields)
+    assert end.value.report["checkpoint"].endswith("checkpoint-3")
+    found = train(tmp_path / "out", resume=True, max_steps=5)
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_evaluate_alone_says_why_it_ended(tmp_path, caplog):
+    args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **QUIET)
+    trainer = MemoryTrainer(model=llama(), args=args, eval_dataset=Rows(8), data_collator=collate)
+    _no_room_for_evaluation(trainer)
+    with pytest.raises(TrainingOutOfMemory):
+        trainer.evaluate()
+    assert "out of memory in eval" in caplog.text
+    report = json.loads((tmp_path / "oom_report.json").read_text())
+    assert (report["stage"], report["checkpoint"]) == ("eval", None)
+
+
+def test_the_last_step_is_saved_before_it_is_explained(tmp_path, monkeypatch):
+    """An explanation takes an estimate, which may take long or fail, while other processes wait."""
+    from hf_memopt.trainer import ending
+
+    def slow(*args):
+        assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
+        raise KeyError("explaining failed")
+
+    monkeypatch.setattr(ending, "oom_report", slow)
+    with pytest.raises(KeyError, match="explaining failed"):
+        train(tmp_path, prepare=lambda trainer: _fails_from_step(trainer, 2))
+
+
+def _fails_from_step(trainer, step: int):
+    forward = trainer.model.forward
+
+    def too_much(*args, **kwargs):
+        if trainer.state.global_step >= step:
+            raise torch.OutOfMemoryError(OOM)
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = too_much
+
+
+def test_the_checkpoint_of_an_older_run_is_not_called_this_ones(tmp_path):
+    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    old = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]
+    with pytest.raises(TrainingOutOfMemory) as end:
+        train(tmp_path, prepare=lambda trainer: _fails_from_step(trainer, 2), seed=3, learning_rate=0.5)
+    assert end.value.report["checkpoint"].endswith("checkpoint-2")
+    new = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]
+    assert not torch.equal(old, new)
+
+
+def test_random_numbers_are_of_the_device_that_was_in_use(monkeypatch):
+    """A stand-in for CUDA: torch's current device belongs to a thread, and a new thread's is device 0."""
+    import threading
+
+    from hf_memopt.trainer import random_state
+
+    class Cuda:
+        def __init__(self):
+            self.states = {0: torch.zeros(1), 1: torch.ones(1)}
+            self.local = threading.local()
+
+        def current_device(self):
+            return getattr(self.local, "index", 0)
+
+        def get_rng_state(self, index):
+            return self.states[index].clone()
+
+        def set_rng_state(self, state, index):
+            self.states[index] = state
+
+    cuda = Cuda()
+    monkeypatch.setattr(random_state, "_device_module", lambda: cuda)
+    cuda.local.index = 1
+    kept = random_state.RandomState.now()
+    cuda.states[1] = torch.full((1,), 7.0)
+    thread = threading.Thread(target=kept.restore)
+    thread.start()
+    thread.join()
+    assert {index: float(state) for index, state in cuda.states.items()} == {0: 0.0, 1: 1.0}

@@ -111,6 +111,7 @@ def test_devices_that_share_the_tokens_of_a_batch(command, tmp_path):
     assert batch["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_models_load_as_before_after_an_estimate():
     """In a process of its own: what torch looks up once and for all must not be what the estimate put in its place."""
     import subprocess

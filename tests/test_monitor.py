@@ -238,13 +238,13 @@ def _watched(capacity: float, **arguments):
         largest = [0]
 
         def allocated():
-            if trainer._stage == "forward" and trainer._running[0] is not None:
-                micro, rows = trainer._running
-                largest[0] = micro.elements * rows // micro.rows
+            if trainer._runner.stage == "forward" and trainer._runner.running[0] is not None:
+                micro, rows = trainer._runner.running
+                largest[0] = micro.elements * rows // micro.samples
                 return int((0.3 + largest[0] / 350) * capacity)
             return int(0.3 * capacity)
 
-        trainer._memory.allocated = allocated
+        trainer._pressure.reader.allocated = allocated
         trainer._callback.monitor = MemoryMonitor(device="cpu", limit=int(capacity))
 
     return prepare
@@ -282,7 +282,7 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path):
     grown.train()
     sizes = [event for event in grown.memory_events if event["event"] == "micro_batch_restored"]
     assert sizes, "memory was free, so micro-batches grew"
-    assert grown._window.started[0].size == 8
+    assert grown._runner.window.started[0].size == 8
     with pytest.raises(InputError, match="max_batch_size=3 does not divide the 8 samples"):
         trainer(3)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_memopt import classify_oom
-from hf_memopt.training.oom import OomKind, diagnose
+from hf_memopt.oom.classify import OomKind, diagnose
 
 NCCL = (
     "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1275, unhandled cuda error (run with "

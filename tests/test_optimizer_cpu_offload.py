@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from test_adam_mini import stop_after
 from test_memory_trainer import llama, train, with_lora
 
@@ -18,7 +19,7 @@ def apart(monkeypatch):
     monkeypatch.setattr(optimizer_cpu_offload, "keep_on_host", lambda optimizer: keep(optimizer, lambda _: True))
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", slow("adafactor"), slow("sgd")])
 @pytest.mark.parametrize("model", [llama, with_lora])
 def test_runs_are_the_same(model, optim, apart, tmp_path):
     held = []

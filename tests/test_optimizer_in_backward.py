@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from faults import Strikes
 from test_adam_mini import stop_after
 from test_memory_trainer import llama, train, with_lora
@@ -17,7 +18,9 @@ def in_fp32():
     return llama(torch.float32)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch", slow("adamw_torch_fused"), slow("sgd"), slow("adafactor"), "adamw_8bit"]
+)
 @pytest.mark.parametrize("model", [llama, with_lora])
 def test_runs_are_the_same(model, optim, tmp_path):
     """With a schedule, weight decay and groups."""

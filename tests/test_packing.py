@@ -49,8 +49,8 @@ def test_rows_become_blocks(builtin_model):
     tokenizer = AutoTokenizer.from_pretrained(builtin_model)
     rows = Dataset.from_list([{"prompt": f"What is {number}? ", "completion": "A number. " * (number % 5 + 1)}
                               for number in range(50)])  # fmt: skip
-    alone = answered(rows, "prompt", tokenizer, 64)
-    blocks = packed_answers(rows, "prompt", tokenizer, 64)
+    alone = answered(rows, "prompt/completion", tokenizer, 64)
+    blocks = packed_answers(rows, "prompt/completion", tokenizer, 64)
     assert len(blocks) < len(alone) / 2
     assert all(len(row[name]) == 64 for row in blocks for name in ("input_ids", "labels", "position_ids"))
     kept = sum(label != IGNORED for row in blocks for label in row["labels"])

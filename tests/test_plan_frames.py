@@ -43,6 +43,7 @@ def test_no_frame_fits(job):
     assert fit.max_frames == 0 and fit.estimate.device_bytes > 1000
 
 
+@pytest.mark.slow
 def test_smaller_frames_leave_room_for_more(job):
     large = dataclasses.replace(job, video=VideoInputs(height=720, width=1280, settings={
         "size": {"shortest_edge": 784, "longest_edge": 10**7}}))  # fmt: skip
@@ -64,6 +65,7 @@ def test_the_command_line(folder, command):
     assert code == 2 and "unknown hardware 'rtx_9999'" in err
 
 
+@pytest.mark.slow
 def test_estimate_takes_frames_and_their_size(folder, command):
     def told(*settings):
         words = [word for setting in settings for word in ("--set", setting)]

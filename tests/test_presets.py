@@ -207,10 +207,10 @@ def test_a_device_without_a_preset_gets_the_largest_that_fits():
 
 def test_the_allocator_is_set_before_the_card_is_looked_at(tmp_path, monkeypatch):
     """Both ways in: by name, and by auto, whose look at the card would start CUDA."""
-    from hf_memopt.presets import arguments, catalog, preset
+    from hf_memopt.presets import arguments, catalog, environment
 
     order = []
-    for module in (preset, catalog):
+    for module in (environment, catalog):
         monkeypatch.setattr(module, "configure_allocator", lambda: order.append("allocator"))
     monkeypatch.setattr(arguments, "counterpart", lambda hardware: order.append("card") or hardware)
     monkeypatch.setattr(catalog, "get_hardware", lambda name: order.append("card") or get_hardware("rtx_4090"))

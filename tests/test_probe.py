@@ -77,7 +77,7 @@ def test_lengths_of_arrow_tables_and_lists():
     from datasets import Dataset
 
     from hf_memopt.data.lengths import sample_lengths
-    from hf_memopt.training.probe import worst_batch
+    from hf_memopt.trainer.probe import worst_batch
 
     rows = [{"input_ids": [1] * length} for length in (3, 9, 5)]
     table = Dataset.from_list(rows)
@@ -89,6 +89,7 @@ def test_lengths_of_arrow_tables_and_lists():
     assert worst_batch(shuffled, 0) == [1, 2], "the order is not known: the longest ones together"
 
 
+@pytest.mark.slow
 def test_a_real_limit_of_the_allocator(tmp_path):
     """RLIMIT_AS: plain Trainer ends with an exception, MemoryTrainer with the losses of an unlimited run."""
     script = Path(__file__).parent / "limited_memory.py"

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, run, slow
 
 from hf_memopt.errors import InputError
 
@@ -25,7 +25,7 @@ def test_recipes_are_short_and_runnable_by_their_docstring(name):
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", [slow("full"), slow("lora"), "qlora"])
 def test_every_trainable_weight_gets_a_gradient(method, recipe, jsonl, tmp_path):
     """With activation checkpointing on, which is where adapters lose theirs."""
     from transformers import TrainerCallback
@@ -82,7 +82,7 @@ def test_evaluation_does_not_change_gradients_of_a_4bit_model(recipe, jsonl, tmp
 
 
 def test_the_callback_names_weights_without_gradient(recipe, jsonl, tmp_path, caplog):
-    from hf_memopt.training.callbacks import GradientCheck
+    from hf_memopt.recipe.callbacks import GradientCheck
 
     arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
     trainer = recipe("sft")([*arguments, "--dry_run"])
@@ -119,7 +119,7 @@ def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
     assert json.loads((out / "config.json").read_text())["use_cache"] is True, "a saved model generates quickly"
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [slow("full"), slow("lora")])
 def test_a_run_can_be_repeated(method, recipe, jsonl, tmp_path):
     """Random weights, adapters and order come from --seed alone."""
     arguments = [*QUICK, "--method", method, "--dataset_name", jsonl(QUESTIONS), "--max_steps", "2", "--samples", "0"]
@@ -175,6 +175,24 @@ def test_no_rows_held_out(recipe, jsonl, tmp_path):
     arguments = [*QUICK[:-2], "--held_out", "0", "--dataset_name", jsonl(QUESTIONS), "--max_steps", "1"]
     trainer = recipe("sft")([*arguments, "--output_dir", str(tmp_path / "out")])
     assert trainer.state.global_step == 1 and trainer.eval_dataset is None
+
+
+def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypatch):
+    """The trained model is saved before the last evaluation, in which anything may fail."""
+    from hf_memopt import MemoryTrainer
+
+    def fails(trainer):
+        config = trainer.model.config
+        assert config.use_cache is False, "evaluation keeps no keys and values"
+        raise OSError("the disk of the held-out data is gone")
+
+    monkeypatch.setattr(MemoryTrainer, "evaluate", fails)
+    out = tmp_path / "out"
+    arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(out), "--max_steps", "1"]
+    with pytest.raises(OSError, match="held-out data"):
+        recipe("sft")([*arguments, "--eval_strategy", "no", "--eval_on_start", "false"])
+    assert (out / "model.safetensors").is_file()
+    assert json.loads((out / "config.json").read_text())["use_cache"] is True
 
 
 def test_resume_goes_on_and_half_written_checkpoints_are_refused(recipe, jsonl, tmp_path):
@@ -260,8 +278,8 @@ def test_bad_config_files(text, message, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "rtx_4009"], "unknown preset 'rtx_4009'"),
-        (["--preset", "cpu", "--dataset_name", "{empty}"], "is empty"),
+        slow(["--preset", "rtx_4009"], "unknown preset 'rtx_4009'"),
+        slow(["--preset", "cpu", "--dataset_name", "{empty}"], "is empty"),
         (["--preset", "cpu", "--dataset_name", "{columns}"], "has the columns body; accepted are"),
     ],
 )
@@ -276,12 +294,44 @@ def test_a_recipe_that_is_run_ends_with_one_line_and_code_2(arguments, message, 
     assert not (tmp_path / "out").exists()
 
 
+NEVER_FITS = """
+import functools, runpy, sys, torch, transformers
+forward, calls = transformers.LlamaForCausalLM.forward, []
+@functools.wraps(forward)
+def full(self, *args, **kwargs):
+    calls.append(self.training)
+    if sum(calls) > 10:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return forward(self, *args, **kwargs)
+transformers.LlamaForCausalLM.forward = full
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_recipe_that_runs_out_of_memory_ends_with_75(tmp_path):
+    """The code for relaunchers, a diagnosis without a traceback, both reports, and a checkpoint of the last step."""
+    (tmp_path / "never_fits.py").write_text(NEVER_FITS)
+    out = tmp_path / "out"
+    done = run("python", tmp_path / "never_fits.py", ROOT / "recipes" / "pretrain.py", "--preset", "cpu",
+               "--max_steps", 8, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2,
+               "--max_length", 32, "--eval_strategy", "no", "--eval_on_start", "no", "--output_dir", out)  # fmt: skip
+    assert done.returncode == 75, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "out of memory in forward of step" in done.stderr
+    ended = json.loads((out / "oom_report.json").read_text())
+    assert ended["step"] > 0 and ended["checkpoint"] == str(out / f"checkpoint-{ended['step']}")
+    assert json.loads((out / "memory_report.json").read_text())["events"][-1]["event"] == "out_of_memory"
+    assert (Path(ended["checkpoint"]) / "trainer_state.json").is_file() and (out / "memory_report.html").is_file()
+
+
+@pytest.mark.slow
 def test_help_shows_the_commands():
     done = run("python", ROOT / "recipes" / "pretrain.py", "--help")
     assert done.returncode == 0 and "accelerate launch --config_file" in done.stdout
     assert "--shuffle_buffer_size" in done.stdout and "--lora.KEY" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_in_the_docs(builtin_model, jsonl, tmp_path):
     script = ROOT / "docs" / "preset_in_your_script.py"
     code = [line for line in script.read_text().splitlines() if line and not line.startswith(("import", "from"))]

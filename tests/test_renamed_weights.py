@@ -5,7 +5,7 @@ import torch
 import video_models
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, MixtralConfig
 
-from hf_memopt.training.renamed_weights import load_renamed
+from hf_memopt.trainer.renamed_weights import load_renamed
 
 
 def mixtral():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from test_memory_trainer import llama, train, with_lora
@@ -62,8 +63,8 @@ def test_gradients_are_the_same_and_memory_lies_between():
     assert abs(peaks["ratio 0"] - none) < 0.01 * none
 
 
-@pytest.mark.parametrize("fields", [{}, CHECKPOINTED, {"gradient_accumulation_steps": 4}])
-@pytest.mark.parametrize("model", [llama, with_lora])
+@pytest.mark.parametrize("fields", [{}, slow(CHECKPOINTED), slow({"gradient_accumulation_steps": 4})])
+@pytest.mark.parametrize("model", [llama, slow(with_lora)])
 @pytest.mark.parametrize("memory", [{"checkpoint_ratio": 0.5}, {"checkpoint_keeps": "matmuls"}])
 def test_runs_are_the_same(memory, model, fields, tmp_path):
     """Also where the Trainer turns checkpointing on itself, of all layers."""

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from conftest import slow
 from faults import Strikes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ def test_little_is_padded_and_epochs_differ():
     assert {tuple(sorted(one)) for one in first} != {tuple(sorted(one)) for one in later}, "samples change places"
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [slow(1), 2])
 def test_a_run_resumes_exactly(accumulation, tmp_path):
     fields = {"memory": BUDGET, "gradient_accumulation_steps": accumulation, "max_steps": 18, "save_strategy": "steps",
               "save_steps": 11}  # fmt: skip
@@ -75,6 +76,35 @@ def test_a_run_resumes_exactly(accumulation, tmp_path):
     train(tmp_path / "cut", **fields, prepare=stop_after(11))
     found = train(tmp_path / "cut", **fields, resume=True)
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_two_seeds_are_two_orders(tmp_path):
+    def order(folder, **fields):
+        return train(tmp_path / folder, memory=BUDGET, **fields).seen
+
+    first, again, other = order("a", seed=1), order("b", seed=1), order("c", seed=2)
+    assert first == again != other
+    assert order("d", seed=1, data_seed=5) == order("e", seed=1, data_seed=5) != first
+
+
+def test_the_order_of_the_batches_alone_follows_the_seed():
+    lengths = [8 * length for length in range(1, 40)]  # no two alike: nothing but the batches' order can change
+    orders = [list(TokenBudgetBatches(range(39), lengths, 312, seed=seed)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def test_workers_are_seeded_as_the_trainers(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, remove_unused_columns=False, report_to="none",
+                             dataloader_num_workers=2, dataloader_in_order=False)  # fmt: skip
+    given = {"model": llama(), "args": args, "train_dataset": Rows(), "data_collator": collate}
+    plain = Trainer(**given).get_train_dataloader()
+    ours = MemoryTrainer(**given, memory_args=MemoryArguments(**BUDGET)).get_train_dataloader()
+    assert ours.worker_init_fn.func is plain.worker_init_fn.func
+    assert ours.worker_init_fn.keywords == plain.worker_init_fn.keywords
+    assert (ours.num_workers, ours.in_order) == (plain.num_workers, plain.in_order)
 
 
 def test_it_goes_on_after_running_out_and_probes(tmp_path):

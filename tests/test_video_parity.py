@@ -10,6 +10,7 @@ from conftest import ROOT, run
 TORCHVISION = Path(sys.prefix) / "torchvision"  # apart: a build that does not fit torch breaks transformers
 
 
+@pytest.mark.slow
 def test_pixels_and_samples_equal_transformers_own(tmp_path):
     if not TORCHVISION.is_dir():
         pytest.skip("`make test` installs torchvision there")

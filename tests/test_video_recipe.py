@@ -8,6 +8,7 @@ import pytest
 import torch
 import video_models
 import videos
+from conftest import slow
 from faults import Strikes, struck
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
@@ -19,9 +20,9 @@ from hf_memopt.data.video_processor import load_processor
 from hf_memopt.errors import InputError
 from hf_memopt.levers.replaced import put_back
 from hf_memopt.levers.video_parts import train_parts, vision_parts
-from hf_memopt.training.callbacks import PhasePeaks
-from hf_memopt.training.video_job import answer, real_inputs
-from hf_memopt.training.video_trainer import VideoTrainer
+from hf_memopt.recipe.callbacks import PhasePeaks
+from hf_memopt.recipe.video import answer, real_inputs
+from hf_memopt.video.trainer import VideoTrainer
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
          "remove_unused_columns": False}  # fmt: skip
@@ -65,6 +66,7 @@ class Copies(torch.utils.data.Dataset):
         return {name: value.clone() for name, value in self.samples[index].items()}
 
 
+@pytest.mark.slow
 def test_the_demo_looks_at_its_clips(recipe, tmp_path):
     """22 of 24 held-out clips right, and a loss with another clip's pixels at least twice its own."""
     output = tmp_path / "out"
@@ -98,8 +100,8 @@ def test_the_demo_looks_at_its_clips(recipe, tmp_path):
     assert load_processor(str(output), AutoConfig.from_pretrained(output)).video_token == processor.video_token
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", slow("llava_onevision")])
+@pytest.mark.parametrize("method", [slow("full"), "lora", "qlora"])
 def test_what_is_trained(name, method, recipe, clips, tmp_path):
     """The tower stays as it is and in its precision; projector and language model get gradients."""
     arguments = [*FAST, "--model_name_or_path", str(clips / name), "--dataset_name", str(clips / "rows.jsonl"),
@@ -123,7 +125,7 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
 
 @pytest.mark.parametrize(
     ("profile", "frames", "micro", "checkpointing"),
-    [("maximum_savings", 50, 2, True), ("balanced", 100, 4, True), ("maximum_performance", None, 8, False)],
+    [("maximum_savings", 50, 2, True), slow("balanced", 100, 4, True), slow("maximum_performance", None, 8, False)],
 )
 def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path):
     arguments = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
@@ -197,6 +199,7 @@ def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
     assert len(report["bad_videos"]) == 1 and "bad.mp4" in report["bad_videos"][0]
 
 
+@pytest.mark.slow
 def test_llava_rows_and_a_resumed_run(recipe, clips, tmp_path):
     """Data of another format; and a run that goes on from its checkpoint ends where an uninterrupted one does."""
     rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
@@ -257,7 +260,7 @@ def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", slow("smolvlm"), slow("qwen3_vl")])
 def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
     """Predicted within 5 % of what two steps hold, for each number of frames; twice the frames cost twice as much."""
     folder = video_models.make(name, tmp_path / name)
@@ -314,7 +317,7 @@ def test_pixels_of_one_micro_batch_at_a_time(clips, tmp_path):
     assert len(seen) == 16 and alive == [0] * 16
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+@pytest.mark.parametrize("name", [slow("qwen2_5_vl"), "llava_onevision"])
 def test_a_micro_batch_that_does_not_fit_is_cut_between_samples(name, clips, tmp_path):
     samples = samples_of(clips, name, max_frames=6)
     weights = []

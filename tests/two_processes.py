@@ -1,7 +1,8 @@
 """Two real processes over gloo, forked from one that has imported everything; a case for each line of its input.
 
 python two_processes.py FOLDER < cases, a case being JSON: {"name", "rank", "phase", "step", "micro"}; writes NAME.json
-with the exit codes, the seconds it took, and what the first process was left with.
+with the exit codes ("hangs" where there is none after minutes) and what the first process was left with. Of a case
+with "machines", each process is the first of its machine and has a folder of its own.
 """
 
 import json
@@ -10,13 +11,16 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
 from test_memory_trainer import llama, train
 
+from hf_memopt import TrainingOutOfMemory
 from hf_memopt.levers import activation_compression
 
+_HANGS = 240  # seconds, far beyond what a case takes on a busy machine
 FIELDS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
 
 
@@ -24,6 +28,8 @@ def failing(case):
     """One process runs out of memory once, in one phase of one micro-batch of one step."""
 
     def prepare(trainer):
+        if case.get("stream_waits"):  # as under NCCL, for which two devices would be needed
+            trainer._peers.wait_on_host = False
         if case["phase"] is None or trainer.args.process_index != case["rank"]:
             return
         count = {"forward": 0, "backward": 0}
@@ -36,6 +42,8 @@ def failing(case):
         forward, backward = trainer.model.forward, trainer.accelerator.backward
 
         def forward_or_fail(*args, **kwargs):
+            if case["phase"] == "KeyError" and trainer.state.global_step == case["step"]:
+                raise KeyError("nothing to do with memory")
             if strikes("forward"):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return forward(*args, **kwargs)
@@ -57,14 +65,23 @@ def failing(case):
 
 
 def child(case, rank: int, port: int, folder: Path) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                      MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
+    machines = bool(case.get("machines"))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK="0" if machines else str(rank),
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="1" if machines else "2",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     resumed = case.get("resumed")
     more = {}
     if "memory" in case:  # no tensor of the small model is large enough to be compressed, and none is in fp64
         activation_compression._SMALLEST = 128
         more = {"model": lambda: llama(torch.float32), "memory": case["memory"], "optim": "sgd"}
-    done = train(folder / (resumed or case["name"]), prepare=failing(case), resume=bool(resumed), **{**FIELDS, **more})
+    more |= case.get("fields", {})
+    output = folder / f"machine{rank}" / case["name"] if machines else folder / (resumed or case["name"])
+    done = train(output, prepare=failing(case), resume=bool(resumed), **{**FIELDS, **more})
     if rank == 0:
         torch.save(done.weights, folder / f"{case['name']}.pt")
     watching = [thread.name for thread in threading.enumerate() if thread.name == "hf_memopt peers"]
@@ -84,14 +101,16 @@ def run(case, folder: Path) -> None:
             try:
                 child(case, rank, port, folder)
                 code = 0
-            except SystemExit as end:
-                code = end.code
+            except TrainingOutOfMemory as end:
+                code = end.exit_code
+            except Exception:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(number)
     codes = {}
-    while len(codes) < 2 and time.monotonic() < began + 60:
+    while len(codes) < 2 and time.monotonic() < began + _HANGS:
         for rank, number in enumerate(children):
             if rank not in codes and (ended := os.waitpid(number, os.WNOHANG))[0]:
                 codes[rank] = os.waitstatus_to_exitcode(ended[1])
@@ -100,8 +119,8 @@ def run(case, folder: Path) -> None:
         if rank not in codes:
             os.kill(number, 9)
             os.waitpid(number, 0)
-    told = {"codes": [codes.get(rank, "hangs") for rank in range(2)], "seconds": time.monotonic() - began}
-    (folder / f"{case['name']}.json").write_text(json.dumps(told))
+    ended = {"codes": [codes.get(rank, "hangs") for rank in range(2)]}
+    (folder / f"{case['name']}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 import platform
 import shutil
 import sys
@@ -13,6 +12,7 @@ from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.compatibility.config_files import check_config_file
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
+from hf_memopt.hardware.compiler import compiler, has_libaio
 
 # Package -> what goes missing without it.
 _PACKAGES = {
@@ -43,7 +43,7 @@ def check_files(files: list[str], as_json: bool) -> None:
 
 def examine(as_json: bool) -> None:
     """Report on this machine."""
-    logging.getLogger("hf_memopt").setLevel(logging.ERROR)  # the table says what the announcements would
+    logging.getLogger("hf_memopt").setLevel(logging.ERROR)  # the table says so; this process is the command's
     report = _report()
     if as_json:
         print_json(report)
@@ -133,12 +133,12 @@ def _compiler_problems(packages: dict) -> list[str]:
     if not packages["deepspeed"]["version"]:
         return []
     problems = []
-    if not shutil.which(os.environ.get("CXX", "g++")):
+    if compiler() is None:
         problems.append("no C++ compiler: DeepSpeed cannot build its CPU optimizer for the offload strategies")
+    elif sys.platform == "linux" and not has_libaio():
+        problems.append("libaio is missing (package libaio-dev): strategy zero3_offload_nvme cannot be built")
     if importlib.util.find_spec("ninja") is None and not shutil.which("ninja"):
         problems.append("ninja is not installed (pip install ninja): DeepSpeed cannot build its operators")
-    if sys.platform == "linux" and not os.path.exists("/usr/include/libaio.h"):
-        problems.append("libaio.h is missing (package libaio-dev): strategy zero3_offload_nvme cannot be built")
     return problems
 
 

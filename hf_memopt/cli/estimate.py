@@ -94,7 +94,10 @@ def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> 
 
 
 def import_libraries() -> None:
-    """Collecting garbage while thousands of modules are made takes half a second and finds none."""
+    """Collecting garbage while thousands of modules are made takes half a second and finds none.
+
+    The modules stay frozen: this is the command's own process.
+    """
     working("loading transformers")
     gc.disable()
     try:

@@ -1,18 +1,15 @@
 """Which optimizer × backend × device × quantisation work together; says why not and what instead."""
 
 from hf_memopt.compatibility.config_files import check_config_file
-from hf_memopt.compatibility.launch import (
-    deepspeed_strategy,
-    launched_config_file,
-    launched_strategy,
-    split_strategy,
-    world_size,
-)
+from hf_memopt.compatibility.engine import Engine, deepspeed_strategy, split_strategy
+from hf_memopt.compatibility.launch import launched_config_file, launched_strategy, world_size
+from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import RULES, Rule
 from hf_memopt.compatibility.setup import Setup, check, refusals
 
 __all__ = [
     "RULES",
+    "Engine",
     "Rule",
     "Setup",
     "check",
@@ -21,6 +18,7 @@ __all__ = [
     "launched_config_file",
     "launched_strategy",
     "refusals",
+    "resolve_engine",
     "split_strategy",
     "world_size",
 ]

@@ -2,23 +2,47 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.files import read_json
+from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true
+
+# Sizes of accelerate's ParallelismConfig; their product is the number of processes.
+PARALLEL = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+LAUNCHER = "accelerate launch"  # an Engine's source
 
 
 def launched_strategy() -> str | None:
     """The strategy that this process was started with.
 
     Returns:
-        `ddp`, `fsdp2`, or a name as in accelerate_configs/deepspeed (zero2, zero3_offload_cpu, …); None where the
-        process is alone and without an engine.
+        `ddp`, `fsdp2` (of either version), or a name as in accelerate_configs/deepspeed (zero2, zero3_offload_cpu, …);
+        None where the process is alone and without an engine.
     """
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        return "fsdp2"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        return _launched_zero()
-    return "ddp" if world_size() > 1 else None
+    engine = launched_engine()
+    return engine.strategy if engine else "ddp" if world_size() > 1 else None
+
+
+def launched_engine() -> Engine | None:
+    """The engine that accelerate takes from the environment where nothing else names one; None without any."""
+    if is_true(os.environ.get("ACCELERATE_USE_FSDP")):
+        version = int(os.environ.get("FSDP_VERSION", "1"))
+        return Engine.of_fsdp(version, os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"), LAUNCHER)
+    if is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED")):
+        return Engine.of_deepspeed(_launched_zero(), LAUNCHER)
+    return None
+
+
+def chosen_by_launcher() -> Engine | None:
+    """launched_engine() where a launcher chose its settings.
+
+    accelerate sets ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP by itself for a plugin that it is given, and
+    TrainingArguments (transformers 5.23, `_setup_devices`) delete the former; what only a launcher sets stays.
+    """
+    if _zero_file() or "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ:
+        return Engine.of_deepspeed(_launched_zero(), LAUNCHER)
+    if is_true(os.environ.get("ACCELERATE_USE_FSDP")) and "FSDP_VERSION" in os.environ:
+        return launched_engine()
+    return None
 
 
 def world_size() -> int:
@@ -26,29 +50,22 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def parallel_sizes(config: Any = None) -> dict[str, int]:
+    """How many processes share what.
+
+    Args:
+        config: an accelerate.ParallelismConfig; by default what accelerate's YAML says.
+    """
+    if config is not None:
+        return {name: getattr(config, f"{name}_size") or 1 for name in PARALLEL}
+    if not is_true(os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        return dict.fromkeys(PARALLEL, 1)
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in PARALLEL}
+
+
 def sequence_parallel_size() -> int:
     """The number of processes that share one batch's tokens (Ulysses); 1 where accelerate's YAML says nothing."""
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
-        return 1
-    return int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))
-
-
-def deepspeed_strategy(config: dict) -> str:
-    """The strategy's name for a DeepSpeed configuration: zero2, zero3_offload_nvme, zero3_plus_plus, …"""
-    zero = config.get("zero_optimization", {})
-    name = f"zero{zero.get('stage', 0)}"
-    if zero.get("zero_quantized_weights"):
-        return f"{name}_plus_plus"
-    device = zero.get("offload_optimizer", {}).get("device", "none")
-    return name if device in ("none", None) else f"{name}_offload_{device}"
-
-
-def split_strategy(strategy: str) -> tuple[str, str]:
-    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu), tp8 -> (tp, none)."""
-    if is_mesh(strategy):
-        return "tp" if strategy.startswith("tp") else "hsdp", "none"
-    engine, _, offload = strategy.partition("_offload_")
-    return engine.removesuffix("_plus_plus"), offload or "none"
+    return parallel_sizes()["sp"]
 
 
 def launched_config_file() -> Path | None:
@@ -68,10 +85,15 @@ def launched_config_file() -> Path | None:
     return None
 
 
-def _launched_zero() -> str:
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if file not in ("none", "None", ""):
-        return deepspeed_strategy(read_json(file))
-    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+def _launched_zero() -> dict[str, Any]:
+    """The configuration that accelerate's DeepSpeedPlugin makes of the environment."""
+    if file := _zero_file():
+        return dict(deepspeed_config(Path(file)))
+    stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    return f"zero{stage}" + (f"_offload_{device}" if device in ("cpu", "nvme") else "")
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}}}
+
+
+def _zero_file() -> str | None:
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return None if file in ("none", "None", "") else file

@@ -21,18 +21,20 @@ PAGED = frozenset(name for name in BITSANDBYTES if name.startswith("paged_"))
 LAYERWISE = frozenset({
     "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise",
 })  # fmt: skip
+STEPS_IN_BACKWARD = LAYERWISE | {"lomo", "adalomo"}
 # What map_pytorch_optim_to_deepspeed turns into the same algorithm on the host.
 KEPT_UNDER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
 
 ZERO = frozenset({"zero1", "zero2", "zero3"})
 CUT_UP = frozenset({"hsdp", "tp"})  # by transformers' DistributedConfig
+FSDP = frozenset({"fsdp1", "fsdp2"})
 DTENSOR = CUT_UP | {"fsdp2"}
-SHARDED = ZERO | DTENSOR
-DISTRIBUTED = SHARDED | {"ddp"}
+SHARDED = ZERO | CUT_UP | FSDP
+DISTRIBUTED = SHARDED | {"ddp", "zero0"}
 OFFLOADED = frozenset({"cpu", "nvme"})
 GPU = frozenset({"cuda", "rocm", "mps", "xpu"})
 
-# optim -> the package that provides it, where it is not torch's or transformers' own.
+# optim -> the module that provides it, where it is not torch's or transformers' own.
 PACKAGES = {
     **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
@@ -42,9 +44,13 @@ PACKAGES = {
     **dict.fromkeys(("lomo", "adalomo"), "lomo_optim"),
     **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), "schedulefree"),
     "grokadamw": "grokadamw",
-    "stable_adamw": "torch_optimi",
+    "stable_adamw": "optimi",
     "adamw_anyprecision": "torchdistx",
 }
+
+
+# All of transformers' but torch's AdamW and its variants.
+_OTHER_OPTIMIZERS = frozenset(PACKAGES) | {"adafactor", "sgd", "adagrad", "rmsprop"}
 
 
 @dataclass(frozen=True)
@@ -73,17 +79,25 @@ def _rule(reason: str, instead: str, source: str, **when) -> Rule:
 
 
 RULES = [
+    # Optimizer × DeepSpeed
+    _rule("Trainer ignores optim and takes the JSON's optimizer", "a JSON without `optimizer`, or optim=adamw_torch",
+          "source: transformers.integrations.deepspeed.deepspeed_optim_sched",
+          optim=_OTHER_OPTIMIZERS, strategy=ZERO | {"zero0"}, engine_optimizer=True),
     # Optimizer × offload
     _rule("accelerate replaces it by DeepSpeedCPUAdam with fp32 states and L2 decay, which is neither 8-bit nor AdamW",
           "optim=adamw_torch (DeepSpeedCPUAdam in AdamW mode)",
           "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
-          optim=BNB_8BIT, strategy=ZERO, offload=OFFLOADED),
+          optim=BNB_8BIT, strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
     _rule("accelerate replaces it by DeepSpeedCPUAdam in L2 mode, a different algorithm",
           "optim=adamw_torch, or optim=lion_32bit (DeepSpeedCPULion)",
           "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
-          optim=BNB_LION | {"paged_lion_32bit"}, strategy=ZERO, offload=OFFLOADED),
+          optim=BNB_LION | {"paged_lion_32bit"}, strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
+    _rule("accelerate replaces it by DeepSpeedCPUAdam, a different algorithm", "optim=adamw_torch",
+          "source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+          optim=_OTHER_OPTIMIZERS - KEPT_UNDER_OFFLOAD - BNB_8BIT - BNB_LION - {"paged_lion_32bit", "adafactor"},
+          strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
     _rule("accelerate passes its parameter groups to DeepSpeedCPUAdam, whose step fails with a TypeError",
-          "optim=adamw_torch", "run", optim="adafactor", strategy=ZERO, offload=OFFLOADED),
+          "optim=adamw_torch", "run", optim="adafactor", strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
     # Optimizer × FSDP2
     _rule("its kernel mixes Tensor and DTensor and raises at the first step (bitsandbytes issue 1633)",
           "optim=adamw_torch_8bit (needs torchao) or optim=adamw_torch_fused",
@@ -110,7 +124,7 @@ RULES = [
           "source: transformers.modeling_utils (needs_zero3_init … and not quantized); transformers issue 30663",
           method="qlora", strategy="zero3"),
     _rule("4-bit weights stored as uint8 are left out of sharding", "quantization.bnb_4bit_quant_storage=bfloat16",
-          "source: accelerate.utils.fsdp_utils", method="qlora", strategy="fsdp2", quant_storage="uint8"),
+          "source: accelerate.utils.fsdp_utils", method="qlora", strategy=FSDP, quant_storage="uint8"),
     _rule("its packed weights lose their quantisation state when they are cut up ('DTensor' object has no attribute "
           "'compress_statistics')", "strategy fsdp2 or zero2, or method=lora", "run on gloo",
           method="qlora", strategy=CUT_UP),
@@ -131,13 +145,13 @@ RULES = [
     # Devices and engines
     _rule("neither NCCL nor gloo nor DeepSpeed works with Apple's MPS", "strategy none, one process",
           "source: torch.distributed has no MPS backend", device="mps", strategy=DISTRIBUTED),
-    _rule("accelerate does not start FSDP on a CPU", "strategy ddp or zero3", "run", device="cpu", strategy="fsdp2"),
+    _rule("accelerate does not start FSDP on a CPU", "strategy ddp or zero3", "run", device="cpu", strategy=FSDP),
     _rule("accelerate lets tensor parallelism run on accelerators only", "hsdpN, ddp or zero3",
           "run; accelerate.ParallelismConfig._validate_accelerator", device="cpu", strategy="tp"),
     _rule("checkpointing by both FSDP and TrainingArguments recomputes twice, and Trainer raises",
           "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
           "source: transformers.Trainer.create_accelerator_and_postprocess",
-          strategy="fsdp2", activation_checkpointing=True),
+          strategy=FSDP, activation_checkpointing=True, engine_checkpointing=True),
     _rule("auto_find_batch_size restarts the schedule with kept weights, and ZeRO-3 refuses it",
           "a fixed per_device_train_batch_size", "run", auto_find_batch_size=True, strategy="zero3"),
 ]  # fmt: skip

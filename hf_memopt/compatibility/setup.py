@@ -2,9 +2,12 @@
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 from hf_memopt.compatibility.rules import PACKAGES, RULES
 from hf_memopt.errors import InputError
+
+_ON_PYPI = {"optimi": "torch-optimi"}  # where the name is another than the module's
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Setup:
     Attributes:
         optim: as in TrainingArguments.
         method: full | lora | qlora.
-        strategy: none | ddp | zero1 | zero2 | zero3 | fsdp2 | hsdp | tp.
+        strategy: none | ddp | zero0 | zero1 | zero2 | zero3 | fsdp1 | fsdp2 | hsdp | tp (Engine.name).
         offload: where the optimizer states are: none | cpu | nvme.
         device: cuda | rocm | mps | xpu | cpu.
         precision: bf16 | fp16 | fp32, of the computation.
@@ -24,6 +27,8 @@ class Setup:
         activation_checkpointing, auto_find_batch_size: as in TrainingArguments.
         accumulates: gradient_accumulation_steps > 1.
         replicated: more processes than share the weights hold replicas (hsdpN).
+        engine_checkpointing: FSDP checkpoints activations itself.
+        engine_optimizer: the DeepSpeed JSON names an optimizer, which Trainer takes instead of `optim`.
     """
 
     optim: str = "adamw_torch_fused"
@@ -40,6 +45,14 @@ class Setup:
     auto_find_batch_size: bool = False
     accumulates: bool = False
     replicated: bool = False
+    engine_checkpointing: bool = False
+    engine_optimizer: bool = False
+
+
+def quant_storage(quantization: Any) -> str:
+    """bnb_4bit_quant_storage of a BitsAndBytesConfig or of its fields, by name."""
+    config = quantization if isinstance(quantization, dict) else vars(quantization or object)
+    return str(config.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
 
 
 def refusals(setup: Setup) -> list[str]:
@@ -62,8 +75,8 @@ def check(setup: Setup) -> None:
     package = PACKAGES.get(setup.optim)
     if package and importlib.util.find_spec(package) is None:
         raise InputError(
-            f"optim={setup.optim} needs {package}, which is not installed: pip install {package.replace('_', '-')}, "
-            "or use optim=adamw_torch"
+            f"optim={setup.optim} needs {package}, which is not installed: pip install "
+            f"{_ON_PYPI.get(package, package.replace('_', '-'))}, or use optim=adamw_torch"
         )
     if setup.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
@@ -71,14 +84,17 @@ def check(setup: Setup) -> None:
         )
 
 
+_WORDS = {"strategy": "with {}", "offload": "with optimizer states offloaded to {}", "device": "on {}"}
+_SWITCHES = {
+    "accumulates": "with gradient_accumulation_steps > 1",
+    "replicated": "with replicas",
+    "engine_checkpointing": "with fsdp_activation_checkpointing",
+    "engine_optimizer": "with an optimizer in the DeepSpeed JSON",
+}
+
+
 def _named(rule, setup: Setup) -> str:
     """The setup's fields that a row matched, as `field=value` with a connective that reads well."""
-    words = {"strategy": "with {}", "offload": "with optimizer states offloaded to {}", "device": "on {}"}
-    shown = [name for name in rule.when if name not in ("native_bf16", "accumulates", "replicated")]
-    if "accumulates" in rule.when:
-        words["accumulates"] = "with gradient_accumulation_steps > 1"
-        shown.append("accumulates")
-    if "replicated" in rule.when:
-        words["replicated"] = "with replicas"
-        shown.append("replicated")
-    return " ".join(words.get(name, name + "={}").format(getattr(setup, name)) for name in shown)
+    shown = [name for name in rule.when if name not in _SWITCHES and name != "native_bf16"]
+    words = [_WORDS.get(name, name + "={}").format(getattr(setup, name)) for name in shown]
+    return " ".join(words + [_SWITCHES[name] for name in rule.when if name in _SWITCHES and getattr(setup, name)])

@@ -1,6 +1,6 @@
 """Frames of a video file: only the chosen ones, evenly spaced over all of it, never more than a limit."""
 
-import contextlib
+import errno
 import io
 import itertools
 import math
@@ -13,6 +13,8 @@ import numpy
 from hf_memopt.errors import InputError, one_line
 
 _THREADS = 4  # of a decoder, which hold a frame each and more; data loaders have several decoders
+_HOST_SHARE = 0.5  # of free host memory that a clip's frames may take: their tensors and other workers need some too
+_MIB = 2**20
 _STEADY = 0.3  # of a frame's duration: how far containers round the times of frames that are evenly spaced
 
 
@@ -70,7 +72,7 @@ def read_clip(path: str | Path | io.BytesIO, max_frames: int | None = 100, fps: 
 
     Raises:
         BadVideo: the file has no frames that can be decoded.
-        InputError: a limit that cannot be.
+        InputError: a limit that cannot be, or more frames than host memory holds.
     """
     _check_limits(max_frames, fps, max_pixels)
     import av
@@ -81,9 +83,9 @@ def read_clip(path: str | Path | io.BytesIO, max_frames: int | None = 100, fps: 
         clip = _decoded(path, times, limits, size) if times else None
         # Where the list is wrong (damaged files, containers without times), what decodes is counted first.
         clip = clip or _decoded(path, _decoded_times(path), limits, size)
+    except InputError:
+        raise
     except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
-        if isinstance(error, BadVideo):
-            raise
         raise _unreadable(path, error) from error
     if clip is None:
         raise BadVideo(f"{name_of(path)}: none of its frames can be decoded")
@@ -102,14 +104,43 @@ def glance(path, max_frames: int | None = 100, fps: float | None = None, max_pix
         with _opened(path) as container:
             stream = _video_stream(container, path)
             rate = float(stream.average_rate or stream.guessed_rate or 24)
-            seconds = (
-                stream.duration * stream.time_base if stream.duration else (container.duration or 0) / av.time_base
-            )
-            total = stream.frames or max(1, round(float(seconds) * rate))
-            count = frame_count(total, total / rate, max_frames, fps)
+            total, seconds = _stated_length(container, stream, rate) or _counted_length(container, stream, rate)
+            count = frame_count(total, seconds, max_frames, fps)
             return float(count * min(stream.height * stream.width, max_pixels or math.inf))
-    except (av.FFmpegError, OSError) as error:
+    except (av.FFmpegError, OSError, MemoryError) as error:
         raise _unreadable(path, error) from error
+
+
+def _stated_length(container, stream, rate: float) -> tuple[int, float] | None:
+    """Frames and seconds by the header; None where it does not say them, as in streams that were written live."""
+    import av
+
+    if stream.frames:
+        return stream.frames, stream.frames / rate
+    if stream.duration:
+        seconds = float(stream.duration * stream.time_base)
+    elif container.duration:
+        seconds = container.duration / av.time_base
+    else:
+        return None
+    total = max(1, round(seconds * rate))
+    return total, total / rate
+
+
+def _counted_length(container, stream, rate: float) -> tuple[int, float]:
+    """Frames and seconds by the packets, of which none is decoded."""
+    import av
+
+    total, times = 0, []
+    try:
+        for packet in container.demux(stream):
+            if packet.size and not packet.is_discard:
+                total += 1
+                times += [packet.pts * packet.time_base] if packet.pts is not None else []
+    except av.FFmpegError as error:  # cut off: the packets before are there
+        _raise_if_out_of_memory(error)
+    seconds = float(max(times) - min(times)) if len(set(times)) > 1 else 0.0
+    return max(1, total), (seconds * total / (total - 1) if seconds else total / rate)
 
 
 def _opened(path):
@@ -126,8 +157,29 @@ def name_of(path) -> str:
     return "a file within the data set" if isinstance(path, io.BytesIO) else str(path)
 
 
-def _unreadable(path, error: Exception) -> BadVideo:
+def _unreadable(path, error: Exception) -> InputError:
+    """A file that is no video, or a host without memory for it, which says nothing about the file."""
+    if _is_out_of_memory(error):
+        return out_of_host_memory(path, error)
     return BadVideo(f"{name_of(path)}: not a video that can be read ({one_line(error)})")
+
+
+def out_of_host_memory(path, error: Exception) -> InputError:
+    """The error for a medium during whose decoding host memory ended."""
+    return InputError(
+        f"{name_of(path)}: host memory ran out while it was decoded ({one_line(error)}): lower --max_frames, "
+        "--max_pixels_per_frame or --dataloader_num_workers"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's and numpy's own, or the system's number in an error of FFmpeg."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+
+
+def _raise_if_out_of_memory(error: Exception) -> None:
+    if _is_out_of_memory(error):
+        raise MemoryError(one_line(error)) from error
 
 
 def _check_limits(max_frames, fps, max_pixels) -> None:
@@ -184,8 +236,8 @@ def _listed_times(path) -> _Times | None:
                 duration = packet.duration or duration
                 if packet.is_keyframe:
                     keys.append(packet.pts)
-        except av.FFmpegError:  # cut off: the packets before are there
-            pass
+        except av.FFmpegError as error:  # cut off: the packets before are there
+            _raise_if_out_of_memory(error)
         base = float(stream.time_base)
         stamps.sort()
         if not stamps or len(set(stamps)) < len(stamps):
@@ -216,10 +268,15 @@ def _frames(container, stream):
     while True:
         try:
             packet = next(packets, None)
-        except av.FFmpegError:
+        except av.FFmpegError as error:
+            _raise_if_out_of_memory(error)
             packet = None
-        with contextlib.suppress(av.FFmpegError):
-            yield from stream.decode(packet)
+        try:
+            decoded = stream.decode(packet)
+        except av.FFmpegError as error:
+            _raise_if_out_of_memory(error)
+            decoded = []
+        yield from decoded
         if packet is None or packet.size == 0:
             return
 
@@ -251,9 +308,10 @@ def _decoded(path, times: _Times, limits, size) -> Clip | None:
     if not times.seconds:
         return None
     chosen = _chosen(times, limits)
-    store, found = _Store(len(chosen), *size), 0
+    store, found = _Store(name_of(path), len(chosen), *size), 0
     with _opened(path) as container:
         stream = _video_stream(container, path)
+        store.check_host_memory(stream.height, stream.width)
         if times.stamps is None:
             wanted = set(chosen)
             for index, frame in enumerate(_frames(container, stream)):
@@ -295,12 +353,30 @@ class _Store:
     """A buffer for the chosen frames, and the one scaler that fills it: one made per frame takes 20 times as long
     (PyAV issue 2200)."""
 
-    def __init__(self, count: int, max_pixels: int | None, side_multiple: int):
+    def __init__(self, name: str, count: int, max_pixels: int | None, side_multiple: int):
         from av.video.reformatter import VideoReformatter
 
-        self.count, self.max_pixels, self.side_multiple = count, max_pixels, side_multiple
+        self.name, self.count, self.max_pixels, self.side_multiple = name, count, max_pixels, side_multiple
         self.scaler = VideoReformatter()
         self.frames = None
+
+    def check_host_memory(self, height: int, width: int) -> None:
+        """Refuse, before anything is decoded, frames that would take more than their share of host memory.
+
+        Raises:
+            InputError: says how many frames fit.
+        """
+        import psutil
+
+        height, width = capped_size(height, width, self.max_pixels, self.side_multiple)
+        frame, available = 3 * height * width, psutil.virtual_memory().available
+        fitting = int(available * _HOST_SHARE) // max(1, frame)
+        if self.count > fitting:
+            raise InputError(
+                f"{self.name}: {self.count} frames of {width} × {height} pixels take "
+                f"{self.count * frame / _MIB:,.0f} MiB of host memory, of which {available / _MIB:,.0f} MiB are free: "
+                f"use --max_frames {max(1, fitting)} or fewer, or --max_pixels_per_frame"
+            )
 
     def put(self, index: int, frame) -> None:
         height, width = capped_size(frame.height, frame.width, self.max_pixels, self.side_multiple)
@@ -310,7 +386,7 @@ class _Store:
         if self.frames is None:
             self.frames = numpy.empty((self.count, 3, *picture.shape[:2]), numpy.uint8)
         if self.frames.shape[2:] != picture.shape[:2]:
-            raise BadVideo(f"the frames change their size from {self.frames.shape[2:]} to {picture.shape[:2]}")
+            raise BadVideo(f"{self.name}: its frames change size from {self.frames.shape[2:]} to {picture.shape[:2]}")
         self.frames[index] = picture.transpose(2, 0, 1)
 
 

@@ -1,9 +1,12 @@
 """Where the rows come from: the embedded corpus, local files or a hub data set, split into training and held out."""
 
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from hf_memopt.errors import InputError, as_input_error, one_line
+from hf_memopt.data.columns import FORMS, find_form, find_unused
+from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -15,19 +18,11 @@ _FORMATS = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "paragraph"}),
 }
-# What a row may hold, best first: the name of the format -> the columns that it needs.
-COLUMNS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt/completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
 
 
 def load_rows(source, config=None, split="train", held_out_split=None, held_out=0.05, streaming=False, buffer=10_000,
-              seed=42):  # fmt: skip
-    """Training rows, held-out rows and the format of their columns.
+              seed=42, ignore: Sequence[str] = (), with_media: bool = False):  # fmt: skip
+    """Training rows, held-out rows and the form of their columns (a name in columns.FORMS).
 
     Args:
         source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files or of
@@ -37,6 +32,8 @@ def load_rows(source, config=None, split="train", held_out_split=None, held_out=
         held_out_split: the split to evaluate on; without one, `held_out` of the training rows are set aside.
         held_out: a share below 1, or a number of rows.
         streaming: read while training, through a shuffle buffer of `buffer` rows, for data larger than memory.
+        ignore: columns to leave out.
+        with_media: the recipe trains on videos and images.
 
     Raises:
         InputError: nothing there, no rows, or no columns that are known.
@@ -45,13 +42,34 @@ def load_rows(source, config=None, split="train", held_out_split=None, held_out=
     for name in filter(None, (split, held_out_split)):
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
-    rows = splits[split]
-    columns = _columns(rows, source)
+    rows, test = (_without(splits.get(name), ignore, source) for name in (split, held_out_split))
+    form = _columns(rows, source)
+    _announce(find_unused(_column_names(rows, source), form, with_media), source)
     if streaming:
-        train, test = _set_aside_streaming(rows, splits.get(held_out_split), held_out, buffer, seed)
+        train, test = _set_aside_streaming(rows, test, held_out, buffer, seed)
     else:
-        train, test = _set_aside(rows, splits.get(held_out_split), held_out, seed, source)
-    return train, test, columns
+        train, test = _set_aside(rows, test, held_out, seed, source)
+    return train, test, form
+
+
+def _without(rows, ignore: Sequence[str], source):
+    """The rows without some columns.
+
+    Raises:
+        InputError: there is no such column.
+    """
+    if rows is None or not ignore:
+        return rows
+    names = _column_names(rows, source)
+    for name in ignore:
+        if name not in names:
+            raise choose("column of ignore_columns", name, names)
+    return rows.remove_columns(list(ignore))
+
+
+def _announce(unused: list[str], source) -> None:
+    if unused and os.environ.get("RANK", "0") == "0":
+        logger.warning("data set %r: columns not used: %s", str(source), ", ".join(unused))
 
 
 def _open(source, config, streaming) -> dict:
@@ -93,21 +111,26 @@ def _embedded(source: str):
     return Dataset.from_dict({"messages": messages})
 
 
+def _column_names(rows, source) -> list[str]:
+    """The columns; a stream may tell them only by its first row."""
+    if rows.column_names is not None:
+        return rows.column_names
+    try:
+        return list(next(iter(rows)))
+    except StopIteration:
+        raise InputError(f"data set {source!r} is empty") from None
+    except Exception as error:
+        raise InputError(f"data set {source!r}: {one_line(error)}") from error
+
+
 def _columns(rows, source) -> str:
-    """The name of the first known format whose columns the rows have."""
-    found = rows.column_names
-    if found is None:  # a stream tells its columns only by its first row
-        try:
-            found = list(next(iter(rows)))
-        except StopIteration:
-            raise InputError(f"data set {source!r} is empty") from None
-        except Exception as error:
-            raise InputError(f"data set {source!r}: {one_line(error)}") from error
-    for name, needed in COLUMNS.items():
-        if set(needed) <= set(found):
-            return name
-    accepted = "; ".join(" + ".join(needed) for needed in COLUMNS.values())
-    raise InputError(f"data set {source!r} has the columns {', '.join(found) or 'none'}; accepted are: {accepted}")
+    """The name of the first form whose columns the rows have."""
+    names = _column_names(rows, source)
+    form = find_form(names)
+    if form is None:
+        accepted = "; ".join(" + ".join(form.needed) for form in FORMS.values())
+        raise InputError(f"data set {source!r} has the columns {', '.join(names) or 'none'}; accepted are: {accepted}")
+    return form
 
 
 def _set_aside(rows, test, held_out: float, seed: int, source):

@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Iterable
 
-from hf_memopt.data.conversations import role_of
+from hf_memopt.data.chat import Chat
+from hf_memopt.data.columns import SYSTEM, check_columns, row_number
+from hf_memopt.data.turns import joined_text, read_messages, read_tools
 from hf_memopt.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -25,8 +27,8 @@ def packed(rows, columns: str, tokenizer, length: int, source: str = ""):
         InputError: the texts together are shorter than one block.
     """
 
-    def tokenize(batch):
-        texts = [_text(row, columns, tokenizer)[0] for row in _rows(batch)]
+    def tokenize(batch, indices):
+        texts = [text(row, index)[0] for row, index in zip(_rows(batch), indices, strict=True)]
         ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
         return {"ids": [[*tokens, tokenizer.eos_token_id] for tokens in ids]}
 
@@ -38,8 +40,11 @@ def packed(rows, columns: str, tokenizer, length: int, source: str = ""):
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-text token (eos_token), which packing puts between texts")
     plain = _prepare_template(rows, columns, tokenizer)
+    text = _reader(rows, columns, tokenizer, plain, source)
     described = _describe(rows)
-    tokenized = rows.map(tokenize, batched=True, remove_columns=rows.column_names, **described("tokenizing"))
+    tokenized = rows.map(
+        tokenize, batched=True, with_indices=True, remove_columns=rows.column_names, **described("tokenizing")
+    )
     blocks = tokenized.map(block, batched=True, remove_columns=["ids"], **described("packing"))
     if hasattr(blocks, "__len__") and len(blocks) == 0:
         raise InputError(
@@ -57,13 +62,13 @@ def answered(rows, columns: str, tokenizer, length: int, source: str = ""):
         InputError: no row keeps an answer.
     """
 
-    def encode(row):
-        text, spans = _text(row, columns, tokenizer)
-        return _encode(text, spans, tokenizer, length, plain)
+    def encode(row, index):
+        return _encode(*text(row, index), tokenizer, length, plain)
 
     plain = _prepare_template(rows, columns, tokenizer)
+    text = _reader(rows, columns, tokenizer, plain, source)
     described = _describe(rows)
-    encoded = rows.map(encode, remove_columns=rows.column_names, **described("tokenizing"))
+    encoded = rows.map(encode, with_indices=True, remove_columns=rows.column_names, **described("tokenizing"))
     kept = encoded.filter(
         lambda row: any(label != IGNORED for label in row["labels"]), **described("checking answers")
     )
@@ -143,58 +148,53 @@ def _encode(text: str, spans: list[tuple[int, int]], tokenizer, length: int, add
     return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "labels": labels}
 
 
-def _text(row: dict, columns: str, tokenizer) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a row, and the character spans of the answers in it."""
-    if columns == "text":
+def _reader(rows, form: str, tokenizer, plain: bool, source: str):
+    """A function (row, its place among the rows) -> its text, and the character spans of the answers in it."""
+    chat = Chat(tokenizer)
+    numbers = getattr(rows, "_indices", None)
+    order = "" if hasattr(rows, "__len__") else " in the order that the stream is read"
+
+    def read(row: dict, index: int) -> tuple[str, list[tuple[int, int]]]:
+        where = f"{source or 'the data'}: row {row_number(numbers, index)}{order}"
+        check_columns(row, form, where)
+        if plain:
+            return _plain_text(row, form, tokenizer.eos_token, where)
+        messages = [{**message, "content": joined_text(message["content"], where)}
+                    for message in read_messages(row, form, where)]  # fmt: skip
+        return chat.text_and_answers(messages, read_tools(row, where), where)
+
+    return read
+
+
+def _plain_text(row: dict, form: str, end: str | None, where: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text, all of which is trained, or a prompt and its completion, as they are."""
+    if form == "text":
         text = row["text"] or ""
         return text, [(0, len(text))]
-    if columns == "messages":
-        return answer_spans(row["messages"], tokenizer)
-    if columns == "conversations":
-        return answer_spans([_turn(role_of(turn), turn["value"]) for turn in row["conversations"]], tokenizer)
-    if columns == "alpaca":
-        question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
-        return answer_spans([_turn("user", question), _turn("assistant", row["output"])], tokenizer)
-    if isinstance(row["prompt"], list):
-        return answer_spans(row["prompt"] + row["completion"], tokenizer)
+    if read_tools(row, where):
+        raise InputError(f"{where}: tools are for messages: write prompt and completion as lists of messages")
+    if not (isinstance(row["prompt"], str) and isinstance(row["completion"], str)):
+        raise InputError(f"{where}: prompt and completion must be two texts here, as in the first row")
     text = row["prompt"] + row["completion"]
-    if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
-        text += tokenizer.eos_token
+    if end and not text.endswith(end):
+        text += end
     return text, [(len(row["prompt"]), len(text))]
-
-
-def _turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def answer_spans(messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
-    """The chat template's text, and the spans of what the assistant says, its end marker included.
-
-    Each span is found by rendering the conversation up to and after the answer. Some templates rewrite earlier
-    turns (they drop reasoning); then only the last answer has a certain place, and only it is trained.
-    """
-
-    def render(upto: int, prompt: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=prompt)
-
-    whole = render(len(messages), prompt=False)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = render(index, prompt=True), render(index + 1, prompt=False)
-            if after.startswith(before) and whole.startswith(after):
-                spans.append((len(before), len(after)))
-    return whole, spans
 
 
 def _prepare_template(rows, columns: str, tokenizer) -> bool:
     """Whether the rows are plain text, which takes the tokenizer's special tokens; a chat template writes its own.
 
-    A tokenizer that needs a template and has none gets a plain one, loudly; the model is saved with it.
+    A prompt and a completion that are texts are laid end to end, unless there is a system column: only a chat has a
+    system message. A tokenizer that needs a template and has none gets a plain one, which is announced and saved with
+    the model.
     """
-    first = next(iter(rows), {})
-    if columns == "text" or isinstance(first.get("prompt"), str):
+    if columns == "text":
         return True
+    first = next(iter(rows), {})
+    if columns == "prompt/completion" and isinstance(first.get("prompt"), str):
+        if not any(name in first for name in SYSTEM):
+            return True
+        logger.warning("prompt and completion have a system message: they are written as a chat")
     if not tokenizer.chat_template:
         logger.warning("the tokenizer has no chat template: turns are written as 'User: …', 'Assistant: …'")
         tokenizer.chat_template = _PLAIN_TEMPLATE

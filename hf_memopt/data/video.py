@@ -10,9 +10,12 @@ import numpy
 import torch
 
 from hf_memopt.data.bad_videos import BadVideos
-from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, name_of, read_clip
+from hf_memopt.data.chat import Chat
+from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, name_of, out_of_host_memory, read_clip
+from hf_memopt.data.columns import row_number
 from hf_memopt.data.conversations import Medium, conversation
-from hf_memopt.data.tokens import IGNORED, answer_spans
+from hf_memopt.data.tokens import IGNORED
+from hf_memopt.data.turns import read_tools
 from hf_memopt.data.video_batch import TOKENS, join
 from hf_memopt.errors import InputError, one_line
 
@@ -67,8 +70,10 @@ class Encoder:
     processor: Any
     limits: Limits
     folder: Path = field(default_factory=Path)
+    chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "chat", Chat(self.processor))
         cap_pixels(self.processor, self.limits.max_pixels_per_frame)
 
     def __call__(self, row: dict, where: str = "row") -> dict[str, torch.Tensor]:
@@ -81,7 +86,7 @@ class Encoder:
             InputError: the prompt alone is too long.
         """
         messages, media = conversation(row, where)
-        text, spans = answer_spans(messages, self.processor)
+        text, spans = self.chat.text_and_answers(messages, read_tools(row, where), where)
         if not spans:
             raise InputError(f"{where}: its answer has no certain place in the chat template's text")
         allowed = self.limits.max_frames
@@ -143,6 +148,8 @@ class Encoder:
         found = self.file_of(source)
         try:
             image = ImageOps.exif_transpose(Image.open(found)).convert("RGB")
+        except MemoryError as error:
+            raise out_of_host_memory(found, error) from error
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise BadVideo(f"{name_of(found)}: not an image that can be read ({one_line(error)})") from error
         height, width = capped_size(image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple)
@@ -158,16 +165,18 @@ class Encoder:
         return _Encoded(kind, text, {name: _tensor(found[name]) for name in sorted(names)}, frames)
 
     def file_of(self, source):
-        """A path, or a file of the bytes that a data set carries."""
+        """A path, or a file of the bytes that a data set carries.
+
+        Raises:
+            BadVideo: there is no such file.
+        """
         if isinstance(source, dict):
             source = io.BytesIO(source["bytes"]) if source.get("bytes") else source.get("path")
         if isinstance(source, bytes):
             source = io.BytesIO(source)
         if isinstance(source, io.BytesIO):
             return source
-        if not source:
-            raise BadVideo("a row names no file")
-        path = Path(str(source)).expanduser()
+        path = Path(source).expanduser()
         path = path if path.is_absolute() else self.folder / path
         if not path.is_file():
             raise BadVideo(f"{path}: no such file")
@@ -291,6 +300,22 @@ class VideoSamples(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def where(self, number: int) -> str:
+        """What a row is called in messages."""
+        return f"{self.name} {row_number(getattr(self.rows, '_indices', None), number)}"
+
+    def check(self, looked_at: float = math.inf) -> None:
+        """Raise where a row's form is not one that is trained on; no file is opened.
+
+        Raises:
+            InputError: names the row and what is wrong with it.
+        """
+        for number, row in enumerate(self.rows):
+            if number >= looked_at:
+                return
+            messages, _ = conversation(row, self.where(number))
+            self.encode.chat.check(messages, read_tools(row, self.where(number)), self.where(number))
+
     def sizes(self, looked_at: float = math.inf) -> list[float]:
         """Pixels of each row's videos, roughly, by the files' headers; what cannot be opened is as good as none.
 
@@ -302,7 +327,7 @@ class VideoSamples(torch.utils.data.Dataset):
     def _pixels(self, number: int) -> float:
         limits = self.encode.limits
         try:
-            _, media = conversation(self.rows[number], f"{self.name} {number}")
+            _, media = conversation(self.rows[number], self.where(number))
             files = [self.encode.file_of(source) for kind, source in media if kind == "video"]
             return sum(glance(file, limits.max_frames, limits.fps, limits.max_pixels_per_frame) for file in files)
         except BadVideo as error:
@@ -315,7 +340,7 @@ class VideoSamples(torch.utils.data.Dataset):
         for step in range(len(self)):
             number = (index + step) % len(self)
             try:
-                return self.encode(self.rows[number], f"{self.name} {number}")
+                return self.encode(self.rows[number], self.where(number))
             except BadVideo as error:
                 self.bad.skip(error)
         raise BadVideo(f"none of the {len(self)} rows has a video that can be decoded")

@@ -8,9 +8,9 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.files import read_json
 from hf_memopt.monitor.growth import ADVICE
+from hf_memopt.oom.causes import LATER_CHANGES, figures_of, reason
+from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
 from hf_memopt.reports.run import entries
-from hf_memopt.training.oom import Diagnosis, OomKind, diagnose_text
-from hf_memopt.training.oom_causes import LATER_CHANGES, figures_of, reason
 
 LARGEST_LOG = 64 * 2**20  # bytes that are read of a log, its end
 

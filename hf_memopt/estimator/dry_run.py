@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.fake_world import cast_in_place
 from hf_memopt.estimator.model import quantize
+from hf_memopt.estimator.trace import generators_kept
 
 
 class Ready(BaseException):
@@ -35,7 +36,7 @@ def trainer_of(script: str, arguments: list[str]):
     path = Path(script)
     if not path.is_file():
         raise InputError(f"{script}: no such file")
-    with _script_environment(path, arguments), _fake_models(), _caught():
+    with generators_kept(), _script_environment(path, arguments), _fake_models(), _caught():
         try:
             runpy.run_path(str(path), run_name="__main__")
         except Ready as ready:

@@ -6,13 +6,14 @@ differs on fake tensors is a fake kernel that allocates otherwise than the real 
 
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from hf_memopt.estimator import known_values
@@ -124,6 +125,11 @@ class Ledger(TorchDispatchMode):
         self._opened = _written_in_torch(accelerator) if fake else {}
         self._replaced = (_ON_ACCELERATOR if accelerator else _ON_CPU) if fake else {}
 
+    def ignore_compile_internals(self) -> bool:
+        """Whether torch.compile works inside as it does without a mode: real training is not to be changed by being
+        measured. torch asks this of every mode (torch.utils._python_dispatch); fake tensors are never compiled."""
+        return not self._fake
+
     def closed(self) -> Books:
         """The books."""
         return Books(self.peaks, self.events, self.segment_of_visit, self.layers, self.unpacked_experts,
@@ -154,14 +160,14 @@ class Ledger(TorchDispatchMode):
 
     def classify(self, tensor: torch.Tensor, kind: str) -> None:
         """Book a tensor's storage under another kind."""
-        key = _storage(tensor)._cdata
-        if key not in self._live:
-            return
-        size, old, allocation = self._live[key]
-        self._live[key] = (size, kind, allocation)
-        self._totals[old] -= size
-        self._totals[kind] += size
-        self._total += size * ((old == HOST) - (kind == HOST))
+        for part in _parts(tensor):
+            key = part.untyped_storage()._cdata
+            if key in self._live:
+                size, old, allocation = self._live[key]
+                self._live[key] = (size, kind, allocation)
+                self._totals[old] -= size
+                self._totals[kind] += size
+                self._total += size * ((old == HOST) - (kind == HOST))
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage no more, whatever is done with it."""
@@ -190,7 +196,10 @@ class Ledger(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Book a tensor's storage, unless it is booked already, empty, or a real tensor without bytes."""
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        for part in _parts(tensor):
+            self._add_part(part)
+
+    def _add_part(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or self.paused or storage.nbytes() == 0:
@@ -252,8 +261,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if types and any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # a shard of a larger tensor: its own operators come here again, on the shard
+        if types and any(map(_is_made_of_tensors, types)):
+            return NotImplemented  # its own operators come here again, on the tensors that it is made of
         if self._fake and func in _SCALARS:
             known = known_values.value_of(args[0]) is not None
             return known_values.item_of(args[0]) if known else self._plausible(args[0])
@@ -304,6 +313,22 @@ class Ledger(TorchDispatchMode):
         if tensor.dtype is torch.uint8:
             return 0
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _is_made_of_tensors(kind: type) -> bool:
+    """A shard of a larger tensor, or torchao's quantized tensors (codes and scales)."""
+    return kind.__name__ == "DTensor" or kind.__module__.startswith("torchao.")
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold a tensor's bytes here. A subclass that is made of others has a storage too, of no bytes
+    but with a size."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _storage(tensor: torch.Tensor):

@@ -173,6 +173,9 @@ def _batches_kept_for_metrics(trainer) -> int:
     """Evaluation batches whose logits wait on the device for compute_metrics; 0 where none do."""
     if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
         return 0
+    reduced = getattr(getattr(trainer, "memory_args", None), "reduce_eval_logits", False)
+    if reduced and trainer.preprocess_logits_for_metrics is None:
+        return 0  # only the likeliest tokens are kept
     size = trainer.args.per_device_eval_batch_size
     batches = math.ceil(len(trainer.eval_dataset) / size) if hasattr(trainer.eval_dataset, "__len__") else 1
     return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_memopt.compatibility.engine import Engine, deepspeed_config
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
+from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.setup import Setup, quant_storage, refusals
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.architectures import load_config
@@ -28,7 +31,6 @@ from hf_memopt.estimator.replay import Replay, replay
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.trace import TracedJob, trace
 from hf_memopt.estimator.video import VideoInputs, values_of
-from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
@@ -367,12 +369,36 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     engine = engine_of(fields, strategy, world_size)
     if memory_args is not None:
         check_levers(memory_args, fields, engine, _stage(fields) if engine == "deepspeed" else 0)
-    if quantization_config is not None and engine == "deepspeed" and _stage(fields) == 3:
-        raise InputError("deepspeed: ZeRO-3 cannot shard bitsandbytes' 4-bit weights: use ZeRO-2, or fsdp2")
+    mesh = mesh_of(strategy, world_size) if engine == "mesh" else None
+    method = "qlora" if quantization_config is not None else "full" if peft_config is None else "lora"
+    _check_combination(fields, engine, strategy, mesh, method, dtype, quantization_config)
     return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
                world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video,
                tuple(frozen), neediest_rank(fields, engine, world_size) if rank is None else rank,
-               mesh_of(strategy, world_size) if engine == "mesh" else None)  # fmt: skip
+               mesh)  # fmt: skip
+
+
+def _check_combination(fields, engine, strategy, mesh, method, dtype, quantization) -> None:
+    """Refuse what would be refused before training, on whatever device: an estimate is of a job that can run."""
+    running = Engine(strategy if mesh else engine)
+    if engine == "deepspeed":
+        running = Engine.of_deepspeed(fields["deepspeed"])
+    elif engine == "fsdp2":
+        running = Engine.of_fsdp(2, fsdp_checkpoints(fields))
+    setup = Setup(
+        **running.setup(),
+        optim=fields.get("optim", "adamw_torch_fused"),
+        method=method,
+        precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
+        dtype=dtype,
+        quant_storage=quant_storage(quantization),
+        activation_checkpointing=bool(fields.get("activation_checkpointing")),
+        auto_find_batch_size=bool(fields.get("auto_find_batch_size")),
+        accumulates=fields["gradient_accumulation_steps"] > 1,
+        replicated=mesh is not None and mesh.dp_replicate_size > 1,
+    )
+    for refusal in refusals(setup):
+        raise InputError(refusal)
 
 
 def neediest_rank(fields: dict[str, Any], engine: str, world_size: int) -> int:
@@ -410,38 +436,33 @@ def fields_of(args) -> dict[str, Any]:
         fields.pop(name, None)
     fields.setdefault("per_device_train_batch_size", 8)
     fields.setdefault("gradient_accumulation_steps", 1)
-    optim = getattr(fields.get("optim"), "value", fields.get("optim"))
-    if optim:
-        fields["optim"] = optim.removeprefix("paged_")  # paged states are counted as if they stayed on the device
+    if "optim" in fields:
+        fields["optim"] = getattr(fields["optim"], "value", fields["optim"])
     if fields.get("deepspeed"):
         fields["deepspeed"] = deepspeed_config(fields["deepspeed"])
+    elif not isinstance(args, dict):
+        fields |= _fields_of_engine(resolve_engine(args), fields)
     return fields
+
+
+def _fields_of_engine(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
+    """An engine that the launcher or a plugin chose, as the TrainingArguments fields that would choose it."""
+    if engine.deepspeed is not None:
+        return {"deepspeed": engine.deepspeed}
+    if engine.fsdp_version is None:
+        return {}
+    config = fields.get("fsdp_config")
+    config = config if isinstance(config, dict) else {}
+    return {"fsdp": True, "fsdp_config": {**config, "activation_checkpointing": engine.checkpointing}}
 
 
 def fields_of_trainer(trainer) -> dict[str, Any]:
     """fields_of() a Trainer's arguments, with the engine that `accelerate launch` gave it."""
     fields = fields_of(trainer.args)
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:
-        fields |= {"fsdp": True, "fsdp_config": {"activation_checkpointing": plugin.activation_checkpointing}}
+    fields |= _fields_of_engine(resolve_engine(trainer.args, trainer.accelerator.state), fields)
     if trainer.accelerator.mixed_precision == "fp8":  # what is kept is what bf16 keeps
         fields["bf16"] = True
-    if trainer.args.deepspeed_plugin is not None:
-        fields["deepspeed"] = trainer.args.deepspeed_plugin.hf_ds_config.config
     return fields
-
-
-def deepspeed_config(given: dict | str) -> dict:
-    """A DeepSpeed configuration from itself, a file, or the name of a shipped JSON (zero2, zero3_offload_cpu, …)."""
-    if isinstance(given, dict):
-        return given
-    folder = shipped("accelerate_configs/deepspeed")
-    names = sorted(path.stem for path in folder.glob("*.json"))
-    if given in names:
-        return read_json(folder / f"{given}.json")
-    if "/" not in str(given) and not str(given).endswith(".json"):
-        raise choose("deepspeed configuration", str(given), names)
-    return read_json(given)
 
 
 def engine_of(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:

@@ -17,6 +17,8 @@ from unittest import mock
 import numpy
 import torch
 
+from hf_memopt.compatibility.rules import PACKAGES, STEPS_IN_BACKWARD
+from hf_memopt.errors import one_line
 from hf_memopt.estimator.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.fake_world import fake_world
 from hf_memopt.estimator.follow_engine import follow_engine, tensors_in
@@ -121,7 +123,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     _offload_in_the_books(job, model, ledger)
     trainer.add_callback(_phases()(ledger, trainer))
     with windows:
-        with _sharding(job, trainer, stacks, mesh, ledger):
+        with _sharding(job, trainer, stacks, mesh, ledger), _foreign_optimizer(args.optim):
             trainer.train()
         if job.evaluated:
             _evaluate(job, trainer, ledger)
@@ -167,7 +169,7 @@ def _arguments(job: TracedJob, folder: str):
     kind = TrainingArguments if job.trainer is None else type(job.trainer.args)
     known = {item.name for item in dataclasses.fields(kind) if item.init}
     fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
-    fields["max_steps"] = _STEPS[job.engine]
+    fields["max_steps"] = 2 if fields.get("optim") in STEPS_IN_BACKWARD else _STEPS[job.engine]
     fields["deepspeed"] = _swapped_to(folder, fields["deepspeed"]) if job.engine == "deepspeed" else None
     if fields.pop("fp16", False):  # autocast to fp16 runs on accelerators only; the tensors are as large in bf16
         fields["bf16"] = True
@@ -260,9 +262,10 @@ def _copied(original, model, args):
     trainer.eval_dataset = trainer.compute_metrics = trainer.lr_scheduler = None
     trainer.is_in_train = False
     if hasattr(trainer, "memory_args"):  # a MemoryTrainer: nothing runs out here
-        quiet = {"oom_recovery": False, "probe_worst_batch": False, "max_memory_gib": None}
+        quiet = {"oom_recovery": False, "probe_worst_batch": False, "max_memory_gib": None, "max_batch_size": None}
         vars(trainer).pop("create_optimizer", None)
         trainer.memory_args = dataclasses.replace(trainer.memory_args, **quiet)
+        trainer._compose()
         apply_levers(model, trainer.memory_args, original.args.label_smoothing_factor)
     trainer.place_model_on_device = False
     trainer.create_accelerator_and_postprocess()
@@ -424,6 +427,8 @@ def _phases():
                     weight.grad = torch.empty_like(weight)
                     self.ledger.tag(weight.grad, self.ledger.layer_of(weight))
             self.on_pre_optimizer_step()
+            if hasattr(optimizer.optimizer, "train"):  # schedule-free ones have two modes
+                optimizer.optimizer.train()
             optimizer.optimizer.step()
             self.on_optimizer_step(*state, optimizer=optimizer)
             optimizer.optimizer.zero_grad()
@@ -440,17 +445,41 @@ def _phases():
         def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
             followed = hasattr(self.trainer.model_wrapped, "zero_optimization")  # DeepSpeed's are followed below
             if not followed and not self.trainer.steps_on_host:
-                for states in getattr(optimizer, "optimizer", optimizer).state.values():
-                    for tensor in tensors_in(states):
-                        self.ledger.classify(tensor, "optimizer_states")
+                for tensor in _state_tensors(getattr(optimizer, "optimizer", optimizer)):
+                    self.ledger.classify(tensor, "optimizer_states")
             self.ledger.begin("between", "other")
 
     return Phases
 
 
+def _state_tensors(optimizer):
+    """An optimizer's states, or those of the optimizers that transformers' layer-wise ones keep for every weight."""
+    layerwise = getattr(optimizer, "optimizer_dict", None)
+    for one in layerwise.values() if layerwise else [optimizer]:
+        for states in one.state.values():
+            yield from tensors_in(states)
+
+
+@contextlib.contextmanager
+def _foreign_optimizer(optim):
+    """An optimizer of a package that nothing here is made for may ask for a CUDA device, or for values.
+
+    Raises:
+        ValueError: in its name, for what would be a traceback from inside it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        name = getattr(optim, "value", optim)
+        if PACKAGES.get(name, "bitsandbytes") in ("bitsandbytes", "torchao"):
+            raise
+        raise ValueError(f"optim={name} does not run on tensors without values: {one_line(error)}") from error
+
+
 @contextlib.contextmanager
 def _globals_kept():
-    """A Trainer seeds every generator and resets accelerate's process-wide state, which a real one may be using."""
+    """A Trainer seeds every generator, resets accelerate's process-wide state, which a real one may be using, and with
+    full_determinism changes torch's switches."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     shared = [
@@ -458,19 +487,58 @@ def _globals_kept():
     ]
     for state, _ in shared:
         state.clear()
-    gc.freeze()  # the Trainer collects garbage several times, each time looking at every module that was imported
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    python, numbers = random.getstate(), numpy.random.get_state()
     try:
-        with outside_zero3(), torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
+        with outside_zero3(), _modules_frozen(), _determinism_kept(), generators_kept():
             yield
     finally:
-        gc.unfreeze()
-        random.setstate(python)
-        numpy.random.set_state(numbers)
         for state, before in shared:
             state.clear()
             state.update(before)
+
+
+@contextlib.contextmanager
+def generators_kept():
+    """Python's, numpy's and torch's random generators continue afterwards where they were before."""
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    python, numbers = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+
+
+@contextlib.contextmanager
+def _modules_frozen():
+    """The Trainer collects garbage several times, each time looking at every module that was imported.
+
+    Thawing thaws everything: where the process has frozen objects of its own, they are left as they are.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _determinism_kept():
+    """What transformers' enable_full_determinism sets beside the environment."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = before
 
 
 @contextlib.contextmanager
@@ -486,12 +554,15 @@ def _without_deepspeed(engine: str):
 @contextlib.contextmanager
 def _quiet():
     """The traced Trainer has nothing to tell, and asks fake weights for their address to count tied ones once."""
-    logging.disable(logging.WARNING)
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
+            # On the CPU they are not paged: they are counted as if they stayed on the device.
+            warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)

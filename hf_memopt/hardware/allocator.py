@@ -19,6 +19,7 @@ def configure_allocator() -> str:
 
     Fewer, growing segments fragment less (torchtune issue 1185 reports 16.4 -> 10.8 GiB reserved). Left alone on
     macOS and on ROCm builds, and where the user chose a value. Call it before CUDA starts: first thing in a script.
+    The variable stays set, since the allocator reads it once for the whole process.
 
     Returns:
         The value in force, "" where none is.

@@ -47,17 +47,13 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
 
 
 def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
-    """Have a trainer make its optimizer, and compile, as MemoryArguments say; where transformers sharded its model, no
-    process keeps whole gradients.
+    """Have a trainer make its optimizer as MemoryArguments say; where transformers sharded its model, no process keeps
+    whole gradients.
 
     Args:
         host: how host memory is taken, for optimizer_cpu_offload.
     """
     reduce_at_once(trainer)
-    if memory_args.compile_memory_budget is not None and trainer.args.torch_compile:
-        from hf_memopt.levers.compile_memory_budget import set_memory_budget
-
-        set_memory_budget(memory_args.compile_memory_budget)
     if memory_args.adam_mini or memory_args.optimizer_in_backward or memory_args.optimizer_cpu_offload:
         replace(trainer, "create_optimizer", _creating(trainer, memory_args, host))
 

@@ -79,8 +79,11 @@ class MemoryArguments:
         default=False, metadata={"help": "On CUDA, keep the last allocations, and write them when memory runs out."}
     )
     reduce_eval_logits: bool = field(
-        default=True,
-        metadata={"help": "Keep the likeliest token instead of all logits while a language model is evaluated."},
+        default=False,
+        metadata={
+            "help": "In evaluation keep the likeliest tokens instead of all logits; compute_metrics may take their "
+            "argmax and nothing else."
+        },
     )
 
     loss_chunk_size: int | None = field(

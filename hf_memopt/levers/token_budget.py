@@ -21,13 +21,15 @@ class TokenBudgetBatches(torch.utils.data.BatchSampler):
         lengths: tokens of every sample.
         max_tokens: samples × longest sample of a batch, at most.
         processes: that the batches are dealt to, one after the other.
+        seed: of the order of the batches; the order within them is the sampler's.
 
     Raises:
         InputError: a sample is longer than the budget.
     """
 
-    def __init__(self, sampler, lengths: Sequence[int], max_tokens: int, processes: int = 1) -> None:
+    def __init__(self, sampler, lengths: Sequence[int], max_tokens: int, processes: int = 1, seed: int = 0) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, None, False
+        self._seed = seed
         self._lengths = [-(-length // _MULTIPLE) * _MULTIPLE for length in lengths]
         longest = max(range(len(lengths)), key=self._lengths.__getitem__)
         if self._lengths[longest] > max_tokens:
@@ -44,7 +46,8 @@ class TokenBudgetBatches(torch.utils.data.BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         epoch = getattr(self.sampler, "epoch", 0)
         order = sorted(self.sampler, key=self._lengths.__getitem__)  # stable: within a length, in the sampler's order
-        shuffled = torch.randperm(len(self._cuts), generator=torch.Generator().manual_seed(epoch)).tolist()
+        generator = torch.Generator().manual_seed(self._seed + epoch)  # as accelerate's SeedableRandomSampler
+        shuffled = torch.randperm(len(self._cuts), generator=generator).tolist()
         for number in shuffled:
             start, stop = self._cuts[number]
             yield order[start:stop]

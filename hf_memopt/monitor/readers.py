@@ -1,8 +1,11 @@
 """What a device and its host say of memory, in bytes. Nothing here resets a counter: other readers have theirs."""
 
+import os
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -159,21 +162,31 @@ def _usual_device():
     return torch.device("cpu")
 
 
-def limit_process(device, gib: float) -> bool:
-    """Have the allocator refuse what is beyond a limit of this process; False where it cannot (on a CPU).
+@contextmanager
+def process_limited(device, gib: float | None):
+    """A context in which the allocator refuses what is beyond a limit of this process; yields whether it does.
 
     Args:
-        gib: GiB of the device.
+        gib: GiB of the device; None for no limit. A CPU's allocator has none.
     """
     import torch
 
+    if gib is None or device.type not in ("cuda", "xpu", "mps"):
+        yield False
+        return
     size = gib * 2**30
-    if device.type in ("cuda", "xpu"):
-        module = getattr(torch, device.type)
-        total = module.get_device_properties(device).total_memory
-        module.set_per_process_memory_fraction(min(1.0, size / total), device)
-        return True
     if device.type == "mps":
-        torch.mps.set_per_process_memory_fraction(min(2.0, size / torch.mps.recommended_max_memory()))
-        return True
-    return False
+        # torch 2.13 has no getter here: the default is read as MPSAllocator reads it when it starts.
+        before = float(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.7"))
+        share = min(2.0, size / torch.mps.recommended_max_memory())
+        limit = torch.mps.set_per_process_memory_fraction
+    else:
+        module = getattr(torch, device.type)
+        before = module.get_per_process_memory_fraction(device)
+        share = min(1.0, size / module.get_device_properties(device).total_memory)
+        limit = partial(module.set_per_process_memory_fraction, device=device)
+    limit(share)
+    try:
+        yield True
+    finally:
+        limit(before)

@@ -9,6 +9,8 @@ import json
 import logging
 import pickle
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -96,6 +98,10 @@ class SnapshotCallback(TrainerCallback):
                 self._end()
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._end()
+
+    def stop(self) -> None:
+        """Record nothing more, where training ended without on_train_end."""
         self._end()
 
     def out_of_memory(self) -> None:
@@ -193,11 +199,36 @@ class SnapshotCallback(TrainerCallback):
         logger.warning("memory of %s was recorded: hf-memopt snapshot %s", reason, path)
 
 
+# The recorders that want to know when CUDA's allocator gives up.
+_watching: "weakref.WeakSet[_CudaRecorder]" = weakref.WeakSet()
+_observed = False
+
+
+def _observe() -> None:
+    """Attach the process's one observer of CUDA's allocator.
+
+    torch 2.13 can attach observers and not detach them (torch/csrc/cuda/memory_snapshot, no counterpart of
+    attachOutOfMemoryObserver): one for each run would call callbacks of runs that are over, and keep their models.
+    """
+    import torch
+
+    global _observed
+    if not _observed and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+        torch._C._cuda_attach_out_of_memory_observer(_ran_out)
+        _observed = True
+
+
+def _ran_out(*where) -> None:
+    for recorder in list(_watching):
+        recorder.ran_out(*where)
+
+
 class _CudaRecorder:
     """The caching allocator's own history."""
 
     def __init__(self, device, max_entries: int) -> None:
         self.device, self.max_entries = device, max_entries
+        self.ran_out: Callable[..., object] | None = None
 
     def begin(self) -> None:
         import torch
@@ -210,13 +241,13 @@ class _CudaRecorder:
         import torch
 
         torch.cuda.memory._record_memory_history(None, device=self.device)
+        _watching.discard(self)
 
-    def watch(self, ran_out) -> None:
-        """Call a function the moment that the allocator gives up, before anything is freed."""
-        import torch
-
-        if hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
-            torch._C._cuda_attach_out_of_memory_observer(ran_out)
+    def watch(self, ran_out: Callable[..., object]) -> None:
+        """Call a function the moment that the allocator gives up, before anything is freed; until the end."""
+        self.ran_out = ran_out
+        _watching.add(self)
+        _observe()
 
     def say(self, text: str) -> None:
         """Allocations of this thread carry the text from now on."""

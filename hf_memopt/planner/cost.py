@@ -8,7 +8,7 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 
-from hf_memopt.compatibility.launch import split_strategy
+from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.estimator.work import Kernel
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hf_memopt.compatibility.launch import split_strategy
+from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.files import shipped
 from hf_memopt.hardware.catalog import Hardware

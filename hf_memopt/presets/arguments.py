@@ -2,19 +2,23 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.launch import launched_strategy, split_strategy
+from hf_memopt.compatibility.engine import shipped_deepspeed
+from hf_memopt.compatibility.launch import launched_strategy, parallel_sizes
 from hf_memopt.compatibility.launch import world_size as launched_world_size
+from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.hardware.detect import counterpart, detect
 from hf_memopt.presets.batch import batch_settings
+from hf_memopt.presets.environment import precision_set
 
 logger = logging.getLogger(__name__)
 
 # Deprecated in transformers 5.23, gone in v6; translated so that nobody meets the FutureWarning.
-_OLD_NAMES = {
+OLD_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
@@ -27,7 +31,8 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
 
     values = resolve(preset, world_size, overrides)
     _check(preset, values)
-    with as_input_error("training arguments", ValueError, TypeError, ImportError):
+    refused = as_input_error("training arguments", ValueError, TypeError, ImportError)
+    with refused, precision_set(preset.environment):
         args = TrainingArguments(output_dir=output_dir, **values)
     if args.n_gpu > 1:
         raise InputError(
@@ -45,7 +50,7 @@ def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[s
     """
     from transformers import TrainingArguments
 
-    overrides = {_OLD_NAMES.get(name, name): value for name, value in overrides.items()}
+    overrides = {OLD_NAMES.get(name, name): value for name, value in overrides.items()}
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name in overrides.keys() - fields - {"effective_batch_size"}:
         raise choose("TrainingArguments field", name, fields)
@@ -69,6 +74,8 @@ def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:
         for name in ("tf32", "torch_compile", "dataloader_pin_memory"):
             values.pop(name, None)
     values |= {name: value for name, value in overrides.items() if name != "effective_batch_size"}
+    if isinstance(name := values.get("deepspeed"), str) and not Path(name).exists() and shipped_deepspeed(name):
+        values["deepspeed"] = str(shipped_deepspeed(name))
     kwargs = values.get("activation_checkpointing_kwargs")
     if values.get("activation_checkpointing") and (kwargs is None or isinstance(kwargs, dict)):
         # Any kwargs without use_reentrant select torch's reentrant variant, which loses adapters' gradients.
@@ -85,6 +92,8 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
                 "preset %s counts on %d processes, this is one: start with accelerate launch, or pass world_size=1",
                 preset.name, world_size,
             )  # fmt: skip
+    if sizes := overrides.get("parallelism_config"):
+        preset = dataclasses.replace(preset, sequence_parallel=parallel_sizes(sizes)["sp"])
     batches = preset.batches(world_size)
     effective = overrides.get("effective_batch_size")
     micro, accumulation = batch_settings(
@@ -97,7 +106,8 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
     if effective is not None and micro * accumulation * batches != effective:
         raise InputError(
             f"effective_batch_size={effective} is not per_device_train_batch_size {micro} × "
-            f"gradient_accumulation_steps {accumulation} × {batches} processes: leave one of the two out"
+            f"gradient_accumulation_steps {accumulation} × {batches} processes: leave one of the three out, or set "
+            f"effective_batch_size={micro * accumulation * batches}"
         )
     return {
         "per_device_train_batch_size": micro,
@@ -112,12 +122,11 @@ def _check(preset, values: dict[str, Any]) -> None:
     hardware = preset.hardware
     if not use_cpu:
         hardware = _present(preset)
-    engine, offload = split_strategy(preset.strategy if preset.mesh else launched_strategy() or "none")
+    engine = resolve_engine(values, mesh=preset.strategy if preset.mesh else None)
     check(
         preset.setup(
             optim=str(getattr(values.get("optim"), "value", values.get("optim", "adamw_torch_fused"))),
-            strategy=engine,
-            offload=offload,
+            **engine.setup(),
             device="cpu" if use_cpu else hardware.backend,
             precision="bf16" if values.get("bf16") else "fp16" if values.get("fp16") else "fp32",
             native_bf16=hardware.native_bf16,

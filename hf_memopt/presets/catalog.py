@@ -13,6 +13,7 @@ from hf_memopt.hardware.catalog import Hardware, get_hardware, list_hardware
 from hf_memopt.presets import amd, apple, clusters, cpu, nvidia
 from hf_memopt.presets.accelerate_config import deepspeed_files
 from hf_memopt.presets.base import retrained
+from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import METHODS, Preset, with_strategy
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
         preset = replace(preset, sequence_parallel=shared)
     if precision not in (None, "fp8"):
         raise choose("precision", precision, ("fp8",))
-    if precision or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+    if precision or os.environ.get(PRECISION) == "fp8":
         from hf_memopt.presets.fp8 import in_fp8
 
         preset = in_fp8(preset)

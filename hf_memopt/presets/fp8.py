@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from hf_memopt.errors import InputError
+from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import Preset
 
-ENVIRONMENT = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
+ENVIRONMENT = {PRECISION: "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
 
 
 def in_fp8(preset: Preset) -> Preset:

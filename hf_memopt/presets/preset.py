@@ -1,22 +1,21 @@
 """A preset: named settings in Hugging Face vocabulary, turned into genuine objects when asked."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.compatibility.launch import split_strategy
+from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.rules import BITSANDBYTES, CUT_UP, DTENSOR, SHARDED
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.files import read_json, shipped
-from hf_memopt.hardware.allocator import VARIABLE, configure_allocator
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.presets.accelerate_config import accelerate_config
+from hf_memopt.presets.environment import PRECISION, set_for_libraries
 
 METHODS = ("full", "lora", "qlora")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,7 +84,7 @@ class Preset:
     @property
     def precision(self) -> str:
         """fp8, bf16, fp16 or fp32: what the forward and backward passes compute in."""
-        if self.environment.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+        if self.environment.get(PRECISION) == "fp8":
             return "fp8"
         return "bf16" if self.training.get("bf16") else "fp16" if self.training.get("fp16") else "fp32"
 
@@ -118,14 +117,11 @@ class Preset:
         return build_training_arguments(self, output_dir, world_size, overrides)
 
     def apply_environment(self) -> None:
-        """Set its environment variables that the user has not set; training_arguments() does so first of all."""
-        for name, value in self.environment.items():
-            if name == VARIABLE:
-                configure_allocator()
-            elif self.precision == "fp8" and name.startswith("ACCELERATE_"):
-                os.environ[name] = value  # a launcher has set another precision
-            else:
-                os.environ.setdefault(name, value)
+        """Set its environment variables that the user has not set; training_arguments() does so first of all.
+
+        torch, DeepSpeed and accelerate read them when they start, so they stay set after this call.
+        """
+        set_for_libraries(self.environment)
 
     def model_kwargs(self, attn_implementation: str | None = None) -> dict[str, Any]:
         """Arguments for from_pretrained: dtype, attn_implementation and, for QLoRA, quantization_config.
@@ -224,6 +220,7 @@ class Preset:
                 activation_checkpointing=bool(self.training.get("activation_checkpointing")),
                 accumulates=self.gradient_accumulation_steps > 1,
                 replicated=self.mesh is not None and self.mesh.dp_replicate_size > 1,
+                engine_checkpointing=engine == "fsdp2",  # accelerate_config.FSDP2
             ),
             **changes,
         )

@@ -60,5 +60,5 @@ def _end(report: dict[str, Any]) -> str:
         saved = f", predicted to save {gib(change['saved_bytes'])}" if change["saved_bytes"] else ""
         lines.append(f"  try: {change['change']}{saved}")
     if report["checkpoint"]:
-        lines.append(f"  saved: {report['checkpoint']}; starting again goes on from there")
+        lines.append(f"  saved: {report['checkpoint']}; the same command resumes from there")
     return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""The engine that a job trains under: what was passed, launched or handed to accelerate, brought to one form."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.compatibility.mesh import is_mesh
+from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.files import read_json, shipped
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and those of its settings that decide what works with it.
+
+    Attributes:
+        strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM | a name like those in accelerate_configs/deepspeed.
+        source: the setting that asks for it, as a refusal names it.
+        deepspeed: DeepSpeed's configuration; None under other engines.
+        fsdp_version: 1 or 2; None without FSDP.
+        checkpointing: it checkpoints activations itself (fsdp_activation_checkpointing).
+        tp_size: processes that share every layer, by accelerate's ParallelismConfig.
+    """
+
+    strategy: str = "none"
+    source: str = ""
+    deepspeed: Mapping[str, Any] | None = None
+    fsdp_version: int | None = None
+    checkpointing: bool = False
+    tp_size: int = 1
+
+    @classmethod
+    def of_deepspeed(cls, config: Mapping[str, Any], source: str = "deepspeed") -> "Engine":
+        return cls(deepspeed_strategy(config), source, deepspeed=config)
+
+    @classmethod
+    def of_fsdp(cls, version: int, checkpointing: object, source: str = "fsdp") -> "Engine":
+        return cls("fsdp2", source, fsdp_version=version, checkpointing=is_true(checkpointing))
+
+    @property
+    def name(self) -> str:
+        """The engine in the terms of the compatibility table."""
+        if self.tp_size > 1 and self.deepspeed is None:
+            return "tp"  # FSDP2 may shard what tensor parallelism leaves; the table's rows are the latter's
+        return "fsdp1" if self.fsdp_version == 1 else split_strategy(self.strategy)[0]
+
+    @property
+    def label(self) -> str:
+        """The engine as a refusal names it."""
+        return f"fsdp{self.fsdp_version}" if self.fsdp_version else self.strategy
+
+    @property
+    def offload(self) -> str:
+        """Where the optimizer's states are: none, cpu or nvme."""
+        return "none" if self.deepspeed is None else _offload(self.deepspeed)
+
+    @property
+    def shards(self) -> bool:
+        """Whether it changes how the model, its gradients or its states are held; DDP does not."""
+        return self.name not in ("none", "ddp")
+
+    def setup(self) -> dict[str, Any]:
+        """The fields of a compatibility Setup that it decides."""
+        return {
+            "strategy": self.name,
+            "offload": self.offload,
+            "engine_checkpointing": self.checkpointing,
+            "engine_optimizer": "optimizer" in (self.deepspeed or {}),
+        }
+
+
+def is_true(value: object) -> bool:
+    """A switch, written as a bool or as YAML, JSON and environment variables write one (accelerate's str_to_bool)."""
+    return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def deepspeed_strategy(config: Mapping[str, Any]) -> str:
+    """The strategy's name for a DeepSpeed configuration: zero2, zero3_offload_nvme, zero3_plus_plus, …"""
+    zero = config.get("zero_optimization") or {}
+    name = f"zero{zero.get('stage', 0)}"
+    if zero.get("zero_quantized_weights"):
+        return f"{name}_plus_plus"
+    device = _offload(config)
+    return name if device == "none" else f"{name}_offload_{device}"
+
+
+def _offload(config: Mapping[str, Any]) -> str:
+    zero = config.get("zero_optimization") or {}
+    return (zero.get("offload_optimizer") or {}).get("device") or "none"
+
+
+def split_strategy(strategy: str) -> tuple[str, str]:
+    """A strategy's engine and where its optimizer states are: zero3_offload_cpu -> (zero3, cpu), tp8 -> (tp, none)."""
+    if is_mesh(strategy):
+        return "tp" if strategy.startswith("tp") else "hsdp", "none"
+    engine, _, offload = strategy.partition("_offload_")
+    return engine.removesuffix("_plus_plus"), offload or "none"
+
+
+def shipped_deepspeed(name: str) -> Path | None:
+    """The shipped DeepSpeed JSON of that name; None where there is none."""
+    path = shipped("accelerate_configs") / "deepspeed" / f"{name}.json"
+    return path if path.is_file() else None
+
+
+def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """A DeepSpeed configuration from itself, its JSON, a file, or a shipped file's name (zero2, zero3_offload_cpu, …).
+
+    Raises:
+        InputError: there is no such file or name, or it is not JSON.
+    """
+    if isinstance(given, Mapping) or given_as_json(given) or Path(given).is_file():
+        return read_settings(given, "deepspeed")
+    if file := shipped_deepspeed(str(given)):
+        return read_json(file)
+    if "/" not in str(given) and not str(given).endswith(".json"):
+        names = (path.stem for path in (shipped("accelerate_configs") / "deepspeed").glob("*.json"))
+        raise choose("deepspeed configuration", str(given), names)
+    return read_json(given)
+
+
+def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:
+    """A field of TrainingArguments that may be a dict, its JSON (as on a command line) or a file's path."""
+    if isinstance(given, Mapping):
+        return given
+    if not given_as_json(given):
+        return read_json(given)
+    with as_input_error(field, ValueError):
+        return json.loads(given)
+
+
+def given_as_json(given: Any) -> bool:
+    """Whether transformers would read a field as JSON instead of as a path."""
+    return isinstance(given, str) and given.startswith("{")
+
+
+def refuse_differing(engines: list[Engine]) -> None:
+    """Refuse a second engine beside the first: only one of them can run.
+
+    Raises:
+        InputError: two sources ask for engines that differ.
+    """
+    for other in engines[1:]:
+        if (other.name, other.offload) != (engines[0].name, engines[0].offload):
+            raise InputError(
+                f"{engines[0].source} asks for {engines[0].label} and {other.source} for {other.label}: "
+                "leave one of the two out"
+            )

@@ -1,0 +1,86 @@
+"""Which engine a job really trains under: the one answer for presets, recipes, estimates and trainers."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true, read_settings, refuse_differing
+from hf_memopt.compatibility.launch import chosen_by_launcher, launched_engine, parallel_sizes, world_size
+from hf_memopt.errors import InputError
+
+
+def resolve_engine(args: Any, state: Any = None, mesh: str | None = None) -> Engine:
+    """The engine that a Trainer will start, and its settings.
+
+    Args:
+        args: TrainingArguments, or a mapping of its fields.
+        state: an AcceleratorState, whose plugins run whatever else is said.
+        mesh: the strategy of a model that from_pretrained shards, by its DistributedConfig.
+
+    Raises:
+        InputError: two of them ask for engines that differ, or a file cannot be read.
+    """
+    get = args.get if isinstance(args, Mapping) else lambda name: getattr(args, name, None)
+    sharded = [Engine(mesh, "the model's DistributedConfig")] if mesh else []
+    plugins = _from_plugins(get, _configured_state(get) if state is None else state)
+    arguments = _from_arguments(get)
+    launcher = [engine] if (engine := chosen_by_launcher()) else []
+    refuse_differing(sharded + arguments + plugins + launcher)
+    processes = get("world_size") or world_size()
+    default = launched_engine() or Engine("ddp" if processes > 1 else "none")
+    running = next(iter(sharded + plugins + arguments + launcher), default)
+    return replace(running, tp_size=_tp_size(get("parallelism_config")))
+
+
+def _from_plugins(get, state: Any) -> list[Engine]:
+    """Engines of the plugin objects that accelerate was given."""
+    deepspeed = getattr(state, "deepspeed_plugin", None)
+    if deepspeed is None:
+        deepspeed = get("deepspeed_plugin")  # which TrainingArguments made, or the user
+    if deepspeed is not None:
+        return [Engine.of_deepspeed(deepspeed.hf_ds_config.config, "accelerate's DeepSpeedPlugin")]
+    fsdp = getattr(state, "fsdp_plugin", None)
+    source = "accelerate's FullyShardedDataParallelPlugin"
+    return [] if fsdp is None else [Engine.of_fsdp(fsdp.fsdp_version, fsdp.activation_checkpointing, source)]
+
+
+def _from_arguments(get) -> list[Engine]:
+    """Engines that TrainingArguments ask for."""
+    engines = []
+    if deepspeed := get("deepspeed"):
+        source = f"deepspeed={deepspeed}" if isinstance(deepspeed, str) else "deepspeed"
+        engines.append(Engine.of_deepspeed(deepspeed_config(deepspeed), source))
+    if fsdp := get("fsdp"):
+        engines.append(_of_fsdp_fields(get("fsdp_config"), f"fsdp={fsdp}"))
+    return engines
+
+
+def _tp_size(config: Any) -> int:
+    """Processes that share every layer, by the argument's ParallelismConfig or the launcher's."""
+    asked, launched = parallel_sizes(config), parallel_sizes()
+    for name, size in launched.items():
+        if size > 1 and asked[name] != size:
+            raise InputError(
+                f"parallelism_config has {name}_size={asked[name]} and accelerate launch {name}_size={size}: "
+                "leave one of the two out"
+            )
+    return asked["tp"]
+
+
+def _of_fsdp_fields(config: Mapping[str, Any] | str | None, source: str) -> Engine:
+    """TrainingArguments accept keys with and without fsdp_; accelerate takes what is left out from the environment."""
+    given = read_settings(config or {}, "fsdp_config")
+    given = {key.removeprefix("fsdp_"): value for key, value in given.items()}
+    checkpointing = given.get("activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
+    return Engine.of_fsdp(int(given.get("version", 2)), checkpointing, source)
+
+
+def _configured_state(get) -> Any:
+    """accelerate's state that the script made before TrainingArguments; None where they begin a new one."""
+    config = get("accelerator_config")
+    if not isinstance(config, Mapping) or not is_true(config.get("use_configured_state")):
+        return None
+    from accelerate.state import AcceleratorState
+
+    return AcceleratorState() if AcceleratorState._shared_state else None

@@ -1,0 +1,156 @@
+"""Rows in the forms that people have, as messages for a chat template, with the system message and the tools."""
+
+import json
+from typing import Any
+
+from hf_memopt.data.columns import SYSTEM, is_empty
+from hf_memopt.errors import InputError
+
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
+# Keys by which others choose what is trained (OpenAI, axolotl, ms-swift).
+_CHOOSES_LOSS = ("weight", "train", "training", "loss", "loss_scale")
+
+
+def read_messages(row: dict, form: str, where: str) -> list[dict]:
+    """A row's messages with `role`, `content` (a text or a list of parts) and what else they hold.
+
+    Args:
+        form: a name in columns.FORMS that has messages.
+        where: names the row in errors.
+
+    Raises:
+        InputError: the row is not what its form says.
+    """
+    turns = _turns(row, form, where)
+    if not isinstance(turns, list | tuple):
+        raise InputError(f"{where}: {form} must be a list of messages, not {_brief(turns)}")
+    messages = [_message(turn, where) for turn in turns]
+    system = _system(row, where)
+    if not system:
+        return messages
+    if not messages or messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if joined_text(messages[0]["content"], where).strip() != system.strip():
+        raise InputError(f"{where}: the column `system` differs from the system message that its messages begin with")
+    return messages
+
+
+def read_tools(row: dict, where: str) -> list[dict] | None:
+    """The functions that the assistant may call, in OpenAI's form; None where a row has none.
+
+    Raises:
+        InputError: another form.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise InputError(f"{where}: tools is not JSON: {_brief(tools)}") from None
+    if is_empty(tools) or tools == "":
+        return None
+    for tool in tools if isinstance(tools, list | tuple) else [tools]:
+        if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+            raise InputError(
+                f"{where}: tools must be a list of functions as OpenAI writes them, "
+                f'{{"type": "function", "function": {{"name": …, "parameters": …}}}}, not {_brief(tools)}'
+            )
+    return without_nones(list(tools) if isinstance(tools, list | tuple) else [tools])
+
+
+def without_nones(value: Any) -> Any:
+    """The value without the keys that Arrow filled with None because another row has them."""
+    if isinstance(value, dict):
+        return {key: without_nones(item) for key, item in value.items() if item is not None}
+    return [without_nones(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def joined_text(content, where: str) -> str:
+    """Content as one text.
+
+    Raises:
+        InputError: a part that is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part if isinstance(part, str) else _text_of(part, where) for part in content)
+
+
+def _text_of(part, where: str) -> str:
+    given = part if isinstance(part, dict) else {"type": _brief(part)}
+    kind = given.get("type", "text")
+    other = [key for key, value in given.items() if key not in ("type", "text") and not is_empty(value)]
+    if kind == "text" and not other:
+        return given.get("text") or ""
+    name = kind if kind != "text" else other[0]
+    raise InputError(f"{where}: the content has a part {name!r}, and this recipe trains on text alone "
+                     "(videos and images: recipes/video_sft.py)")  # fmt: skip
+
+
+def _turns(row: dict, form: str, where: str):
+    if form in ("messages", "conversations"):
+        return row[form]
+    if form == "alpaca":
+        question = _text(row, "instruction", where) + (f"\n\n{row['input']}" if row.get("input") else "")
+        pairs = [*(row.get("history") or []), (question, _text(row, "output", where))]
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            raise InputError(f"{where}: history must be a list of pairs, a question and its answer")
+        return [_turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [*prompt, *completion]
+    return [_turn("user", _text(row, "prompt", where)), _turn("assistant", _text(row, "completion", where))]
+
+
+def _text(row: dict, name: str, where: str) -> str:
+    if not isinstance(row[name], str):
+        raise InputError(f"{where}: {name} must be a text, not {_brief(row[name])}")
+    return row[name]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _system(row: dict, where: str) -> str | None:
+    found = {str(row[name]).strip(): row[name] for name in SYSTEM if not is_empty(row.get(name))}
+    if len(found) > 1:
+        raise InputError(f"{where}: the columns {' and '.join(SYSTEM)} differ")
+    return next(iter(found.values()), None)
+
+
+def _message(turn, where: str) -> dict:
+    if not isinstance(turn, dict):
+        raise InputError(f"{where}: a message must have a role and content, and one is {_brief(turn)}")
+    role = next((turn[key] for key in _ROLE_KEYS if turn.get(key) is not None), None)
+    if not isinstance(role, str):
+        raise InputError(f"{where}: a message has no role: {_brief(turn)}")
+    content = next((turn[key] for key in _CONTENT_KEYS if turn.get(key) is not None), "")
+    if not isinstance(content, str | list):
+        raise InputError(f"{where}: the content of a message must be a text or a list of parts, not {_brief(content)}")
+    role = _ROLES.get(role, role)
+    more = {key: value for key, value in turn.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS)}
+    return {"role": role, "content": content, **_without_loss_keys(more, role, where)}
+
+
+def _without_loss_keys(more: dict, role: str, where: str) -> dict:
+    """The keys beside role and content, but for those that say what is done anyway: answers count, all else does not.
+
+    Raises:
+        InputError: one says otherwise.
+    """
+    for key in _CHOOSES_LOSS:
+        value = more.get(key)
+        if value is not None and (value not in (0, 1) or bool(value) != (role == "assistant")):
+            raise InputError(
+                f"{where}: {key}={value} in a message of role {role!r}: the loss is on every answer and on nothing "
+                "else. Take the key or the message out"
+            )
+    kept = {key: value for key, value in more.items() if key not in _CHOOSES_LOSS and not is_empty(value)}
+    return without_nones(kept)
+
+
+def _brief(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

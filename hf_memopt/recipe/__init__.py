@@ -1,0 +1,1 @@
+"""What the recipes share: arguments, job, preflight, summary."""

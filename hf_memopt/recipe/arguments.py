@@ -1,0 +1,265 @@
+"""The recipes' arguments, from the command line and over a file; only what was really given."""
+
+import argparse
+import dataclasses
+import inspect
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.presets.arguments import OLD_NAMES
+
+_NESTED = ("lora", "quantization")
+_BATCH = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass
+class RecipeArguments:
+    """What TrainingArguments has no word for: the preset, the model, the data."""
+
+    preset: str = field(
+        default="auto", metadata={"help": "Hardware preset (hf-memopt presets), or auto: planned for free memory."}
+    )
+    method: str = field(default="full", metadata={"help": "full, lora or qlora."})
+    rung: str = field(
+        default="balanced",
+        metadata={"help": "How far --preset auto fills the memory: safe, balanced, aggressive or maximum."},
+    )
+    config: str | None = field(default=None, metadata={"help": "YAML or JSON file with any of these arguments."})
+    effective_batch_size: int | None = field(
+        default=None, metadata={"help": "Samples per optimizer step over all devices. Default: the preset's."}
+    )
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub id or folder of the model. Default: a small built-in one."}
+    )
+    config_name: str | None = field(
+        default=None, metadata={"help": "Train from scratch: hub id, folder or config.json of the architecture."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's own."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    dtype: str | None = field(default=None, metadata={"help": "Of the loaded weights. Default: the preset's."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "eager, sdpa, flash_attention_2, … Default: the fastest that works here."}
+    )
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub name, file (jsonl json csv parquet txt) or folder. Default: built in."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str | None = field(
+        default=None, metadata={"help": "Split to evaluate on. Default: rows held out of the training split."}
+    )
+    ignore_columns: list[str] | None = field(
+        default=None, metadata={"help": "Columns of the data to leave out, which would be refused otherwise."}
+    )
+    held_out: float = field(
+        default=0.05, metadata={"help": "Rows held out for evaluation: a share below 1, or a number. 0: none."}
+    )
+    max_length: int | None = field(
+        default=None, metadata={"help": "Tokens per sample. Default: the preset's, within the model's positions."}
+    )
+    tp_size: int | None = field(
+        default=None, metadata={"help": "Devices that cut every layer up between them (tensor parallelism)."}
+    )
+    fsdp_size: int | None = field(
+        default=None, metadata={"help": "Devices that share the weights; more of them hold replicas (HSDP)."}
+    )
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Fine-tuning: several rows to a sample of max_length tokens, kept apart by their positions."
+        },
+    )
+    streaming: bool = field(default=False, metadata={"help": "Read data while training (needs --max_steps)."})
+    shuffle_buffer_size: int = field(default=10_000, metadata={"help": "Rows a stream is shuffled within."})
+    samples: int = field(default=3, metadata={"help": "Sampled lines to show at the end."})
+    dry_run: bool = field(default=False, metadata={"help": "Stop before training; nothing is written."})
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The recipe's own arguments, MemoryArguments, the TrainingArguments fields that were given, and nested ones.
+
+    Attributes:
+        given: names on the command line or in the file; the others are a profile's.
+        profile: what a profile sets, under what was given; its batch stands in the preset's place.
+    """
+
+    recipe: RecipeArguments
+    memory: MemoryArguments
+    training: dict[str, Any]
+    lora: dict[str, Any]
+    quantization: dict[str, Any]
+    given: frozenset[str] = frozenset()
+    profile: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(argv: list[str] | None = None, description: str = "", own: type = RecipeArguments) -> Parsed:
+    """Read the command line and the file named by --config.
+
+    The command line goes over the file. A default of TrainingArguments never counts as given. `--lora.KEY` and
+    `--quantization.KEY` (in a file: a mapping under `lora` or `quantization`) set fields of LoraConfig and
+    BitsAndBytesConfig.
+
+    Args:
+        argv: without the program's name; by default sys.argv[1:].
+        description: shown by --help.
+        own: RecipeArguments, or a recipe's subclass of it; its `profile_of(given)` says what a profile stands for.
+
+    Raises:
+        InputError: an unknown or badly typed argument, an unreadable file.
+    """
+    from transformers import TrainingArguments
+
+    parser = _parser(description, own)
+    argv, nested = _split_nested(sys.argv[1:] if argv is None else argv)
+    given, unknown = parser.parse_known_args(argv)
+    actions = {action.dest: action for action in parser._actions}
+    if unknown:
+        raise choose("argument", unknown[0].lstrip("-").split("=")[0], actions.keys() - {"help"})
+    given = vars(given)
+    if "config" in given:
+        from_file = _read(given["config"], actions)
+        nested = {name: {**from_file.pop(name, {}), **nested[name]} for name in _NESTED}
+        given = {**_without_third(from_file, given), **given}
+    given = {OLD_NAMES.get(name, name): value for name, value in given.items()}
+    named = frozenset(given)
+    profile = own.profile_of(given) if hasattr(own, "profile_of") else {}
+    given = {**{name: value for name, value in profile.items() if name not in _BATCH}, **given}
+    _check_nested(nested)
+    training_fields = {item.name for item in dataclasses.fields(TrainingArguments)}
+    memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
+    other = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
+    training = {name: value for name, value in given.items() if name in training_fields}
+    if given_kwargs := training.get("activation_checkpointing_kwargs"):
+        training["activation_checkpointing_kwargs"] = _checkpointing_kwargs(given_kwargs)
+    return Parsed(own(**other), MemoryArguments(**memory), training, **nested, given=named, profile=profile)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise InputError(message)
+
+
+def _without_third(from_file: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """The file without batch settings that follow from the others: two of the three are enough, the line's first."""
+    if not any(name in line for name in _BATCH):
+        return from_file
+    kept = [name for name in _BATCH if name in line]
+    kept += [name for name in _BATCH if name in from_file and name not in line][: max(0, 2 - len(kept))]
+    return {name: value for name, value in from_file.items() if name not in _BATCH or name in kept}
+
+
+def _parser(description: str, own: type) -> argparse.ArgumentParser:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    class Parser(_Parser, HfArgumentParser):
+        """transformers' parser, with errors of one line."""
+
+    parser = Parser(
+        [own, MemoryArguments, TrainingArguments],
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Also --lora.KEY VALUE (LoraConfig) and --quantization.KEY VALUE (BitsAndBytesConfig).",
+    )
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # so that only what was given appears
+        action.required = False
+        if action.dest in getattr(own, "OR_NONE", ()):
+            action.type = _or_none(action.type)
+    return parser
+
+
+def _or_none(kind):
+    def read(text: str):
+        return None if text.lower() in ("none", "null") else kind(text)
+
+    read.__name__ = f"{kind.__name__} or none"
+    return read
+
+
+def _split_nested(argv: list[str]) -> tuple[list[str], dict[str, dict]]:
+    """Take `--lora.r 8` and `--lora.r=8` out of the arguments."""
+    import yaml
+
+    rest: list[str] = []
+    nested: dict[str, dict] = {name: {} for name in _NESTED}
+    words = iter(argv)
+    for word in words:
+        section, _, key = word.removeprefix("--").partition(".")
+        if not word.startswith("--") or section not in _NESTED:
+            rest.append(word)
+            continue
+        key, equals, value = key.partition("=")
+        if not equals and (value := next(words, None)) is None:
+            raise InputError(f"argument --{section}.{key}: a value is missing")
+        nested[section][key] = yaml.safe_load(value)
+    return rest, nested
+
+
+def _read(path: str, actions: dict[str, argparse.Action]) -> dict[str, Any]:
+    """The file's arguments, each converted as the command line would convert it."""
+    import yaml
+
+    if not Path(path).is_file():
+        raise InputError(f"--config {path}: no such file")
+    with as_input_error(f"--config {path}", yaml.YAMLError, UnicodeDecodeError, OSError):
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise InputError(f"--config {path}: holds no `argument: value` lines")
+    values = {}
+    for name, value in content.items():
+        if name in _NESTED:
+            if not isinstance(value, dict):
+                raise InputError(f"--config {path}: {name} must be a mapping, not {value!r}")
+            values[name] = value
+        elif name not in actions or name in ("help", "config"):
+            raise choose(f"argument in {path}", str(name), [*actions.keys() - {"help", "config"}, *_NESTED])
+        else:
+            values[name] = _converted(path, name, value, actions[name])
+    return values
+
+
+def _converted(path: str, name: str, value: Any, action: argparse.Action) -> Any:
+    # YAML reads 1e-4 as a string, and some fields want a list.
+    wants_text = action.type in (None, str) and not action.choices
+    if isinstance(value, str) and not wants_text:
+        try:
+            value = action.type(value)
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            raise InputError(f"--config {path}: {name}: {value!r} is not valid ({error})") from None
+    expected = {int: (int,), float: (int, float)}.get(action.type)
+    if expected and value is not None and not isinstance(value, list) and not isinstance(value, expected):
+        raise InputError(f"--config {path}: {name}: {value!r} is not a number")
+    return value
+
+
+def _checkpointing_kwargs(value: Any) -> dict:
+    """A mapping with only the keys that transformers and torch read; others would surface as a traceback, late."""
+    import yaml
+    from torch.utils.checkpoint import checkpoint
+
+    name = "activation_checkpointing_kwargs"
+    if isinstance(value, str):
+        with as_input_error(name, yaml.YAMLError):
+            value = yaml.safe_load(value)
+    if not isinstance(value, dict):
+        raise InputError(f"{name} must be a mapping, not {value!r}")
+    read_by_torch = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
+    for key in value.keys() - read_by_torch - {"every_n_layers", "offload"}:
+        raise choose(f"key of {name}", str(key), read_by_torch | {"every_n_layers", "offload"})
+    return value
+
+
+def _check_nested(nested: dict[str, dict]) -> None:
+    """Refuse misspelt keys, which bitsandbytes would ignore (Preset.peft_config refuses those of lora)."""
+    if nested["quantization"]:
+        from transformers import BitsAndBytesConfig
+
+        known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
+        for key in nested["quantization"].keys() - known:
+            raise choose("key of quantization", key, known)

@@ -1,0 +1,405 @@
+"""A recipe's job: what was asked for, resolved against the preset, and the model, tokenizer and data made from it."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.compatibility import check_config_file, launched_config_file, resolve_engine, world_size
+from hf_memopt.compatibility.engine import Engine
+from hf_memopt.compatibility.launch import LAUNCHER
+from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.data.sources import load_rows
+from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.estimator.model import task_of
+from hf_memopt.hardware.allocator import configure_allocator
+from hf_memopt.hardware.detect import counterpart
+from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.levers.video_parts import not_quantized, train_parts
+from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
+from hf_memopt.presets.preset import with_strategy
+from hf_memopt.recipe import preflight
+from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
+from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
+from hf_memopt.recipe.cpu_features import quick_cpu_info
+
+logger = logging.getLogger(__name__)
+
+# What the hub and the model code raise for a name that cannot be loaded.
+_LOADING = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+
+
+@dataclass
+class Job:
+    """What a recipe works on.
+
+    Attributes:
+        recipe: its own arguments.
+        args: genuine TrainingArguments.
+        memory_args: how memory is watched and kept.
+        peft_config: a LoraConfig; None for full fine-tuning.
+        quantization: fields of BitsAndBytesConfig that the user set.
+        new_folders: output_dir and its parents that were not there before, innermost first.
+        argv: the command line without the program's name.
+        planned: the rung of the plan; None where a preset was named.
+        profile: what a video profile changes of the preset, in words; None where it changes nothing.
+    """
+
+    recipe: RecipeArguments
+    preset: Preset
+    args: Any
+    memory_args: MemoryArguments
+    peft_config: Any
+    quantization: dict[str, Any]
+    new_folders: list[Path] = field(default_factory=list)
+    argv: list[str] = field(default_factory=list)
+    planned: Planned | None = None
+    profile: str | None = None
+
+    def probed(self, samples_at_once: int) -> None:
+        """What a plan does when the largest batch has been run.
+
+        Raises:
+            StartAgain: it did not fit in one piece, and there is a safer rung.
+        """
+        if self.planned is not None:
+            step_down(self.argv, self.planned.safer, samples_at_once, self.args.per_device_train_batch_size)
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the weights start random, from an architecture alone."""
+        return self.recipe.config_name is not None
+
+    @property
+    def model_name(self) -> str:
+        """Hub id or path of the weights, or of the architecture when training from scratch."""
+        return self.recipe.model_name_or_path or self.recipe.config_name
+
+
+# What neither preset nor user decides; a recipe says the rest.
+_DEFAULTS = {
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 1,
+    "logging_steps": 10,
+    "eval_strategy": "steps",
+    "eval_steps": 100,
+    "eval_on_start": True,
+    "save_total_limit": 2,
+}
+
+
+def start(description: str, argv: list[str] | None, scratch: bool = False, builtin: dict | None = None,
+          adapters: dict | None = None, own: type = RecipeArguments, model: Callable[[], Path] = builtin_model,
+          padded: bool = False, **defaults: Any) -> Job:  # fmt: skip
+    """Parse the arguments and build TrainingArguments; nothing is loaded or written.
+
+    Preset, the recipe's defaults, the file named by --config, the command line: each goes over the one before.
+
+    The preset's environment is set here, before any device is touched, and stays: a recipe is a program, and its
+    process is its own. TrainingArguments come first and live on, since from_pretrained asks them (through DeepSpeed's
+    weak reference) whether to shard while loading.
+
+    Args:
+        description: for --help.
+        argv: the command line without the program's name; by default sys.argv[1:].
+        scratch: the built-in model starts from random weights of its architecture.
+        defaults: the recipe's TrainingArguments fields.
+        adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model (of the recipe's own too).
+        own: the recipe's own arguments.
+        model: makes the built-in model.
+        padded: samples are padded, unless they are packed.
+
+    Raises:
+        InputError: anything that was given cannot be used.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    _set_named_presets_environment(argv)
+    parsed = parse(argv, description, own)
+    recipe = parsed.recipe
+    if (file := launched_config_file()) and file.is_file():
+        check_config_file(file)
+    training = {**_DEFAULTS, **defaults, **((adapters or {}) if recipe.method != "full" else {})}
+    own_model = recipe.model_name_or_path is not None or recipe.config_name is not None
+    if not own_model:
+        recipe = _with_builtin_model(recipe, scratch, model())
+        builtin = {name: value for name, value in (builtin or {}).items() if name not in parsed.given}
+        own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
+        recipe = replace(recipe, **own_fields)
+        training |= parsed.training | builtin
+    else:
+        training |= parsed.training
+    _check_recipe(recipe, training)
+
+    engine = resolve_engine(training)
+    preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
+    if engine.shards and preset.strategy != engine.strategy:  # asked for by --deepspeed or --fsdp: as if launched so
+        preset = with_strategy(preset, engine.strategy)
+    before, preset = preset, _with_batch(preset, parsed.profile)
+    if recipe.dtype:
+        preset = replace(preset, dtype=recipe.dtype)
+    peft_config = preset.peft_config(**parsed.lora)
+    preset.apply_environment()
+    preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
+    if recipe.effective_batch_size is not None:
+        training["effective_batch_size"] = recipe.effective_batch_size
+    job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv)
+    if own_model and own is RecipeArguments and not engine.shards and plans_here(recipe.preset):
+        job.planned = _plan(job, training, parsed.lora, padded)
+        job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
+        training |= job.planned.fields
+    job.args = job.preset.training_arguments(world_size=world_size(), **training)
+    job.profile = _profile_changes(job, parsed, before)
+    if job.args.deepspeed_plugin is not None and job.preset.sequence_parallel > 1 and job.args.device.type == "cpu":
+        with quick_cpu_info(job.args):
+            _start_deepspeed()
+    output = Path(job.args.output_dir)
+    job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
+    return job
+
+
+def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
+    """The preset with a profile's batch in the place of its own: a default as that is, which any argument changes."""
+    names = {"micro_batch_size": "per_device_train_batch_size", "effective_batch_size": "effective_batch_size"}
+    return replace(preset, **{name: profile[field] for name, field in names.items() if field in profile})
+
+
+def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
+    """What a profile, and nobody else, changes of the preset.
+
+    Args:
+        preset: as it was before.
+    """
+    args = job.args
+    usual = {
+        "per_device_train_batch_size": preset.micro_batch_size,
+        "effective_batch_size": preset.effective_batch_size,
+        "activation_checkpointing": bool(preset.training.get("activation_checkpointing")),
+        "dtype": preset.dtype,
+    }
+    micro = args.per_device_train_batch_size
+    now = {
+        "per_device_train_batch_size": micro,
+        "effective_batch_size": micro * args.gradient_accumulation_steps * job.preset.batches(args.world_size),
+        "activation_checkpointing": bool(args.activation_checkpointing),
+        "dtype": job.preset.dtype,
+    }
+    changed = [
+        f"{name} {now[name]} ({'' if number else 'the preset has '}{usual[name]})"
+        for number, name in enumerate(
+            name for name in usual if now[name] == parsed.profile.get(name) != usual[name] and name not in parsed.given
+        )
+    ]
+    return f"{job.recipe.video_profile}: {', '.join(changed)}" if changed else None
+
+
+def _start_deepspeed() -> None:
+    """DeepSpeed's communication, which accelerate starts for accelerators only and Ulysses finds missing on a CPU."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def _mesh_strategy(recipe: RecipeArguments, engine: Engine) -> str | None:
+    """The strategy that tp_size and fsdp_size ask for.
+
+    Raises:
+        InputError: an engine that shards was asked for too.
+    """
+    strategy = mesh_strategy(recipe.tp_size, recipe.fsdp_size)
+    if strategy and engine.shards:
+        where = "was launched" if engine.source == LAUNCHER else f"is asked for by {engine.source}"
+        raise InputError(
+            f"tp_size and fsdp_size have transformers shard the model, and {engine.label} {where}: use "
+            "an accelerate configuration of distributed_type MULTI_GPU"
+        )
+    return strategy
+
+
+def _distributed_config(job: Job):
+    """How from_pretrained cuts the model up over the processes.
+
+    Raises:
+        InputError: the processes cannot be shared so, or the weights are not loaded from files.
+    """
+    from transformers.distributed import DistributedConfig
+
+    if job.from_scratch:
+        raise InputError("tp_size and fsdp_size cut weights up while they are loaded: pass model_name_or_path")
+    mesh = mesh_of(job.preset.strategy, job.args.world_size)
+    return DistributedConfig(**asdict(mesh), fsdp_mixed_precision=job.args.bf16 and mesh.batches > 1)
+
+
+def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool) -> Planned:
+    """The plan for this machine, of a model of the user's.
+
+    Args:
+        padded: the recipe pads its samples, unless it packs them.
+    """
+    recipe = job.recipe
+    config = load_config(job)
+
+    def packed_weights(preset: Preset):
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(**{**preset.quantization(), **job.quantization})
+
+    return plan_here(
+        config, job.preset, sequence_length(job, config), recipe.rung, training, lora,
+        packed_weights if recipe.method == "qlora" else None, job.memory_args, padded=padded and not recipe.packing,
+        packed=padded and recipe.packing, attn_implementation=recipe.attn_implementation,
+    )  # fmt: skip
+
+
+def _set_named_presets_environment(argv: list[str]) -> None:
+    """Apply the environment of the preset named on the command line, before parsing imports torch and DeepSpeed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--preset", nargs="?")
+    name = parser.parse_known_args(argv)[0].preset
+    if name in list_presets():
+        get_preset(name).apply_environment()
+    else:
+        configure_allocator()  # auto looks at the card, which starts CUDA
+
+
+def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) -> RecipeArguments:
+    if recipe.method != "full":
+        logger.warning("the built-in model is untrained: an adapter on it shows the workings, not a useful result")
+    return replace(
+        recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": str(folder)}
+    )
+
+
+def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
+    if recipe.model_name_or_path and recipe.config_name:
+        raise InputError("model_name_or_path and config_name exclude each other: trained weights, or random ones")
+    if recipe.config_name and recipe.method != "full":
+        raise InputError(f"method={recipe.method} needs trained weights: pass model_name_or_path, or use method=full")
+    if recipe.streaming and (training.get("max_steps") or -1) <= 0:
+        raise InputError("streaming has no known length: set max_steps")
+    if recipe.dtype not in (None, *DTYPES):
+        raise choose("dtype", recipe.dtype, DTYPES)
+    if recipe.rung not in RUNGS:
+        raise choose("rung", recipe.rung, RUNGS)
+    if recipe.held_out < 0:
+        raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
+
+
+def load_config(job: Job):
+    """The model's configuration, checked against the length of the samples."""
+    from transformers import AutoConfig
+
+    with as_input_error(f"model {job.model_name!r}", *_LOADING):
+        return AutoConfig.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code)
+
+
+def sequence_length(job: Job, config, usual: int | None = None) -> int:
+    """Tokens per sample: what was asked for, or a usual number within what the model has positions for.
+
+    Args:
+        usual: by default the preset's.
+
+    Raises:
+        InputError: more was asked for than the model has positions.
+    """
+    usual = usual or job.preset.seq_len
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    asked = job.recipe.max_length
+    if asked is not None and asked < 2:
+        raise InputError(f"max_length={asked} must be at least 2")
+    if asked and asked > positions:
+        raise InputError(
+            f"max_length={asked} is more than the {positions} positions of {job.model_name}: use at most {positions}"
+        )
+    if not asked and positions < usual < sys.maxsize:
+        logger.warning("max_length is %d, the model's positions (the preset has %d)", positions, usual)
+    return asked or min(usual, positions)
+
+
+def load_tokenizer(job: Job):
+    """The tokenizer, with a padding token: the end-of-text token stands in where there is none."""
+    from transformers import AutoTokenizer
+
+    name = job.recipe.tokenizer_name or job.model_name
+    with as_input_error(f"tokenizer {name!r}", *_LOADING):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=job.recipe.trust_remote_code)
+    if not tokenizer.is_fast:
+        raise InputError(f"tokenizer {name!r} is a slow one, which cannot tell where an answer lies: use a fast one")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # labels are masked explicitly, so its id may mean two things
+    return tokenizer
+
+
+def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
+    """Training and held-out samples (None where nothing is held out), encoded by a function of data.tokens."""
+    recipe = job.recipe
+    source = recipe.dataset_name or builtin
+    with job.args.main_process_first(desc="preparing data"):
+        train, held_out, columns = load_job_rows(job, source)
+        train = encode(train, columns, tokenizer, length, source)
+        return train, None if held_out is None else encode(held_out, columns, tokenizer, length, source)
+
+
+def load_job_rows(job: Job, source: str, with_media: bool = False):
+    """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form."""
+    recipe = job.recipe
+    train, held_out, columns = load_rows(
+        source, recipe.dataset_config, recipe.dataset_train_split, recipe.dataset_test_split, recipe.held_out,
+        recipe.streaming, recipe.shuffle_buffer_size, job.args.seed, recipe.ignore_columns or (), with_media,
+    )  # fmt: skip
+    if held_out is None:
+        job.args.set_evaluate(strategy="no")
+        job.args.eval_on_start = False
+    return train, held_out, columns
+
+
+def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] = ()):
+    """The model as it will be trained: dtype, attention, quantisation, adapters.
+
+    Args:
+        auto: transformers' class that makes it; by default AutoModelForCausalLM.
+        frozen: parts of a video model that are not trained.
+
+    Raises:
+        InputError: the model cannot be loaded or does not take the tokenizer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
+
+    auto = auto or AutoModelForCausalLM
+    if resolve_engine(job.args).shards:
+        adapters = job.peft_config is not None
+        preflight.check(preflight.launch_of(job.args, config, task_of(config), job.preset.dtype, adapters))
+    set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
+    kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
+    if is_mesh(job.preset.strategy):
+        kwargs["distributed_config"] = _distributed_config(job)
+    if job.quantization and "quantization_config" not in kwargs:
+        raise InputError("quantization.* applies to method=qlora only")
+    if "quantization_config" in kwargs:
+        skipped = {"llm_int8_skip_modules": not_quantized(config, auto)} if frozen else {}
+        settings = {**job.preset.quantization(), **skipped, **job.quantization}
+        kwargs["quantization_config"] = BitsAndBytesConfig(**settings)
+    with as_input_error(f"model {job.model_name!r}", *_LOADING), quick_cpu_info(job.args):  # ZeRO-3 shards right away
+        if job.from_scratch:
+            if len(tokenizer) > config.get_text_config().vocab_size:
+                config.get_text_config().vocab_size = len(tokenizer)
+            kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+            model = auto.from_config(config, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
+        else:
+            model = auto.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
+    if len(tokenizer) > model.config.get_text_config().vocab_size:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "
+            f"{model.config.get_text_config().vocab_size}: use the model's own tokenizer"
+        )
+    if job.args.deepspeed_plugin is not None:
+        preflight.check_sharded(model, job.args.deepspeed_plugin.zero_stage)
+    with as_input_error("lora", ValueError):
+        if frozen:
+            return train_parts(model, job.peft_config, frozen)
+        return model if job.peft_config is None else add_adapters(model, job.peft_config)

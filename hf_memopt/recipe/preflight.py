@@ -1,0 +1,286 @@
+"""What would end a job of several processes after minutes of loading, told before, in one sentence."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.compatibility.engine import is_true
+from hf_memopt.compatibility.launch import parallel_sizes
+from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.errors import InputError
+from hf_memopt.hardware.catalog import gib
+from hf_memopt.hardware.compiler import compiler, has_libaio
+
+# ZeRO keeps of every trained weight an fp32 master and two states, and offloaded gradients in fp32 beside them
+# (deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat, Adam's exp_avg and exp_avg_sq, grad_partitions).
+_OFFLOADED_STATES = 16
+_OFFLOADED_WEIGHTS = 2  # weights in 16 bits
+# Of what is swapped to a disk, gradients and weights in 16 bits stay in host memory (stage3:
+# grad_partitions_flat_buffer, param_groups_fp16_flat_cpu_memory), beside the buffers, and in the first step both of
+# Adam's states, until they have been written (tests/test_engines.py).
+_BESIDE_SWAPPED = 12
+_BUFFERED = {"offload_param": 5, "offload_optimizer": 4}  # buffers (deepspeed.runtime.zero.offload_config)
+_BUFFER = 100_000_000  # elements of a weights' buffer, by default
+_GROUP = 1_000_000_000  # sub_group_size, by default: elements that the optimizer swaps at a time
+_LEFT_ALONE = 0.9  # share of the host's free memory that may be used
+_DISK_SPARE = 1.05
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the checks look at.
+
+    Attributes:
+        world_size, per_host: processes, and those of them on this machine.
+        weights, trained: numbers of parameters.
+        largest: elements of the largest tensor among them.
+        weight_bytes: of one loaded weight.
+        deepspeed: its configuration; None without DeepSpeed.
+        fsdp_efficient: FSDP's fsdp_cpu_ram_efficient_loading; None without FSDP.
+        batches: DeepSpeed's three batch sizes as TrainingArguments have them.
+        parallel: sizes of the parallel dimensions that were set.
+        host_free: bytes.
+        lockable: bytes that a process may lock in memory.
+        compiles: whether DeepSpeed's operators can be built here: operator -> yes or no.
+    """
+
+    world_size: int = 1
+    per_host: int = 1
+    weights: int = 0
+    trained: int = 0
+    largest: int = 0
+    weight_bytes: int = 2
+    deepspeed: dict[str, Any] | None = None
+    fsdp_efficient: bool | None = None
+    batches: dict[str, int] = field(default_factory=dict)
+    parallel: dict[str, int] = field(default_factory=dict)
+    host_free: int = 2**62
+    lockable: int = 2**62
+    compiles: dict[str, bool] = field(default_factory=dict)
+
+    def zero(self, part: str) -> dict[str, Any]:
+        """offload_optimizer or offload_param of the DeepSpeed configuration."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get(part) or {}
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's, 0 without it."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("stage", 0)
+
+
+def problems(launch: Launch) -> Iterator[str]:
+    """Every reason why a job would fail."""
+    yield from _sizes(launch)
+    yield from _batches(launch)
+    yield from _loading(launch)
+    yield from _operators(launch)
+    yield from _buffer_size(launch)
+    yield from _buffer_count(launch)
+    yield from _locked_memory(launch)
+    yield from _host_memory(launch)
+    yield from _disk(launch)
+
+
+def check(launch: Launch) -> None:
+    """Raise for every reason at once: a job of many processes is expensive to start again for the next one.
+
+    Raises:
+        InputError: the job would fail.
+    """
+    if reasons := list(problems(launch)):
+        raise InputError(f"preflight: {'; and '.join(reasons)}")
+
+
+def _sizes(launch: Launch) -> Iterator[str]:
+    product = 1
+    for size in launch.parallel.values():
+        product *= size
+    if launch.parallel and product != launch.world_size:
+        told = " × ".join(f"{name} {size}" for name, size in launch.parallel.items())
+        yield (f"parallelism_config: {told} = {product} is not the number of processes, {launch.world_size}: set "
+               f"num_processes={product}, or other sizes")  # fmt: skip
+
+
+def _batches(launch: Launch) -> Iterator[str]:
+    for name, wanted in launch.batches.items():
+        given = (launch.deepspeed or {}).get(name, "auto")
+        if given not in ("auto", wanted):
+            yield f'the DeepSpeed configuration says {name}={given}, TrainingArguments {wanted}: write "auto" there'
+
+
+def _loading(launch: Launch) -> Iterator[str]:
+    """Every process that loads the whole model needs it in host memory."""
+    if launch.fsdp_efficient is not False or launch.per_host == 1:
+        return
+    needed = launch.weights * launch.weight_bytes * launch.per_host
+    if needed > _LEFT_ALONE * launch.host_free:
+        yield (f"fsdp_cpu_ram_efficient_loading is off: {launch.per_host} processes would load {gib(needed)} into "
+               f"{gib(launch.host_free)} of free host memory: set it to true")  # fmt: skip
+
+
+def _operators(launch: Launch) -> Iterator[str]:
+    for part, operator in (("offload_optimizer", "cpu_adam"), ("offload_param", None)):
+        device = launch.zero(part).get("device", "none")
+        wanted = [
+            name for name in (operator if device != "none" else None, "async_io" if device == "nvme" else None) if name
+        ]
+        for name in wanted:
+            if not launch.compiles.get(name, True):
+                needs = "libaio-dev and a C++ compiler" if name == "async_io" else "a C++ compiler (g++)"
+                yield f"{part}.device={device} needs DeepSpeed's {name}, which cannot be built here: install {needs}"
+
+
+def _buffer_size(launch: Launch) -> Iterator[str]:
+    """A weight's part is swapped in one piece."""
+    params, part = launch.zero("offload_param"), -(-launch.largest // launch.world_size)
+    size = int(params.get("buffer_size", _BUFFER))
+    if params.get("device") == "nvme" and part > size:
+        yield (f"offload_param.buffer_size={size} is smaller than a process's part of the largest weight, {part} "
+               f"elements: set buffer_size={part} or more in the DeepSpeed configuration")  # fmt: skip
+
+
+def _buffer_count(launch: Launch) -> Iterator[str]:
+    """The optimizer swaps groups of weight, two states and gradient; while one is computed on, the one before it may
+    be on its way out and the next on its way in."""
+    states = launch.zero("offload_optimizer")
+    if states.get("device") != "nvme" or launch.trained // launch.world_size <= _group(launch):
+        return
+    stages = 1 + bool(states.get("pipeline_read")) + bool(states.get("pipeline_write"))
+    count = states.get("buffer_count", _BUFFERED["offload_optimizer"])
+    if count < 4 * stages:
+        yield (f"offload_optimizer.buffer_count={count} is too few for more than one group of weights: set it to "
+               f"{4 * stages}, or turn pipeline_read and pipeline_write off")  # fmt: skip
+
+
+def _group(launch: Launch) -> int:
+    return int((launch.deepspeed or {})["zero_optimization"].get("sub_group_size", _GROUP))
+
+
+def _locked_memory(launch: Launch) -> Iterator[str]:
+    """DeepSpeed's disk access fails where a buffer cannot be locked (csrc/pin_memory/page_alloc.cpp)."""
+    if (needed := _buffers(launch)) > launch.lockable:
+        yield (f"what is swapped to a disk passes through {gib(needed)} of locked memory a process, and "
+               f"{gib(launch.lockable)} may be locked: ulimit -l unlimited, or a smaller buffer_size and "
+               "sub_group_size in the DeepSpeed configuration")  # fmt: skip
+
+
+def _buffers(launch: Launch) -> int:
+    """Bytes of one process's buffers between memory and disk: some weights', and whole groups of states in fp32."""
+    params, states = launch.zero("offload_param"), launch.zero("offload_optimizer")
+    size = 0
+    if params.get("device") == "nvme":
+        count = params.get("buffer_count", _BUFFERED["offload_param"])
+        size += count * int(params.get("buffer_size", _BUFFER)) * _OFFLOADED_WEIGHTS
+    if states.get("device") == "nvme":
+        count = states.get("buffer_count", _BUFFERED["offload_optimizer"])
+        size += count * min(_group(launch), launch.trained // launch.world_size) * 4
+    return size
+
+
+def _host_memory(launch: Launch) -> Iterator[str]:
+    needed = _on_host(launch, "cpu") + launch.per_host * _buffers(launch)
+    if "nvme" in {launch.zero(part).get("device") for part in _BUFFERED}:
+        needed += int(_BESIDE_SWAPPED * launch.trained * launch.per_host / launch.world_size)
+    if needed > _LEFT_ALONE * launch.host_free:
+        yield (f"offloading to the host needs {gib(needed)} for the {launch.per_host} processes of this machine, "
+               f"and {gib(launch.host_free)} are free: use more machines, offload_optimizer.device=nvme with a "
+               "smaller sub_group_size, or LoRA")  # fmt: skip
+
+
+def _on_host(launch: Launch, device: str) -> int:
+    """Bytes that this machine's processes offload to the host or to the disk."""
+    share = launch.per_host / launch.world_size
+    states = _OFFLOADED_STATES * launch.trained if launch.zero("offload_optimizer").get("device") == device else 0
+    weights = _OFFLOADED_WEIGHTS * launch.weights if launch.zero("offload_param").get("device") == device else 0
+    return int((states + weights) * share)
+
+
+def _disk(launch: Launch) -> Iterator[str]:
+    paths = {launch.zero(part).get("nvme_path") for part in ("offload_optimizer", "offload_param")
+             if launch.zero(part).get("device") == "nvme"}  # fmt: skip
+    for path in paths:
+        if not path or not Path(path).is_dir():
+            yield (f"nvme_path={path} is not a folder on this machine: make it, or export with --nvme-path "
+                   "(hf-memopt export … --strategy zero3_offload_nvme --nvme-path FOLDER)")  # fmt: skip
+            continue
+        if not os.access(path, os.W_OK):
+            yield f"nvme_path={path} cannot be written to: choose a folder of yours"
+        needed, free = int(_on_host(launch, "nvme") * _DISK_SPARE), shutil.disk_usage(path).free
+        if needed > free:
+            yield f"nvme_path={path} needs {gib(needed)} for what is offloaded, and {gib(free)} are free"
+
+
+def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> Launch:
+    """The launch of this process.
+
+    Args:
+        args: TrainingArguments.
+        config: the model's.
+        dtype: of the loaded weights.
+        adapters: they alone are trained, and their states are too few to count.
+    """
+    import psutil
+    import torch
+
+    from hf_memopt.estimator.model import sizes_of_weights
+
+    sizes_of = sizes_of_weights(config, task)
+    weights = sum(sizes_of)
+    engine = resolve_engine(args)
+    sizes = {name: size for name, size in parallel_sizes(args.parallelism_config).items() if size != 1}
+    efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if args.fsdp:
+        efficient = args.fsdp_config.get("cpu_ram_efficient_loading", False)  # Trainer asks nothing else
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return Launch(
+        world_size=args.world_size,
+        per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        weights=weights,
+        trained=0 if adapters else weights,
+        largest=max(sizes_of),
+        weight_bytes=getattr(torch, dtype).itemsize,
+        deepspeed=engine.deepspeed,
+        fsdp_efficient=is_true(efficient) if engine.fsdp_version else None,
+        batches={"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
+                 "train_batch_size": micro * accumulation * args.world_size},
+        parallel=sizes,
+        host_free=psutil.virtual_memory().available,
+        lockable=_lockable(),
+        compiles=_buildable() if engine.deepspeed is not None else {},
+    )  # fmt: skip
+
+
+def _lockable() -> int:
+    """Bytes; root may lock as much as there is."""
+    if os.name != "posix" or os.geteuid() == 0:
+        return 2**62
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return 2**62 if limit == resource.RLIM_INFINITY else limit
+
+
+def _buildable() -> dict[str, bool]:
+    return {"cpu_adam": compiler() is not None, "async_io": has_libaio()}
+
+
+def check_sharded(model, stage: int) -> None:
+    """Under ZeRO-3 every weight must have been cut up while it was loaded.
+
+    Raises:
+        InputError: whole weights lie on every process.
+    """
+    if stage != 3:
+        return
+    whole = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
+    base = [
+        name for name in whole if "lora_" not in name
+    ]  # adapters are made after loading and cut up with the engine
+    if base:
+        raise InputError(
+            f"preflight: {len(base)} weights ({base[0]}, …) were loaded whole on every process: TrainingArguments "
+            "must be made, and live, before from_pretrained, with zero3_init_flag: true in accelerate's configuration"
+        )

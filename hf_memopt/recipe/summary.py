@@ -1,0 +1,324 @@
+"""What a recipe tells: the job before it starts, and memory, loss and samples when it ends."""
+
+import copy
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from hf_memopt.compatibility import resolve_engine
+from hf_memopt.data.tokens import IGNORED
+from hf_memopt.errors import TrainingOutOfMemory, one_line
+from hf_memopt.files import write_whole
+from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.recipe.cpu_features import quick_cpu_info
+from hf_memopt.recipe.job import Job
+from hf_memopt.reports.page import size
+from hf_memopt.reports.run_report import write_run_report
+from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
+
+
+def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (), **about):
+    """Print what is about to run and the memory it will take, on the first process.
+
+    Args:
+        length: tokens per sample, at most.
+        more: rows to print, names and texts.
+        about: further arguments of predict().
+
+    Returns:
+        The Estimate; None where the job cannot be traced, and on other processes.
+    """
+    args, preset, model = job.args, job.preset, trainer.model
+    if args.process_index:
+        return None
+    if job.recipe.dry_run:
+        for folder in job.new_folders:  # the Trainer makes output_dir when it is built
+            folder.rmdir()
+    total = sum(_size(weight) for weight in model.parameters())
+    trainable = sum(_size(weight) for weight in model.parameters() if weight.requires_grad)
+    accumulation, batches = args.gradient_accumulation_steps, trainer.batches
+    optimizer = "adam_mini" if job.memory_args.adam_mini else args.optim.value
+    rows = [
+        ("preset", f"{preset.name}, {preset.method}, on {preset.hardware.label}"),
+        ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
+        ("batch", f"{_step(trainer)}, up to {length} tokens each"),
+        ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
+        ("numbers", f"weights {preset.dtype}, computing in {preset.precision}, optimizer {optimizer}, "
+                    f"attention {model.config._attn_implementation}"),
+        ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
+    ]  # fmt: skip
+    if budget := job.memory_args.max_tokens_per_batch:
+        budgets = f"{budget} padded tokens × {accumulation} × {batches}"
+        rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
+    if job.planned is not None:
+        rows.insert(1, ("plan", job.planned.told))
+    if job.profile is not None:
+        rows.insert(1, ("profile", job.profile))
+    rows += more
+    if levers := job.memory_args.levers():
+        rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
+    estimated = predict(job, trainer, length, **about)
+    if estimated is not None:
+        capacity = f"of {size(estimated.capacity_bytes)}, allocated peak {size(estimated.peak_allocated_bytes)}"
+        rows.append(("memory", f"{size(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted)"))
+        held = estimated.breakdown.items()
+        parts = [f"{kind.replace('_', ' ')} {size(taken)}" for kind, taken in held if taken > 2**20]
+        rows.append(("", ", ".join(parts)))
+    for name, value in rows:
+        print(f"{name:>8}  {value}")
+    if job.recipe.dry_run:
+        print("dry run: stopped before training, nothing was written")
+    return estimated
+
+
+def _step(trainer) -> str:
+    """The samples of an optimizer step in words, and of an epoch's last one where that takes fewer."""
+    args, data, batches = trainer.args, trainer.train_dataset, trainer.batches
+    micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    whole = micro * accumulation * batches
+    product = f"{micro} × {accumulation} × {batches} = {whole}"
+    if not hasattr(data, "__len__"):
+        return f"{product} samples a step"
+    steps, last = last_step(len(data), micro, accumulation, batches, args.dataloader_drop_last)
+    if steps < 2 and last != whole:
+        repeated = f", some of them twice over {batches} processes" if last > len(data) else ""
+        return f"{product}, and the data have {len(data)} rows: {last} samples a step{repeated}"
+    return f"{product} samples a step" + (f", {last} in the last of an epoch" if last != whole else "")
+
+
+def last_step(rows: int, micro: int, accumulation: int, batches: int, drop_last: bool = False) -> tuple[int, int]:
+    """Optimizer steps of an epoch, and the samples of its last one.
+
+    Several processes take equally many micro-batches, for which accelerate repeats rows (`even_batches`).
+    """
+    together = micro * batches
+    rows = rows // together * together if drop_last else rows if batches == 1 else -(-rows // together) * together
+    whole = together * accumulation
+    steps = -(-rows // whole)
+    return steps, rows - max(0, steps - 1) * whole
+
+
+def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Callable | None = None) -> None:
+    """Train to the end, save the model, and report: losses, memory, a few samples.
+
+    Args:
+        resume: the checkpoint folder to go on from, or None.
+        estimated: what announce() returned.
+        show: prints samples at the end, given what sample() is given, in its place.
+    """
+    from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss, PhasePeaks
+
+    losses, peaks = HeldOutLoss(), PhasePeaks()
+    trainer.add_callback(losses)
+    trainer.add_callback(GradientCheck())
+    trainer.add_callback(peaks)
+    trainer.when_probed = job.probed
+    try:
+        with quick_cpu_info(job.args):
+            trainer.train(resume_from_checkpoint=resume)
+    except TrainingOutOfMemory as end:
+        if not trainer.state.global_step:
+            job.probed(0)
+        trainer.memory_events.append(end.report)
+        finish(job, trainer, losses.by_step, estimated, peaks)
+        raise
+    except (TrainingInterrupted, TrainingTerminated) as stop:
+        stop.message += _continues(job, stop.checkpoint)
+        raise
+    finally:
+        peaks.stop()
+    config = trainer.model.config
+    config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
+    trainer.save_model()  # before anything else: a failure from here on does not cost the trained weights
+    if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
+        config.use_cache = False
+        trainer.evaluate()
+        config.use_cache = True
+    finish(job, trainer, losses.by_step, estimated, peaks)
+    (show or sample)(job, trainer, tokenizer)
+
+
+def _continues(job: Job, checkpoint: str | None) -> str:
+    """How a run that was stopped continues."""
+    if checkpoint is None:
+        return ""
+    if str(job.args.resume_from_checkpoint or "true").lower() != "true":
+        return "; the same command without resume_from_checkpoint continues"
+    return "; the same command continues"
+
+
+def predict(job: Job, trainer, length: int, **about):
+    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced.
+
+    Args:
+        about: further arguments of estimate(); by default what the data set's columns say.
+    """
+    from hf_memopt.estimator import estimate
+    from hf_memopt.estimator.prediction import fields_of_trainer
+
+    if job.preset.sequence_parallel > 1:
+        print("  memory  not predicted: shared sequences (sequence parallelism) are not traced")
+        return None
+    if not about:
+        length, about = _longest(trainer.train_dataset, length)
+    config = copy.deepcopy(trainer.model.config)
+    quantization = config.__dict__.pop("quantization_config", None)
+    config.__dict__.pop("distributed_config", None)
+    try:
+        return estimate(
+            config, fields_of_trainer(trainer), length, job.preset.hardware, job.peft_config, job.preset.dtype,
+            config._attn_implementation, quantization_config=quantization, world_size=job.args.world_size,
+            strategy=job.preset.strategy if job.preset.mesh else None, memory_args=job.memory_args, **about,
+        )  # fmt: skip
+    except Exception as error:
+        # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
+        print(f"  memory  not predicted: {one_line(error)[:200]}")
+        return None
+
+
+def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
+    """The length of the longest sample, and how samples are laid out."""
+    columns = data.column_names or ()
+    if hasattr(data, "__len__"):
+        longest = max(map(len, data["input_ids"]))
+        length = min(length, -(-longest // 8) * 8)
+    return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}
+
+
+def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> None:
+    """Write memory_report.json and .html into output_dir and print the closing table, on the first process.
+
+    Args:
+        peaks: PhasePeaks.
+    """
+    if job.args.process_index:
+        return
+    measured = measured_peaks()
+    if peaks.bytes:  # of the first two steps, whose samples may be shorter than the longest
+        measured["peak_allocated_bytes"] = peaks.bytes
+    error = {name: getattr(estimated, name) / value - 1 for name, value in measured.items()
+             if value and getattr(estimated, name, None)}  # fmt: skip
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "model": Path(job.model_name).name if Path(job.model_name).is_dir() else job.model_name,
+        "command": " ".join(job.argv),
+        "preset": job.preset.name,
+        "method": job.preset.method,
+        "strategy": job.preset.strategy,
+        "settings": job.args.to_dict(),
+        "memory_arguments": asdict(job.memory_args),
+        "levers": job.memory_args.levers(),
+        "estimate": estimated and estimated.to_dict(),
+        "predicted_timeline": _thinned(estimated.timeline) if estimated else [],
+        "measured": measured | {"phases": peaks.phases},
+        "relative_error": error,
+        "held_out_loss": losses,
+        "global_step": trainer.state.global_step,
+        "events": trainer.memory_events,
+    }
+    if hasattr(trainer.train_dataset, "bad"):
+        report["bad_videos"] = trainer.train_dataset.bad.listed()
+    write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
+    _print_table(measured, losses, estimated)
+    print(f"the whole report, for a browser: {write_run_report(job.args.output_dir)}")
+    # The evaluation's batches are cut too, and the end of a run names no size.
+    sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
+    if any(sizes):
+        smallest = min(filter(None, sizes))
+        print(f"memory ran short: micro-batches ran in chunks of down to {smallest} samples; predicted are whole ones")
+
+
+def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:
+    """A timeline of fewer points, each the fullest of its stretch: phase and bytes."""
+    stretch = max(1, len(timeline) // points)
+    fullest = [max(timeline[at : at + stretch], key=lambda one: one[1]) for at in range(0, len(timeline), stretch)]
+    return [(segment.split(":")[0], taken) for segment, taken in fullest]
+
+
+def measured_peaks() -> dict[str, int]:
+    """Peaks of this process so far, in bytes: what the accelerator's allocator counted, and resident host memory."""
+    import torch
+
+    peaks = {"peak_host_bytes": peak_resident()}
+    if torch.cuda.is_available():
+        peaks["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        peaks["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return peaks
+
+
+def sample(job: Job, trainer, tokenizer) -> None:
+    """Print a few continuations of held-out texts, or answers to held-out questions, on the first process."""
+    import torch
+
+    args, held_out = job.args, trainer.eval_dataset
+    if args.process_index or held_out is None or not job.recipe.samples:
+        return
+    if resolve_engine(args).shards or job.preset.mesh:
+        print("no samples: sharded weights cannot generate on one process")
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    for row in held_out.take(job.recipe.samples):
+        prompt = torch.tensor([_prompt(row)], device=model.device)
+        with torch.no_grad():
+            ids = model.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True,
+                temperature=0.7, top_k=50, pad_token_id=tokenizer.pad_token_id,
+            )[0]  # fmt: skip
+        asked = tokenizer.decode(prompt[0], skip_special_tokens=True).strip()
+        said = tokenizer.decode(ids[prompt.shape[1] :], skip_special_tokens=True).strip()
+        print(f"  {' '.join(asked.split())!r} → {' '.join(said.split())!r}")
+
+
+def _prompt(row: dict, tokens: int = 16) -> list[int]:
+    """The masked question of a fine-tuning row, or the first tokens of a text."""
+    masked = next((index for index, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    return list(row["input_ids"][: masked or tokens])
+
+
+def _print_table(measured: dict[str, int], losses: dict[int, float], estimated) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("memory of the first process", "predicted", "measured", "difference")
+    for name, value in measured.items():
+        predicted = getattr(estimated, name, None)
+        table.add_row(
+            name.removesuffix("_bytes").replace("_", " "),
+            size(predicted) if predicted else "",
+            size(value),
+            f"{predicted / value - 1:+.1%}" if predicted else "",
+        )
+    Console().print(table)
+    if len(losses) > 1:
+        first, last = min(losses), max(losses)
+        print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
+
+
+def _size(weight) -> int:
+    """Parameters of a tensor: a ZeRO-3 shard and a packed 4-bit weight know their true number."""
+    if hasattr(weight, "ds_numel"):
+        return weight.ds_numel
+    packed = getattr(weight, "quant_state", None)
+    return packed.shape.numel() if packed is not None else weight.numel()
+
+
+def _rows(data) -> str:
+    return "none" if data is None else f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,215 @@
+"""What the video recipe asks for beside the others, its samples, and what it tells of them."""
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import send_to_device
+
+from hf_memopt.compatibility import resolve_engine
+from hf_memopt.data.bad_videos import BadVideos
+from hf_memopt.data.moving_shapes import moving_shapes
+from hf_memopt.data.tokens import IGNORED
+from hf_memopt.data.video import Encoder, Limits, VideoSamples
+from hf_memopt.data.video_batch import TOKENS, VideoCollator
+from hf_memopt.errors import InputError, choose
+from hf_memopt.estimator.video import VideoInputs
+from hf_memopt.recipe.arguments import RecipeArguments
+from hf_memopt.recipe.job import Job, load_job_rows
+
+_GLANCED_AT = 500  # rows whose files are looked at for the largest sample
+
+# What the command line or a file says goes over them.
+PROFILES: dict[str, dict[str, Any]] = {
+    "maximum_savings": {"max_frames": 50, "per_device_train_batch_size": 2, "effective_batch_size": 32,
+                        "activation_checkpointing": True},
+    "balanced": {"max_frames": 100, "per_device_train_batch_size": 4, "effective_batch_size": 32,
+                 "activation_checkpointing": True},
+    "maximum_performance": {"max_frames": None, "per_device_train_batch_size": 8, "effective_batch_size": 32,
+                            "activation_checkpointing": False, "dtype": "float32"},
+}  # fmt: skip
+
+
+@dataclass
+class VideoArguments(RecipeArguments):
+    """The video recipe's own arguments."""
+
+    OR_NONE: ClassVar = ("max_frames", "video_fps", "max_pixels_per_frame", "max_video_tokens")
+
+    video_profile: str = field(
+        default="balanced",
+        metadata={"help": "maximum_savings (50 frames, micro-batch 2), balanced (100 frames, micro-batch 4), or "
+                          "maximum_performance (all frames, micro-batch 8, float32 weights, nothing recomputed)."},
+    )  # fmt: skip
+    max_frames: int | None = field(
+        default=100, metadata={"help": "Frames of a video, evenly spaced over all of it, at most; none: no limit."}
+    )
+    video_fps: float | None = field(default=None, metadata={"help": "Frames a second, at most. Default: all."})
+    max_pixels_per_frame: int | None = field(
+        default=None, metadata={"help": "Height × width of a frame, at most. Default: the model's own."}
+    )
+    max_video_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of a sample's videos and images; frames are dropped to keep to it."}
+    )
+    freeze_vision: bool = field(default=True, metadata={"help": "Leave the vision tower as it is, out of autograd."})
+    freeze_projector: bool = field(
+        default=False, metadata={"help": "Leave the layers between tower and language model as they are."}
+    )
+    max_bad_videos: int = field(
+        default=0, metadata={"help": "Files without a frame that may be skipped; one more ends the run with its name."}
+    )
+    media_folder: str | None = field(
+        default=None, metadata={"help": "Where relative paths start. Default: the data file's folder."}
+    )
+
+    @classmethod
+    def profile_of(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What the profile that was asked for sets.
+
+        Raises:
+            InputError: an unknown profile.
+        """
+        name = given.get("video_profile", "balanced")
+        if name not in PROFILES:
+            raise choose("video_profile", name, PROFILES)
+        return PROFILES[name]
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Parts that are not trained."""
+        return ("vision",) * self.freeze_vision + ("projector",) * self.freeze_projector
+
+
+def with_weights_dtype(job: Job) -> Job:
+    """The job with its weights in half precision, as the profiles say, where the card computes in bf16.
+
+    Raises:
+        InputError: float16 weights would be trained in full: without a scaler for their gradients they end in NaN.
+    """
+    recipe, preset = job.recipe, job.preset
+    if recipe.dtype == "float16" and preset.method == "full":
+        raise InputError(
+            "dtype=float16 with method=full: updates below 6e-8 vanish and losses end in NaN: use bfloat16 or "
+            "float32, or method=lora on float16 weights"
+        )
+    if recipe.dtype is None and preset.method == "full" and preset.precision == "bf16":
+        preset = replace(preset, dtype="bfloat16")
+    job.preset = preset
+    return job
+
+
+def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoSamples | None]:
+    """Training and held-out samples, decoded when they are asked for.
+
+    Args:
+        length: tokens of a sample, at most.
+    """
+    recipe = job.recipe
+    for name, instead in (("streaming", "videos are read one by one anyway"), ("packing", "clips are not packed")):
+        if getattr(recipe, name):
+            raise InputError(f"{name}: {instead}; leave it out")
+    source = recipe.dataset_name or str(moving_shapes())
+    with job.args.main_process_first(desc="preparing data"):
+        train, held_out, _ = load_job_rows(job, source, with_media=True)
+    limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
+    encode = Encoder(processor, limits, _folder(recipe.media_folder, source))
+    bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
+    made = [None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
+            for rows, name in ((train, "row"), (held_out, "held-out row"))]  # fmt: skip
+    for samples in filter(None, made):
+        samples.check(_GLANCED_AT if _holds_files(samples.rows) else math.inf)
+    return tuple(made)
+
+
+def _folder(given: str | None, source: str) -> Path:
+    path = Path(source).expanduser()
+    found = Path(given).expanduser() if given else path.parent if path.is_file() else path
+    if given and not found.is_dir():
+        raise InputError(f"media_folder={given}: no such folder")
+    return found if found.is_dir() else Path()
+
+
+def _holds_files(rows) -> bool:
+    """Whether the rows are as large as their media, so that reading all of them takes long."""
+    from datasets import Image, List, Video
+
+    inner = (kind.feature if isinstance(kind, List) else kind for kind in rows.features.values())
+    return any(isinstance(kind, Image | Video) for kind in inner)
+
+
+def _undecoded(rows):
+    """Rows whose media are files and bytes: `datasets` would decode columns of its own types, with other libraries."""
+    from datasets import Image, List, Video
+
+    for name, kind in rows.features.items():
+        inner = kind.feature if isinstance(kind, List) else kind
+        if isinstance(inner, Image | Video):
+            plain = type(inner)(decode=False)
+            rows = rows.cast_column(name, List(plain) if isinstance(kind, List) else plain)
+    return rows
+
+
+def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:
+    """The sample that takes most, among the first few hundred: found by the files' headers, then made.
+
+    Files that are not there, or no videos, show here, before anything is trained.
+
+    Raises:
+        BadVideo: more of them than may be.
+    """
+    sizes = samples.sizes(_GLANCED_AT)
+    return samples[max(range(len(sizes)), key=sizes.__getitem__)]
+
+
+def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple[str, ...]) -> list[tuple[str, str]]:
+    """What the largest sample takes on its way: frames or patches, tokens, bytes."""
+    pixels = [part for name, value in sample.items() if name.startswith("pixel_values")
+              for part in (value if isinstance(value, list) else [value])]  # fmt: skip
+    rows = sum(part.shape[0] if part.dim() < 5 else part.shape[0] * part.shape[1] for part in pixels)
+    size = sum(part.numel() * part.element_size() for part in pixels)
+    what = "patches" if pixels and pixels[0].dim() == 2 else "frames"
+    limit, tokens = samples.encode.limits.max_frames, len(sample["input_ids"])
+    answers = int((sample["labels"] != IGNORED).sum())
+    told = f"{rows:,} {what} ({size / 2**20:.1f} MiB) → {tokens:,} tokens, {answers} of them answers"
+    return [("videos", f"at most {limit or 'all'} frames; the largest sample: {told}"),
+            ("frozen", ", ".join(frozen) or "nothing")]  # fmt: skip
+
+
+def real_inputs(sample: dict[str, Any]) -> VideoInputs:
+    """A sample as what estimate() takes, with its pixels' shapes alone."""
+
+    def shape_alone(value):
+        if isinstance(value, list):
+            return [shape_alone(part) for part in value]
+        return value.to("meta") if value.is_floating_point() and value.dim() > 1 else value
+
+    return VideoInputs(sample={name: shape_alone(value) for name, value in sample.items()})
+
+
+def show_answers(job: Job, trainer, processor) -> None:
+    """Print answers to a few held-out videos beside the true ones, on the first process."""
+    args, held_out = job.args, trainer.eval_dataset
+    sharded = resolve_engine(args).shards
+    if args.process_index or held_out is None or not job.recipe.samples or sharded:
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    for number in range(min(job.recipe.samples, len(held_out))):
+        said, meant = answer(model, processor.tokenizer, held_out[number])
+        print(f"  {' '.join(meant.split())!r} → {' '.join(said.split())!r}")
+
+
+def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) -> tuple[str, str]:
+    """What a model says to a sample's first question, and what the sample says to it."""
+    labels = sample["labels"]
+    first = int((labels != IGNORED).nonzero()[0])
+    prompt = {name: value[:first] if name in TOKENS else value for name, value in sample.items()}
+    inputs = VideoCollator(tokenizer.pad_token_id, pad_to_multiple_of=1)([prompt])
+    del inputs["labels"]
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs = send_to_device(inputs, model.device)
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)[0]
+    said = tokenizer.decode(ids[first:], skip_special_tokens=True)
+    return said, tokenizer.decode(labels[labels != IGNORED], skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""MemoryTrainer: a transformers Trainer that recovers from running out of memory."""

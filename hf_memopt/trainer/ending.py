@@ -1,0 +1,84 @@
+"""The end of a run that memory cannot hold: saved first, then explained, then raised."""
+
+import json
+import logging
+from pathlib import Path
+from typing import NoReturn
+
+from hf_memopt.errors import TrainingOutOfMemory
+from hf_memopt.files import write_whole
+from hf_memopt.monitor.snapshots import SnapshotCallback
+from hf_memopt.oom.classify import Diagnosis
+from hf_memopt.oom.report import oom_report
+from hf_memopt.reports.events import told
+from hf_memopt.trainer.distributed import Peers
+from hf_memopt.trainer.recoverability import changes_weights_in_backward, holds_whole_model
+from hf_memopt.trainer.split import tensor_shapes
+
+logger = logging.getLogger(__name__)
+
+
+class Ending:
+    """Ends a trainer's run so that another one resumes from the last good step."""
+
+    def __init__(self, trainer, peers: Peers) -> None:
+        self._trainer = trainer
+        self._peers = peers
+
+    def exhausted(self, stage: str, found: Diagnosis, micro=None, why: str = "", intact: bool = True) -> NoReturn:
+        """Save the last good step, write oom_report.json and raise. The other processes wait for the former only.
+
+        Args:
+            stage: forward, backward, optimizer or eval.
+            micro: the micro-batch that failed; None in evaluation.
+            why: no smaller batch helps; by default it is one sample.
+            intact: weights and optimizer states are those of the last good step.
+
+        Raises:
+            TrainingOutOfMemory: always.
+        """
+        trainer = self._trainer
+        self._peers.announce(found.message, trainer.limit.elements)
+        if trainer.optimizer is not None and trainer._runner.recovers:
+            trainer.optimizer.zero_grad()
+        checkpoint = self._checkpoint(intact)
+        self._peers.saved()
+        self.snapshot()
+        inputs = micro.inputs if micro is not None else {}
+        indices = trainer._dataset_indices(micro) if micro is not None else None
+        report = oom_report(trainer, stage, found, tensor_shapes(inputs), indices, why) | {"checkpoint": checkpoint}
+        self._write(report)
+        raise TrainingOutOfMemory(told(report), report)
+
+    def save_for_peer(self, elements: int | None) -> None:
+        """What a process does when another one cannot continue: its part of the last good step's checkpoint.
+
+        Under NCCL, this device's stream waits behind a reduction that never completes, and so would copies of weights:
+        there, the first process saves nothing for others, and the newest checkpoint stands.
+        """
+        trainer = self._trainer
+        trainer.limit.agree(elements)
+        intact = holds_whole_model(trainer) and not changes_weights_in_backward(trainer)
+        blocked = trainer.args.should_save and not self._peers.wait_on_host
+        self._checkpoint(intact and not blocked)
+        self._peers.saved()
+
+    def _checkpoint(self, intact: bool) -> str | None:
+        """The folder to resume from: of this step where it can be saved now, else the newest that this run wrote."""
+        trainer, state = self._trainer, self._trainer._runner.resume_state
+        if intact and trainer.is_in_train and trainer.state.global_step > 0 and state is not None:
+            state.restore(trainer)
+            return trainer.emergency_checkpoint() or trainer.newest_checkpoint()
+        return trainer.newest_checkpoint()
+
+    def snapshot(self) -> None:
+        """Write what was recorded of allocations, where that is switched on."""
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, SnapshotCallback):
+                callback.out_of_memory()
+
+    def _write(self, report: dict) -> None:
+        logger.error("%s", told(report))
+        path = Path(self._trainer.args.output_dir) / "oom_report.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(report, indent=2, default=str) + "\n")

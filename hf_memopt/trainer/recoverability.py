@@ -1,0 +1,109 @@
+"""What may be done again or in chunks after a step ran out of memory: decided once, when the trainer is made.
+
+Chunks add up to the whole where a loss is a sum or a mean over samples. A loss that compares the samples of a batch
+with each other has another value in chunks, and no exception tells.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_memopt.trainer.optimizer_guard import steps_in_backward
+from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
+
+# TRL 1.16: how the batches of each trainer lie. Other trainers of TRL generate, or keep state between micro-batches.
+_TRL_LAYOUTS = {
+    "SFTTrainer": RowLayout,
+    "DPOTrainer": PairLayout,
+    "RewardTrainer": PairLayout,
+    "KTOTrainer": KtoLayout,
+}
+# DPO losses that sort the batch (aot) or average over its tokens (sft) instead of its pairs.
+_ACROSS_PAIRS = {"aot", "aot_unpaired", "sft"}
+
+
+@dataclass(frozen=True)
+class Recoverability:
+    """How a trainer's steps can be recovered.
+
+    Attributes:
+        layout: where the samples of a batch lie.
+        repeats: a micro-batch may run again and gives the same gradients.
+        splits: its chunks' gradients add up to its own.
+        reason: why not both; "" where both hold.
+    """
+
+    layout: RowLayout
+    repeats: bool = True
+    splits: bool = True
+    reason: str = ""
+
+
+def recoverability(trainer) -> Recoverability:
+    """Look at a trainer's class, loss and model."""
+    kind = trl_trainer(trainer)
+    layout = _TRL_LAYOUTS.get(kind.__name__, RowLayout)() if kind else RowLayout()
+    if reason := _not_repeated(trainer, kind):
+        return Recoverability(layout, repeats=False, splits=False, reason=reason)
+    if reason := _not_split(trainer, kind):
+        return Recoverability(layout, splits=False, reason=reason)
+    return Recoverability(layout)
+
+
+def trl_trainer(trainer) -> type | None:
+    """The class of TRL that a trainer is made of; None where it is none of TRL's."""
+    return next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
+
+
+def holds_whole_model(trainer) -> bool:
+    """Whether each process holds the whole model."""
+    from accelerate.utils import DistributedType
+
+    whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+    return not trainer.is_distributed_loading_by_transformers and trainer.accelerator.distributed_type in whole
+
+
+def changes_weights_in_backward(trainer) -> bool:
+    """Whether a failure in backward leaves weights of two steps."""
+    return trainer.memory_args.optimizer_in_backward or steps_in_backward(trainer.args.optim)
+
+
+def _not_repeated(trainer, kind: type | None) -> str:
+    if not trainer.memory_args.oom_recovery:
+        return "oom_recovery is off"
+    if not holds_whole_model(trainer):  # processes wait for each other all the time
+        return f"{trainer.accelerator.distributed_type.value} cannot take a step again"
+    if changes_weights_in_backward(trainer):
+        name = "optimizer_in_backward" if trainer.memory_args.optimizer_in_backward else trainer.args.optim.value
+        return f"{name} cannot take a step again"
+    if trainer.args.n_gpu > 1:
+        return "DataParallel cannot take a step again: start a process per GPU"
+    if kind is not None and kind.__name__ not in _TRL_LAYOUTS:
+        return f"{kind.__name__} generates, keeps state or mixes means within a step, which cannot run again in chunks"
+    if kind is not None and trainer.args.world_size > 1:
+        return f"{kind.__name__} gathers metrics over processes in every forward pass, so that all must run as many"
+    if kind is not None and trainer.args.activation_offloading:
+        return "activation_offloading of TRL keeps what a failed forward pass left"
+    name = next((name for name, module in _modules(trainer) if isinstance(module, _BATCH_NORM)), None)
+    return f"{name} normalizes over the whole batch and counts every pass" if name is not None else ""
+
+
+def _not_split(trainer, kind: type | None) -> str:
+    if (kind is not None and getattr(trainer, "aux_loss_enabled", False)) or _balances_experts(trainer):
+        return "the router's auxiliary loss is a mean over the whole batch"
+    if kind is not None and (mixing := _ACROSS_PAIRS & set(getattr(trainer, "loss_types", ()))):
+        return f"loss_type={min(mixing)} compares the samples of a batch with each other"
+    return ""
+
+
+_BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm  # of 1, 2 and 3 dimensions, and the synchronized one
+
+
+def _modules(trainer):
+    return trainer.model.named_modules() if trainer.model is not None else ()
+
+
+def _balances_experts(trainer) -> bool:
+    config = getattr(trainer.model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0))

@@ -1,0 +1,129 @@
+"""Micro-batches divided into chunks along their samples, padding and all, so that the chunks' gradients add up."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from hf_memopt.errors import InputError
+
+_FIRST = ("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask", "input_features")
+
+
+class RowLayout:
+    """A batch in which every tensor has one row per sample, as most collators make it."""
+
+    def count(self, inputs: Mapping[str, Any]) -> int:
+        """Samples in a batch."""
+        return count_rows(inputs)
+
+    def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The samples from `start` to before `stop`; all of the batch where that is all.
+
+        Raises:
+            InputError: a value does not have one row per sample (several samples in one row, patches of several
+                images in one tensor), so that nobody can say where a sample ends.
+        """
+        samples = self.count(inputs)
+        if (start, stop) == (0, samples):
+            return dict(inputs)
+        return {name: self._part(name, value, samples, start, stop) for name, value in inputs.items()}
+
+    def _part(self, name: str, value: Any, samples: int, start: int, stop: int) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._part(f"{name}.{key}", inner, samples, start, stop) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            if len(value) != samples:
+                raise _cannot_split(name, f"{len(value)} entries", samples)
+            return value[start:stop]
+        if isinstance(value, numpy.ndarray) and value.ndim:
+            if len(value) != samples:
+                raise _cannot_split(name, f"the shape {value.shape}", samples)
+            return value[start:stop]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        return self._rows(name, value, samples, start, stop)
+
+    def _rows(self, name: str, value: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
+        # Multimodal rotary embeddings: (3 or 4 axes, samples, tokens). There may be as many samples as axes.
+        if "position_ids" in name and value.dim() == 3:
+            if value.shape[1] != samples:
+                raise _cannot_split(name, f"the shape {tuple(value.shape)}", samples)
+            return value[:, start:stop]
+        if value.shape[0] == samples:
+            return value[start:stop]
+        if value.shape[0] == 1:  # one row for all samples
+            return value
+        raise _cannot_split(name, f"the shape {tuple(value.shape)}", samples)
+
+
+class PairLayout(RowLayout):
+    """TRL's preference batches: the rows of all chosen answers, then those of all rejected ones.
+
+    Some tensors (`margin`, `ref_chosen_logps`) have one row per pair.
+    """
+
+    def count(self, inputs: Mapping[str, Any]) -> int:
+        return count_rows(inputs) // 2
+
+    def _rows(self, name: str, value: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
+        if value.shape[0] == 2 * samples:
+            return torch.cat([value[start:stop], value[samples + start : samples + stop]])
+        return super()._rows(name, value, samples, start, stop)
+
+
+class KtoLayout(RowLayout):
+    """TRL's KTO batches. The KL term is a mean over the micro-batch without gradients: every chunk has all of it."""
+
+    def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        whole = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
+        rest = {name: value for name, value in inputs.items() if name not in whole}
+        return super().chunk(rest, start, stop) | whole
+
+
+def copied(value: Any) -> Any:
+    """A batch that a loss may pop from and change in place."""
+    if isinstance(value, Mapping):
+        return type(value)({name: copied(inner) for name, inner in value.items()})
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def tensor_versions(value: Any) -> list[int]:
+    """How often each tensor of a batch was written to in place."""
+    if isinstance(value, Mapping):
+        return [version for inner in value.values() for version in tensor_versions(inner)]
+    return [value._version] if isinstance(value, torch.Tensor) else []
+
+
+def _cannot_split(name: str, what: str, samples: int) -> InputError:
+    return InputError(f"a batch of {samples} samples cannot be split: {name} has {what}; override split_batch()")
+
+
+def count_rows(inputs: Mapping[str, Any]) -> int:
+    """Rows of a batch: the first dimension of its tokens, else of its first tensor; 1 where it holds none."""
+    names = [name for name in _FIRST if name in inputs] + list(inputs)
+    sizes = [inputs[name].shape[0] for name in names if isinstance(inputs[name], torch.Tensor) and inputs[name].dim()]
+    return sizes[0] if sizes else 1
+
+
+def count_elements(inputs: Any) -> int:
+    """Elements of all tensors of a batch: what its activations grow with."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.numel()
+    if isinstance(inputs, Mapping):
+        return sum(map(count_elements, inputs.values()))
+    return sum(map(count_elements, inputs)) if isinstance(inputs, list | tuple) else 0
+
+
+def count_tokens(inputs: Mapping[str, Any]) -> int:
+    """Tokens of a batch, padding included; 0 where it has none."""
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+    return tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else 0
+
+
+def tensor_shapes(inputs: Any) -> dict[str, list[int]]:
+    """The shape of every tensor of a batch, by name; nothing of a batch that is no mapping."""
+    if not isinstance(inputs, Mapping):
+        return {}
+    return {name: list(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}

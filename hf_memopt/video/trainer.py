@@ -1,0 +1,28 @@
+"""MemoryTrainer for batches of videos, whose tensors have no row for each sample."""
+
+from typing import Any
+
+from hf_memopt.data.video_batch import join
+from hf_memopt.levers.video_parts import take_videos_of_any_length
+from hf_memopt.trainer.trainer import MemoryTrainer
+
+
+class VideoTrainer(MemoryTrainer):
+    """A MemoryTrainer for VideoCollator(apart=True).
+
+    Media stay with their sample until the batch runs, so that a micro-batch that does not fit can be cut between
+    samples, and only the pixels of what runs are on the device.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        take_videos_of_any_length(self.model)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return super()._prepare_inputs(self.joined(inputs))
+
+    def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch as the model takes it."""
+        if "media" not in inputs:
+            return inputs
+        return {name: value for name, value in inputs.items() if name != "media"} | join(inputs["media"])

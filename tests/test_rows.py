@@ -1,0 +1,323 @@
+"""What rows hold is trained on, refused with the row's and the key's name, or announced: never dropped in silence."""
+
+import json
+import logging
+
+import pytest
+import video_models
+import videos
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_memopt.data.conversations import conversation
+from hf_memopt.data.sources import load_rows
+from hf_memopt.data.tokens import IGNORED, answered, packed, packed_answers
+from hf_memopt.data.video import Encoder, Limits
+from hf_memopt.data.video_processor import load_processor
+from hf_memopt.errors import InputError
+
+ASK = {"role": "user", "content": "Two plus two?"}
+SAY = {"role": "assistant", "content": "Four."}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+FORMS = {
+    "messages": {"messages": [ASK, SAY]},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "Two plus two?"}, {"from": "gpt", "value": "Four."}]
+    },
+    "prompts of messages": {"prompt": [ASK], "completion": [SAY]},
+    "prompts of text": {"prompt": "Two plus two?", "completion": "Four."},
+    "alpaca": {"instruction": "Two plus two?", "output": "Four."},
+}
+# As Qwen's: tools in the system turn, roles by name, reasoning and calls of the assistant alone.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>\n{% endif %}"
+    "{% for message in messages %}{% if message.role in ('system', 'user', 'tool') %}"
+    "<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% elif message.role == 'assistant' %}<|assistant|>\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(builtin_model):
+    return AutoTokenizer.from_pretrained(builtin_model)
+
+
+@pytest.fixture
+def encoded(jsonl, tokenizer):
+    """Rows of a file as text and as what is trained, by a recipe's whole way from file to tokens."""
+
+    def encode(*rows, template=None, streaming=False, **load):
+        if template:
+            tokenizer.chat_template = template
+        source = jsonl(list(rows))
+        train, _, form = load_rows(source, held_out=0, streaming=streaming, **load)
+        return [
+            (tokenizer.decode(row["input_ids"]), tokenizer.decode([i for i in row["labels"] if i != IGNORED]))
+            for row in answered(train, form, tokenizer, 512, source)
+        ]
+
+    return encode
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_column_becomes_the_system_message(form, column, encoded):
+    ((text, said),) = encoded({**FORMS[form], column: "Be brief."})
+    assert text.startswith("<|system|>\nBe brief.<|end|>\n<|user|>\nTwo plus two?<|end|>\n<|assistant|>\n")
+    assert said.strip().removesuffix("<|end|>") == "Four."
+
+
+def test_a_system_column_beside_a_system_message(encoded):
+    opened = {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]}
+    ((text, _),) = encoded({**opened, "system": "Be brief. "})
+    assert text.count("Be brief.") == 1
+    with pytest.raises(InputError, match=r"rows\.jsonl: row 0: .*system.*differs"):
+        encoded({**opened, "system": "Be verbose."})
+    assert encoded({**opened, "system": None})[0][0].count("<|system|>") == 1
+
+
+@pytest.mark.parametrize("given", [[TOOL], json.dumps([TOOL])])
+@pytest.mark.parametrize("form", ["messages", "conversations", "prompts of messages", "alpaca"])
+def test_tools_reach_the_chat_template(form, given, encoded):
+    ((text, said),) = encoded({**FORMS[form], "tools": given}, template=TOOL_TEMPLATE)
+    assert '"name": "add"' in text and "add" not in said
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        ({**FORMS["messages"], "tools": [TOOL]}, None, "chat template does not use tools"),
+        ({**FORMS["messages"], "tools": "add"}, TOOL_TEMPLATE, "tools is not JSON"),
+        ({**FORMS["messages"], "tools": [{"name": "add"}]}, TOOL_TEMPLATE, "tools.*\"function\""),
+        ({**FORMS["prompts of text"], "tools": [TOOL]}, TOOL_TEMPLATE, "tools"),
+        ({"text": "Two plus two is four.", "tools": [TOOL]}, TOOL_TEMPLATE, "tools"),
+        ({"text": "Two plus two is four.", "system": "Be brief."}, None, "system"),
+    ],
+)  # fmt: skip
+def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
+    with pytest.raises(InputError, match=rf"rows\.jsonl: row 0: .*{said}"):
+        encoded(row, template=template)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("images", ["a.png"]), ("image", "a.png"), ("videos", ["a.mp4"]), ("video", "a.mp4"), ("audios", ["a.wav"]),
+        ("audio", "a.wav"), ("chosen", "Four."), ("rejected", "Five."), ("label", False), ("weight", 0.5),
+        ("mask", [0, 1]), ("input", "2 + 2"), ("history", [["Hi", "Hello"]]), ("rejected_response", "Five."),
+        ("chat_template_kwargs", {"enable_thinking": True}), ("input_ids", [1, 2]), ("video_url", "http://a/b.mp4"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_mean_something_are_refused(column, value, streaming, encoded):
+    place = r"row \d in the order that the stream is read" if streaming else "row 1"
+    with pytest.raises(InputError, match=rf"rows\.jsonl: {place}: .*{column}") as caught:
+        encoded({**FORMS["messages"], column: None}, {**FORMS["messages"], column: value}, streaming=streaming)
+    assert "--ignore_columns" in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_ignored_columns_are_left_out(encoded):
+    row = {**FORMS["messages"], "rejected": "Five."}
+    ((text, _),) = encoded(row, ignore=["rejected"])
+    assert "Five" not in text
+    with pytest.raises(InputError, match=r"ignore_columns.*'rejectd'.*Did you mean 'rejected'"):
+        encoded(row, ignore=["rejectd"])
+
+
+def test_other_columns_are_announced_once(encoded, caplog):
+    more = {"id": 7, "source": "web", "prompt": "Two plus two?", "category": "sums", "score": 0.5}
+    with caplog.at_level(logging.WARNING):
+        assert len(encoded(*[{**FORMS["messages"], **more}] * 3)) == 3
+    (said,) = [line for line in caplog.messages if "not used" in line]
+    assert said.endswith("columns not used: category, id, prompt, score, source")
+
+
+def test_a_text_with_a_label_is_text(encoded, caplog):
+    assert encoded({"text": "A good film.", "label": 1})[0][1] == "A good film."
+    assert "columns not used: label" in caplog.text
+
+
+def test_history_of_instructions(encoded):
+    ((text, said),) = encoded({**FORMS["alpaca"], "history": [["One plus one?", "Two."]]})
+    assert text.index("One plus one?") < text.index("Two.") < text.index("Two plus two?")
+    assert "Two." in said and "Four." in said
+    with pytest.raises(InputError, match="row 0: history must be a list of pairs"):
+        encoded({**FORMS["alpaca"], "history": ["One plus one?"]})
+
+
+def test_parts_of_text_are_joined(encoded):
+    parts = [{"type": "text", "text": "Two plus "}, "two?"]
+    ((text, said),) = encoded({"messages": [{"role": "user", "content": parts}, SAY]})
+    assert "<|user|>\nTwo plus two?<|end|>" in text and said.startswith("Four.")
+
+
+@pytest.mark.parametrize(
+    ("message", "template", "said"),
+    [
+        ({**SAY, "tool_calls": CALL}, None, "'tool_calls'.*chat template"),
+        ({**SAY, "name": "Ann"}, TOOL_TEMPLATE, "'name'.*chat template"),
+        ({**SAY, "reasoning_content": "2 + 2"}, None, "'reasoning_content'.*chat template"),
+        ({**SAY, "thinking": "2 + 2"}, None, "'thinking'.*chat template"),
+        ({**SAY, "weight": 0}, None, "weight=0"),
+        ({**SAY, "train": False}, None, "train=False"),
+        ({**SAY, "loss": False}, None, "loss=False"),
+        ({**SAY, "confidence": 0.5}, None, "'confidence'"),
+        ({"role": "asistant", "content": "Four."}, None, "role 'asistant'"),
+        ({"role": "function", "content": "4"}, None, "role 'function'"),
+        ({"role": "developer", "content": "4"}, TOOL_TEMPLATE, "role 'developer'"),
+        ({"content": "4"}, None, "role"),
+        ({**ASK, "content": [{"type": "image", "image": "a.png"}]}, None, "'image'.*video_sft"),
+        ({**ASK, "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, None, "'image_url'"),
+        ({**ASK, "content": {"text": "a"}}, None, "content"),
+        ("Hello", None, "message"),
+    ],
+)  # fmt: skip
+def test_messages_that_cannot_be_used(message, template, said, encoded):
+    with pytest.raises(InputError, match=rf"rows\.jsonl: row 0: .*{said}") as caught:
+        encoded({"messages": [ASK, SAY, ASK, message]}, template=template)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_keys_that_the_template_writes_are_kept(encoded):
+    called = {"role": "assistant", "content": "", "tool_calls": CALL, "reasoning_content": "2 + 2"}
+    result = {"role": "tool", "content": "4"}
+    ((text, said),) = encoded({"messages": [ASK, called, result, SAY], "tools": [TOOL]}, template=TOOL_TEMPLATE)
+    assert "<think>2 + 2</think>" in said and '<call>{"name": "add"' in said and "<|tool|>\n4<|end|>" in text
+
+
+def test_weights_that_say_what_is_done_anyway(encoded):
+    """As in SlimOrca: 0 for what is asked, 1 for what is answered."""
+    said = [("system", "Be brief.", None), ("human", "2 + 2?", 0), ("gpt", "Four.", 1)]
+    turns = [{"from": role, "value": text, "weight": weight} for role, text, weight in said]
+    ((_, said),) = encoded({"conversations": turns})
+    assert said.strip() == "Four.<|end|>"
+
+
+def test_a_template_that_drops_the_system_message(encoded):
+    dropping = (
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    with pytest.raises(InputError, match=r"row 0: .*role 'system'"):
+        encoded({**FORMS["messages"], "system": "Be brief."}, template=dropping)
+    raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + dropping
+    with pytest.raises(InputError, match=r"row 0: .*no system role"):
+        encoded({**FORMS["messages"], "system": "Be brief."}, template=raising)
+
+
+def test_packing_and_pretraining_refuse_too(jsonl, tokenizer):
+    source = jsonl([FORMS["messages"], {"messages": [ASK, {**SAY, "tool_calls": CALL}]}])
+    train, _, form = load_rows(source, held_out=0)
+    for encode in (packed, packed_answers):
+        with pytest.raises(InputError, match=r"rows\.jsonl: row 1: .*tool_calls"):
+            encode(train, form, tokenizer, 64, source)
+
+
+def test_the_row_is_that_of_the_file(jsonl, tokenizer):
+    """Although rows are shuffled when some are held out."""
+    rows = [FORMS["messages"]] * 40
+    rows[29] = {**FORMS["messages"], "rejected": "Five."}
+    source = jsonl(rows)
+    train, held_out, form = load_rows(source, held_out=0.5)
+    with pytest.raises(InputError, match="row 29: "):
+        for part in (train, held_out):
+            answered(part, form, tokenizer, 64, source)
+
+
+# ---- videos
+
+CLIP = {"messages": [{"role": "user", "content": "<video>What?"}, SAY], "videos": ["a.mp4"]}
+
+
+def asked(*parts):
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}, SAY]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (asked({"type": "video_url", "video_url": {"url": "a.mp4"}}), "'video_url'.*\"video\""),
+        (asked({"type": "image_url", "image_url": {"url": "a.png"}}), "'image_url'"),
+        (asked({"type": "audio", "audio": "a.wav"}), "'audio'"),
+        (asked({"type": "input_audio"}), "'input_audio'"),
+        (asked({"type": "video", "video": "a.mp4", "video_start": 1.0}), "'video_start'"),
+        (asked({"type": "video", "video": "a.mp4", "video_end": 2.0}), "'video_end'"),
+        (asked({"type": "video", "video": "a.mp4", "fps": 1.0}), "'fps'.*--video_fps"),
+        (asked({"type": "video", "video": "a.mp4", "nframes": 4}), "'nframes'.*--max_frames"),
+        (asked({"type": "video", "video": "a.mp4", "max_pixels": 5000}), "'max_pixels'.*--max_pixels_per_frame"),
+        (asked({"type": "image", "image": "a.png", "resized_height": 28}), "'resized_height'"),
+        ({**CLIP, "video_start": 1.0}, "video_start"),
+        ({**CLIP, "video_end": 1.0}, "video_end"),
+        ({**CLIP, "fps": 1.0}, "fps"),
+        ({**CLIP, "nframes": 4}, "nframes"),
+        ({**CLIP, "max_pixels": 4}, "max_pixels"),
+        ({**CLIP, "audios": ["a.wav"]}, "audios"),
+        ({**CLIP, "objects": {"bbox": [[1, 2, 3, 4]]}}, "objects"),
+        ({**CLIP, "rejected": "Five."}, "rejected"),
+        ({"messages": [{"role": "user", "content": "<video><audio>What?"}, SAY], "videos": ["a.mp4"]}, "<audio>"),
+        ({**CLIP, "videos": ["https://a.b/c.mp4"]}, "https://a.b/c.mp4.*download"),
+        ({**CLIP, "videos": [["1.png", "2.png"]]}, "list.*frames"),
+        ({**CLIP, "videos": [None]}, "names no file"),
+        ({**CLIP, "videos": [3]}, "3"),
+        ({**CLIP, "videos": [{"path": "a.mp4", "video_start": 1.0}]}, "'video_start'"),
+        (asked({"type": "video", "video": ["1.png", "2.png"]}), "list.*frames"),
+        (asked({"type": "image", "image": "data:image;base64,AAAA"}), "data:.*"),
+        ({**CLIP, "video_path": "b.mp4"}, "video_path"),
+    ],
+)  # fmt: skip
+def test_video_rows_that_cannot_be_used(row, said):
+    with pytest.raises(InputError, match=f"row 7: .*{said}") as caught:
+        conversation(row, "row 7")
+    assert type(caught.value) is InputError, "not a bad video, which max_bad_videos would skip"
+
+
+def test_tags_in_parts_of_text_are_tags():
+    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "<video>\nWhat?"}]}, SAY],
+           "videos": ["file:///clips/a.mp4"]}  # fmt: skip
+    messages, media = conversation(row, "row 0")
+    assert messages[0]["content"] == [{"type": "video"}, {"type": "text", "text": "What?"}]
+    assert media == [("video", "/clips/a.mp4")]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    videos.write(folder / "a.mp4", videos.numbered(4, 56, 56))
+    model = video_models.make("qwen2_5_vl", folder / "qwen2_5_vl")
+    return Encoder(load_processor(str(model), AutoConfig.from_pretrained(model)), Limits(max_frames=4), folder)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_system_column_of_video_rows(form, encoder):
+    sample = encoder({**FORMS[form], "videos": ["a.mp4"], "system": "Be brief."})
+    text = encoder.processor.tokenizer.decode(sample["input_ids"])
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|video_pad|>")
+    said = encoder.processor.tokenizer.decode(sample["labels"][sample["labels"] != IGNORED])
+    assert said.startswith("Four.")
+
+
+def test_tools_and_keys_of_video_rows(encoder):
+    with pytest.raises(InputError, match=r"row: .*does not use tools"):
+        encoder({**CLIP, "tools": [TOOL]})
+    with pytest.raises(InputError, match=r"row: .*role 'asker'"):
+        encoder({**CLIP, "messages": [{**CLIP["messages"][0], "role": "asker"}, SAY]})
+    with pytest.raises(InputError, match=r"row: .*'tool_calls'.*chat template"):
+        encoder({**CLIP, "messages": [CLIP["messages"][0], {**SAY, "tool_calls": CALL}]})
+
+
+def test_no_row_of_another_form_is_a_bad_video(recipe, tmp_path, encoder):
+    """Found before training, wherever the row lies, and however many bad videos may be skipped."""
+    folder = encoder.folder
+    rows = [{**CLIP, "videos": [str(folder / "a.mp4")]}] * 12
+    rows[10] = {**CLIP, "videos": ["https://a.b/c.mp4"]}
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=r"rows\.jsonl: row 10: .*https://a\.b/c\.mp4.*download"):
+        recipe("video_sft")(["--preset", "cpu", "--model_name_or_path", str(folder / "qwen2_5_vl"), "--dataset_name",
+                             str(data), "--max_bad_videos", "9", "--held_out", "4", "--output_dir",
+                             str(tmp_path / "out")])  # fmt: skip
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,271 @@
+"""Losses and batches that other people write: a micro-batch in chunks gives the whole one's gradients, or is not
+split."""
+
+import pytest
+import torch
+from faults import Strikes
+from test_memory_trainer import OOM, llama, train
+from torch.nn import functional
+from transformers import Trainer
+
+from hf_memopt import InputError, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
+
+
+def shifted_cross_entropy(outputs, labels, **kwargs):
+    return functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], **kwargs)
+
+
+class DocumentedLoss(Trainer):
+    """compute_loss without super(), as the documentation of transformers has it: a mean over labels."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = shifted_cross_entropy(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class DocumentedSum(Trainer):
+    """The same, divided by the items of the whole window."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = shifted_cross_entropy(outputs, labels, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class MeanOverSamples(Trainer):
+    """Every sample counts alike, however long it is."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        each = shifted_cross_entropy(outputs, labels, reduction="none").mean(dim=1)
+        return (each.mean(), outputs) if return_outputs else each.mean()
+
+
+def overriding(kind):
+    """`class T(MemoryTrainer)` with the trainer's own compute_loss."""
+    fields = {"compute_loss": kind.compute_loss, "loss_is_scaled_for_ga": kind.loss_is_scaled_for_ga}
+    return type(f"Own{kind.__name__}", (MemoryTrainer,), fields)
+
+
+ORDERS = {
+    "subclass": overriding,
+    "mixin first": lambda kind: type(f"Mixin{kind.__name__}", (MemoryTrainerMixin, kind), {}),
+    "mixin last": lambda kind: type(f"Last{kind.__name__}", (kind, MemoryTrainer), {}),
+}
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize("kind", [DocumentedLoss, DocumentedSum, MeanOverSamples])
+def test_a_loss_of_ones_own_in_chunks(kind, order, tmp_path):
+    fields = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+    wanted = train(tmp_path / "plain", kind=kind, **fields)
+    hit = Strikes({"forward": {200}, "backward": {300}})
+    found = train(tmp_path / "struck", hit, kind=ORDERS[order](kind), **fields)
+    assert len(hit.hits) == 2 and len(found.events) == 2
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+    assert found.logs == pytest.approx(wanted.logs, abs=1e-9), "the logged loss is the whole batch's, too"
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return shifted_cross_entropy(outputs, labels)
+
+
+def sum_loss(outputs, labels, num_items_in_batch=None):
+    return shifted_cross_entropy(outputs, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("function", [mean_loss, sum_loss])
+def test_compute_loss_func_in_chunks(function, tmp_path):
+    def prepare(trainer):
+        trainer.compute_loss_func = function
+
+    fields = {"max_steps": 3, "prepare": prepare}
+    wanted = train(tmp_path / "plain", kind=Trainer, **fields)
+    found = train(tmp_path / "struck", Strikes({"forward": {200}, "backward": {300}}), **fields)
+    assert len(found.events) == 2
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_label_smoothing_in_chunks(tmp_path):
+    fields = {"max_steps": 3, "label_smoothing_factor": 0.1}
+    wanted = train(tmp_path / "plain", kind=Trainer, **fields)
+    found = train(tmp_path / "struck", Strikes({"forward": {200}, "backward": {300}}), **fields)
+    assert len(found.events) == 2
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+# ---- what is not split
+
+
+class Contrastive(Trainer):
+    """Every sample against all others of the batch."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs.pop("labels")
+        outputs = model(**inputs, output_hidden_states=True)
+        means = functional.normalize(outputs.hidden_states[-1].mean(dim=1), dim=-1)
+        loss = functional.cross_entropy(means @ means.T / 0.1, torch.arange(len(means)))
+        return (loss, outputs) if return_outputs else loss
+
+
+class ClassWeights(Trainer):
+    """A mean weighted by class: neither over labels nor over samples."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = shifted_cross_entropy(outputs, labels, weight=torch.arange(1.0, 65.0).double())
+        return (loss, outputs) if return_outputs else loss
+
+
+class TwoBackwards(Trainer):
+    """A training_step of one's own, which calls backward twice."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        for _ in range(2):
+            loss = self.compute_loss(model, self._prepare_inputs(dict(inputs)), num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss / 2)
+        return loss.detach()
+
+
+def _fails_at_step_two(trainer):
+    forward = trainer.model.forward
+
+    def too_much(*args, **kwargs):
+        rows = kwargs["input_ids"].shape[0]
+        if trainer.state.global_step == 2 and rows > 2 and trainer.model.training:
+            raise torch.OutOfMemoryError(OOM)
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = too_much
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Contrastive, "neither the sum nor a mean of their own losses"),
+        (ClassWeights, "neither the sum nor a mean of their own losses"),
+        (TwoBackwards, "calls accelerator.backward 2 times"),
+    ],
+)
+def test_what_does_not_add_up_is_not_split(kind, reason, tmp_path, caplog):
+    """Said at the first step; where memory runs out, the last good step is saved and resumed from."""
+    memory_kind = type(f"Memory{kind.__name__}", (MemoryTrainerMixin, kind), {})
+    wanted = train(tmp_path / "plain", kind=kind, max_steps=4)
+    with pytest.raises(TrainingOutOfMemory, match=reason) as end:
+        train(tmp_path / "out", kind=memory_kind, max_steps=4, prepare=_fails_at_step_two)
+    assert "micro-batches run whole" in caplog.text
+    assert end.value.report["checkpoint"].endswith("checkpoint-2")
+    found = train(tmp_path / "out", kind=memory_kind, max_steps=4, resume=True)
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-12)
+
+
+class WithBatchNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = llama(), torch.nn.BatchNorm1d(64).double()
+        self.config = self.inner.config
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.norm(self.inner(input_ids=input_ids, attention_mask=attention_mask).logits.transpose(1, 2))
+        return {"loss": functional.cross_entropy(logits, labels)}
+
+
+def test_batch_normalization_is_said_at_construction(tmp_path, caplog):
+    with pytest.raises(TrainingOutOfMemory, match="norm normalizes over the whole batch"):
+        train(tmp_path, Strikes({"forward": {300}}), model=WithBatchNorm)
+    assert "micro-batches run whole: norm normalizes over the whole batch" in caplog.text
+
+
+def test_more_rows_than_samples_are_not_split(tmp_path):
+    """A collator that puts two rows where one sample was: who knows which belong together."""
+
+    def doubling(trainer):
+        inner = trainer.data_collator
+        trainer.data_collator = lambda rows: {name: torch.cat([x, x]) for name, x in inner(rows).items()}
+
+    with pytest.raises(TrainingOutOfMemory, match=r"a batch of 4 samples has 8 rows: override split_batch\(\)"):
+        train(tmp_path, prepare=lambda trainer: (doubling(trainer), _fails_at_step_two(trainer)))
+
+
+class Lists(MemoryTrainer):
+    """Batches that are lists of samples, as TRL's GRPO has them."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _prepare_inputs(self, inputs):
+        if isinstance(inputs, list):
+            inputs = {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
+        return super()._prepare_inputs(inputs)
+
+
+def test_batches_that_are_lists_train_and_are_not_split(tmp_path, caplog):
+    def listing(trainer):
+        inner = trainer.data_collator
+        trainer.data_collator = lambda rows: [
+            {name: x[at : at + 1] for name, x in batch.items()} for batch in [inner(rows)] for at in range(len(rows))
+        ]
+
+    wanted = train(tmp_path / "plain", kind=Trainer, max_steps=3, gradient_accumulation_steps=1)
+    fields = {"max_steps": 3, "gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}
+    found = train(tmp_path / "out", kind=Lists, prepare=listing, **fields)
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+    assert "a batch is a list, whose samples nobody knows" in caplog.text
+    with pytest.raises(TrainingOutOfMemory, match="a batch is a list"):
+        train(tmp_path / "struck", Strikes({"forward": {300}}), kind=Lists, prepare=listing, **fields)
+
+
+@pytest.mark.parametrize("kind", [MemoryTrainer, type("Norm", (MemoryTrainer,), {})])
+def test_max_batch_size_needs_what_can_be_split(kind, tmp_path):
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "memory": {"max_batch_size": 8}}
+    with pytest.raises(InputError, match="max_batch_size=8 needs micro-batches that can be split"):
+        train(tmp_path, kind=kind, **{**fields, "memory": {"max_batch_size": 8, "oom_recovery": False}})
+    with pytest.raises(InputError, match="max_batch_size=8 needs micro-batches that can be split"):
+        train(tmp_path, kind=kind, model=WithBatchNorm, **fields)
+
+
+# ---- layouts
+
+
+def test_three_samples_and_three_axes():
+    """mRoPE's position_ids are (axes, samples, tokens): with three samples both first sizes are 3."""
+    batch = {"input_ids": torch.arange(6).reshape(3, 2), "position_ids": torch.arange(18).reshape(3, 3, 2)}
+    chunk = RowLayout().chunk(batch, 1, 2)
+    assert torch.equal(chunk["position_ids"], batch["position_ids"][:, 1:2])
+
+
+@pytest.mark.parametrize("value", [[1, 2], torch.ones(5, 2)])
+def test_a_value_that_is_not_by_sample_is_refused(value):
+    with pytest.raises(InputError, match="a batch of 3 samples cannot be split: images has"):
+        RowLayout().chunk({"input_ids": torch.ones(3, 2), "images": value}, 0, 1)
+
+
+def test_pairs_stay_together():
+    batch = {"input_ids": torch.arange(8).reshape(8, 1), "margin": torch.arange(4.0)}
+    layout = PairLayout()
+    assert layout.count(batch) == 4
+    chunk = layout.chunk(batch, 1, 3)
+    assert chunk["input_ids"].flatten().tolist() == [1, 2, 5, 6] and chunk["margin"].tolist() == [1.0, 2.0]
+
+
+def test_every_kto_chunk_has_the_whole_kl_batch():
+    batch = {"input_ids": torch.ones(4, 2), "label": torch.ones(4), "KL_input_ids": torch.ones(4, 3)}
+    chunk = KtoLayout().chunk(batch, 0, 1)
+    assert chunk["input_ids"].shape == (1, 2) and chunk["KL_input_ids"].shape == (4, 3)
