@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from hf_memopt.noise import quiet
@@ -80,6 +80,18 @@ def as_input_error(what: str, *kinds: type[Exception]):
         raise InputError(f"{what}: {one_line(error)}") from error
 
 
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, then its causes; where there is no cause, what was being handled when it was raised."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for part in error.exceptions:
+                yield from chain(part)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 def one_line(error: BaseException) -> str:
     """The error's text on one line; its class where it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -102,6 +114,13 @@ def run(main: Callable[..., object]) -> None:
         _end(2)
     except TrainingOutOfMemory as end:  # which has been logged
         _end(end.exit_code)
+    except Exception as error:
+        from hf_memopt.disk import write_failure
+
+        if (reason := write_failure(error)) is None:
+            raise
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        _end(2)
     except (KeyboardInterrupt, Terminated) as stop:
         if int(os.environ.get("RANK", "0")) == 0:  # all processes stop for the same reason
             print(str(stop) or "stopped", file=sys.stderr, flush=True)

@@ -609,6 +609,7 @@ def test_the_effective_batch_is_kept_under_another_world_size(tmp_path):
     state = tmp_path / "checkpoint-2" / "memory_state.json"
     before = json.loads(state.read_text())
     assert before["effective_batch_size"] == 8 and before["world_size"] == 1
+    (tmp_path / "checkpoint-2" / "memory_manifest.json").unlink()  # which notices what is edited here
     # As if four processes with accumulation 1 had saved it: one process has to accumulate four times.
     state.write_text(json.dumps({**before, "effective_batch_size": 16, "world_size": 4}))
     found = train(tmp_path, resume=True, max_steps=4)

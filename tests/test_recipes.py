@@ -195,7 +195,7 @@ def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypa
     assert json.loads((out / "config.json").read_text())["use_cache"] is True
 
 
-def test_resume_goes_on_and_half_written_checkpoints_are_refused(recipe, jsonl, tmp_path):
+def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp_path, caplog):
     out = tmp_path / "out"
     arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(out), "--save_strategy", "steps",
                  "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false"]  # fmt: skip
@@ -208,14 +208,18 @@ def test_resume_goes_on_and_half_written_checkpoints_are_refused(recipe, jsonl, 
     last, before = out / "checkpoint-6", out / "checkpoint-4"
     weights = (last / "model.safetensors").read_bytes()
     (last / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(InputError, match=r"checkpoint-6 is half-written \(model.safetensors.*name checkpoint-4"):
-        recipe("sft")([*arguments, "--max_steps", "8"])
-    (last / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="half-written"):
-        recipe("sft")([*arguments, "--max_steps", "8"])
+    with pytest.raises(InputError, match=r"checkpoint-6 is damaged \(model.safetensors has .*name checkpoint-4"):
+        recipe("sft")([*arguments, "--max_steps", "8", "--resume_from_checkpoint", str(last)])
     (last / "trainer_state.json").unlink()
-    with pytest.raises(InputError, match=r"no trainer_state\.json"):
+    caplog.clear()
+    recipe("sft")([*arguments, "--max_steps", "6"])
+    assert "resuming from checkpoint-4 instead" in caplog.text and "(step 4 of 6)" in caplog.text
+    for checkpoint in (last, before):
+        (checkpoint / "rng_state.pth").unlink()
+    with pytest.raises(InputError, match=r"no checkpoint that is intact \(checkpoint-6: no rng_state.pth; checkpoint-4"):
         recipe("sft")([*arguments, "--max_steps", "8"])
+    fresh = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", "no"])
+    assert fresh.state.global_step == 6
     named = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", str(before)])
     assert named.state.global_step == 6
     fresh = recipe("sft")([*arguments, "--max_steps", "1", "--resume_from_checkpoint", "no"])

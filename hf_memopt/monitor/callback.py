@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,19 @@ class _Shown(TrainerCallback):
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
-    """Add a line to a run's memory_log.jsonl."""
+    """Add a line to a run's memory_log.jsonl. A disk that does not take it costs the line, not the run."""
     path = Path(folder) / LOG_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, default=str) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+    except OSError as error:
+        _warn_once(path, error.strerror)
+
+
+@cache
+def _warn_once(path: Path, reason: str) -> None:
+    logger.warning("%s cannot be written to (%s): what was measured is not kept", path, reason)
 
 
 def _largest(args, *sizes: int) -> tuple[int, ...]:

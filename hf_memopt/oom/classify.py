@@ -5,11 +5,10 @@ bitsandbytes, DeepSpeed, numpy, the kernel). accelerate's own list knows five of
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hf_memopt.errors import one_line
+from hf_memopt.errors import chain, one_line
 
 
 class OomKind(StrEnum):
@@ -84,7 +83,7 @@ def classify_oom(error: BaseException) -> OomKind:
 
 def diagnose(error: BaseException) -> Diagnosis:
     """An exception, and what it was raised from, looked up in the table."""
-    for link in _chain(error):
+    for link in chain(error):
         found = _diagnosed(link)
         if found.cause:
             return found
@@ -100,18 +99,6 @@ def diagnose_text(text: str) -> Diagnosis:
         if re.match(r"\s*(\w+\.)*MemoryError\b", line):
             return Diagnosis(OomKind.HOST, True, "host memory ran out", " ".join(line.split()))
     return Diagnosis(OomKind.NOT_MEMORY, False, "", "")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, then its causes; where there is no cause, what was being handled when it was raised."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            for part in error.exceptions:
-                yield from _chain(part)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _diagnosed(error: BaseException) -> Diagnosis:

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and that a run under another world size can go on from."""
+"""Checkpoints that are complete or not there."""
 
 import contextlib
 import json
@@ -9,12 +9,14 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.disk import write_failure
+from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.oom.classify import diagnose, free_memory
 from hf_memopt.trainer import sharded_states
+from hf_memopt.trainer.manifest import write_manifest
 from hf_memopt.trainer.recoverability import holds_whole_model
-from hf_memopt.trainer.renamed_weights import load_renamed
+from hf_memopt.trainer.step_state import StepState
 
 logger = logging.getLogger(__name__)
 UNFINISHED = ".unfinished"  # folder in output_dir; get_last_checkpoint and rotation do not look into it
@@ -23,7 +25,7 @@ _SMALL_SHARD = "256MB"
 
 
 class SafeCheckpoints:
-    """The part of MemoryTrainerMixin that is about saving and resuming."""
+    """The part of MemoryTrainerMixin that writes checkpoints."""
 
     _save_due = _probes_saving = False
     _newest: Path | None = None  # of the checkpoints that this run wrote or resumed from
@@ -54,8 +56,10 @@ class SafeCheckpoints:
             InputError: it cannot be written.
         """
         events = len(self.memory_events)
-        with as_input_error(f"probe_save: no checkpoint can be written to {self.args.output_dir}", OSError):
+        try:
             self._save_whole(model, trial)
+        except InputError as error:
+            raise InputError(f"probe_save: {error}") from error
         if any(event.get("remedy") == "checkpoint left out" for event in self.memory_events[events:]):
             raise InputError("probe_save: memory does not suffice for a checkpoint: free some, by a lever or a "
                              "smaller per_device_train_batch_size")  # fmt: skip
@@ -65,20 +69,42 @@ class SafeCheckpoints:
             super()._save_checkpoint(model, trial)
             self._newest = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             return
+        if self.is_in_train:
+            self._runner.resume_state = StepState.now(self)  # the step is finished: the next one begins here
         for attempt in ("whole", "in small shards"):
             try:
                 with self._aside(trial), _sharded(self.model) if attempt != "whole" else contextlib.nullcontext():
                     super()._save_checkpoint(model, trial)
                 return self._move_to_its_place(trial)
             except Exception as error:
+                self._check_disk(error, trial)
                 found = diagnose(error)
-                if not found.smaller_batch_helps or self.args.world_size > 1:
+                if not found.smaller_batch_helps:
                     raise
+                if self.args.world_size > 1:
+                    why = "processes that save together cannot begin again"
+                    self._ending.exhausted("save", found, why=why, intact=holds_whole_model(self))
                 traceback.clear_frames(error.__traceback__)
             free_memory()
             self._discard_unfinished(trial)
             done = "checkpoint left out" if attempt != "whole" else "written again in small shards"
             self._event("oom_recovered", stage="save", message=found.message, remedy=done)
+
+    def _check_disk(self, error: Exception, trial) -> None:
+        """Raise where a disk did not take a checkpoint. The half-written one is deleted, which makes room.
+
+        Raises:
+            InputError: with what the run can be resumed from.
+        """
+        if (reason := write_failure(error)) is None:
+            return
+        self._discard_unfinished(trial)
+        newest = self.newest_checkpoint()
+        resumes = f"resumes from {Path(newest).name}" if newest else "begins anew: there is no checkpoint yet"
+        raise InputError(
+            f"no checkpoint can be written to {self.args.output_dir} ({reason}): make room or set save_total_limit, "
+            f"and the same command {resumes}"
+        ) from error
 
     @contextlib.contextmanager
     def _aside(self, trial):
@@ -107,6 +133,7 @@ class SafeCheckpoints:
         # A node with a disk of its own still has what its processes wrote: their shards and random states.
         on_own_disk = self.accelerator.is_local_main_process and (run / UNFINISHED / name).is_dir()
         if on_own_disk:
+            write_manifest(run / UNFINISHED / name)
             _replace(run / UNFINISHED / name, run / name)
         if self.args.should_save or on_own_disk:
             rotate_checkpoints(
@@ -128,6 +155,7 @@ class SafeCheckpoints:
         """Complete a written checkpoint, and rename it."""
         self.state.save_to_json(str(written / "trainer_state.json"))
         write_whole(written / STATE_FILE, json.dumps(self._memory_state(), indent=2) + "\n")
+        write_manifest(written)
         _replace(written, place)
 
     def _memory_state(self) -> dict:
@@ -142,25 +170,34 @@ class SafeCheckpoints:
     def _effective_batch_size(self) -> int:
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.batches
 
-    def emergency_checkpoint(self) -> str | None:
-        """Save the last good step without asking other processes anything; the folder, or None where it failed."""
-        run = Path(self.args.output_dir)
-        name = f"checkpoint-{self.state.global_step}"
-        if self._newest == run / name and self._newest.is_dir():
-            return str(run / name)
-        written = run / UNFINISHED / name
+    def unfinished(self, step: int) -> Path:
+        """Where this process writes its part of a checkpoint before it is complete."""
+        return Path(self.args.output_dir) / UNFINISHED / f"checkpoint-{step}"
+
+    def emergency_checkpoint(self, state: StepState | None) -> str | None:
+        """Save the last good step without asking other processes anything; the folder, or None where it failed.
+
+        Args:
+            state: what the next step begins with; by default the present one.
+        """
+        written = self.unfinished(self.state.global_step)
+        place = Path(self.args.output_dir) / written.name
+        if self._newest == place and place.is_dir():
+            return str(place)
         try:
             with _sharded(self.model):
                 if self.args.should_save:
                     self.save_model(str(written), _internal_call=True)
                     self._save_optimizer_and_scheduler(str(written))
                     self._save_scaler(str(written))
+                if state is not None:
+                    state.restore(self)  # not before: another thread may be drawing while weights are saved
                 self._save_rng_state(str(written))
             if self.args.should_save:
                 self._peers.wait_for_files(written, "rng_state_*.pth")
-                self._finish(written, run / name)
-            self._newest = run / name
-            return str(run / name)
+                self._finish(written, place)
+            self._newest = place
+            return str(place)
         except Exception as error:
             logger.error("the last good step could not be saved: %s", diagnose(error).message)
             return None
@@ -169,85 +206,14 @@ class SafeCheckpoints:
         """The newest checkpoint that this run wrote or resumed from; None where it has none."""
         return str(self._newest) if self._newest is not None and self._newest.is_dir() else None
 
-    # ---- resuming
-
-    def _inner_training_loop(self, batch_size=None, args=None, resume_from_checkpoint=None, **kwargs):
-        if resume_from_checkpoint is not None:
-            self._newest = Path(resume_from_checkpoint)
-            self._keep_effective_batch(Path(resume_from_checkpoint) / STATE_FILE)
+    def _inner_training_loop(self, *args, **kwargs):
         self._save_due = self.memory_args.probe_save
-        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, **kwargs)
-
-    def _keep_effective_batch(self, file: Path) -> None:
-        """Take over the effective batch and the micro-batch that fitted; another world size accumulates otherwise.
-
-        Raises:
-            InputError: no accumulation gives the effective batch.
-        """
-        if not file.is_file():
-            return
-        before = json.loads(file.read_text(encoding="utf-8"))
-        self.limit.agree(before.get("piece_elements"))
-        wanted, args = before["effective_batch_size"], self.args
-        if self._effective_batch_size() == wanted:
-            return
-        if before["world_size"] == args.world_size:
-            logger.warning("effective batch size: %d in the checkpoint, %d from here on, as the arguments say",
-                           wanted, self._effective_batch_size())  # fmt: skip
-            return
-        at_once = args.train_batch_size * self.batches
-        if wanted % at_once:
-            raise InputError(
-                f"the checkpoint's effective batch size is {wanted}, which {args.world_size} process(es) with "
-                f"per_device_train_batch_size={args.train_batch_size} cannot make: choose one that divides "
-                f"{wanted / self.batches:g}"
-            )
-        if args.deepspeed_plugin is not None:
-            raise InputError(
-                f"the checkpoint's effective batch size is {wanted}, here it would be {self._effective_batch_size()}: "
-                f"set gradient_accumulation_steps={wanted // at_once}"
-            )
-        args.gradient_accumulation_steps = wanted // at_once
-        self._event("effective_batch_kept", effective_batch_size=wanted, world_size=args.world_size,
-                    gradient_accumulation_steps=args.gradient_accumulation_steps)  # fmt: skip
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if self.is_distributed_loading_by_transformers:
             return sharded_states.save_states(self, output_dir)
         return super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if self.is_distributed_loading_by_transformers and not hasattr(self.model, "peft_config"):
-            return sharded_states.load_weights(self.model, resume_from_checkpoint)
-        if not (holds_whole_model(self) and load_renamed(model or self.model, resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self):
-        if not (holds_whole_model(self) and load_renamed(self.model, self.state.best_model_checkpoint)):
-            super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        """Where a device cannot take the checkpoint's states at once, they come by way of the host."""
-        import torch
-
-        if self.is_distributed_loading_by_transformers:
-            return checkpoint and sharded_states.load_states(self, checkpoint)
-        try:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        except Exception as error:
-            found = diagnose(error)
-            if not found.smaller_batch_helps:
-                raise
-            traceback.clear_frames(error.__traceback__)
-        free_memory()
-        load = torch.load
-
-        def by_way_of_the_host(file, *args, **kwargs):
-            return load(file, *args, **{**kwargs, "map_location": "cpu", "mmap": True})
-
-        with mock.patch.object(torch, "load", by_way_of_the_host):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        self._event("oom_recovered", stage="resume", message=found.message, remedy="loaded by way of the host")
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ class Peers:
     def __init__(self, accelerator) -> None:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.wait_on_host = True
+        self._watched = False
         self._device = accelerator.device
         self._group = None
         if self.alone:
@@ -86,6 +87,7 @@ class Peers:
             yield
             return
         over = threading.Event()
+        self._watched = True
         thread = threading.Thread(target=self._watch, args=(save, over), name="hf_memopt peers", daemon=True)
         thread.start()
         try:
@@ -96,6 +98,7 @@ class Peers:
                 self._leave(said)
             raise
         finally:
+            self._watched = False
             over.set()
             thread.join()
 
@@ -110,18 +113,24 @@ class Peers:
         save(said["elements"])
         self._leave(said)
 
-    def saved(self) -> None:
-        """After a process has written its part of the last checkpoint: the first one tells, the others wait for it."""
-        if self.alone:
-            return
+    def saved(self, checkpoint: str | None) -> str | None:
+        """After a process has written its part of the last checkpoint: the first one says where, the others wait.
+
+        Returns:
+            The checkpoint of all: the first process's. This process's own where the first one says nothing, or nobody
+            watches, as in an evaluation outside of train().
+        """
+        if self.alone or not self._watched:
+            return checkpoint
         try:
             if self.rank == 0:
-                self._store.set(_SAVED, "1")
+                self._store.set(_SAVED, checkpoint or "")
                 time.sleep(_GOOD_BYE)
-            else:
-                self._store.wait([_SAVED], datetime.timedelta(seconds=_SAVING))
-        except RuntimeError:
-            pass  # the first process is gone, and with it the store
+                return checkpoint
+            self._store.wait([_SAVED], datetime.timedelta(seconds=_SAVING))
+            return self._store.get(_SAVED).decode() or None
+        except RuntimeError:  # the first process is gone, and with it the store
+            return checkpoint
 
     def _leave(self, said: dict) -> NoReturn:
         """End this process, which waits for one that is gone, with the exit code for relaunchers."""

@@ -14,6 +14,7 @@ from hf_memopt.reports.events import told
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.recoverability import changes_weights_in_backward, holds_whole_model
 from hf_memopt.trainer.split import tensor_shapes
+from hf_memopt.trainer.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +25,14 @@ class Ending:
     def __init__(self, trainer, peers: Peers) -> None:
         self._trainer = trainer
         self._peers = peers
+        self.updates = Updates(trainer)
 
     def exhausted(self, stage: str, found: Diagnosis, micro=None, why: str = "", intact: bool = True) -> NoReturn:
         """Save the last good step, write oom_report.json and raise. The other processes wait for the former only.
 
         Args:
-            stage: forward, backward, optimizer or eval.
-            micro: the micro-batch that failed; None in evaluation.
+            stage: data, forward, backward, optimizer, eval or save.
+            micro: the micro-batch that failed; None where none was running.
             why: no smaller batch helps; by default it is one sample.
             intact: weights and optimizer states are those of the last good step.
 
@@ -41,8 +43,9 @@ class Ending:
         self._peers.announce(found.message, trainer.limit.elements)
         if trainer.optimizer is not None and trainer._runner.recovers:
             trainer.optimizer.zero_grad()
-        checkpoint = self._checkpoint(intact)
-        self._peers.saved()
+        if not intact and not self._peers.alone:
+            self._save_random_states()
+        checkpoint = self._peers.saved(self._checkpoint(intact))
         self.snapshot()
         inputs = micro.inputs if micro is not None else {}
         indices = trainer._dataset_indices(micro) if micro is not None else None
@@ -60,15 +63,29 @@ class Ending:
         trainer.limit.agree(elements)
         intact = holds_whole_model(trainer) and not changes_weights_in_backward(trainer)
         blocked = trainer.args.should_save and not self._peers.wait_on_host
-        self._checkpoint(intact and not blocked)
-        self._peers.saved()
+        with self.updates.kept_out() as between_updates:
+            checkpoint = self._checkpoint(intact and between_updates and not blocked)
+        self._peers.saved(checkpoint)
+
+    def _save_random_states(self) -> None:
+        """This process's part of a checkpoint, where its own weights are lost in the middle of an update.
+
+        The first process still has the weights, of the step before or of this one, whichever it has finished by then.
+        """
+        trainer, state = self._trainer, self._trainer._runner.resume_state
+        if trainer.args.should_save or not holds_whole_model(trainer) or state is None:
+            return
+        step = trainer.state.global_step
+        trainer._save_rng_state(trainer.unfinished(step + 1))  # the optimizer draws nothing
+        state.restore(trainer)
+        if step:
+            trainer._save_rng_state(trainer.unfinished(step))
 
     def _checkpoint(self, intact: bool) -> str | None:
         """The folder to resume from: of this step where it can be saved now, else the newest that this run wrote."""
         trainer, state = self._trainer, self._trainer._runner.resume_state
         if intact and trainer.is_in_train and trainer.state.global_step > 0 and state is not None:
-            state.restore(trainer)
-            return trainer.emergency_checkpoint() or trainer.newest_checkpoint()
+            return trainer.emergency_checkpoint(state) or trainer.newest_checkpoint()
         return trainer.newest_checkpoint()
 
     def snapshot(self) -> None:
@@ -80,5 +97,8 @@ class Ending:
     def _write(self, report: dict) -> None:
         logger.error("%s", told(report))
         path = Path(self._trainer.args.output_dir) / "oom_report.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(report, indent=2, default=str) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(report, indent=2, default=str) + "\n")
+        except OSError as error:  # the end is explained above, and is not to be hidden behind a full disk
+            logger.error("%s cannot be written: %s", path, error.strerror)

@@ -7,6 +7,7 @@ import torch
 
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.oom.classify import diagnose, free_memory
+from hf_memopt.trainer.recoverability import holds_whole_model
 from hf_memopt.trainer.step_state import StepState
 
 
@@ -100,7 +101,8 @@ class EvalRecovery:
                 if not (found.helps_on(self.args.device) and self.memory_args.oom_recovery):
                     raise
                 if self.args.world_size > 1:
-                    raise  # the others wait in a gather
+                    why = "processes that evaluate together cannot take a batch again"
+                    self._ending.exhausted("eval", found, why=why, intact=holds_whole_model(self))
                 traceback.clear_frames(error.__traceback__)
             free_memory()
             self._halve_eval_batch(found)

@@ -154,9 +154,7 @@ class _StopAtStepEnd(TrainerCallback):
         trainer, runner = self.trainer, self.trainer._runner
         if self._updating or not (self._saves() and runner.recovers and trainer.state.global_step):
             return
-        if runner.resume_state is not None:
-            runner.resume_state.restore(trainer)
-        trainer.emergency_checkpoint()
+        trainer.emergency_checkpoint(runner.resume_state)
 
     def ending(self, why: str = ""):
         """The exception that ends the run."""

@@ -1,6 +1,8 @@
 """MemoryTrainer: a transformers Trainer that memory does not end."""
 
+import contextlib
 import logging
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,12 +14,14 @@ from transformers.trainer_utils import seed_worker
 
 from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.positions import with_positions
+from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.prediction import fields_of_trainer
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.token_budget import TokenBudgetBatches
+from hf_memopt.oom.classify import OomKind, diagnose
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.snapshots import SnapshotCallback
@@ -32,8 +36,8 @@ from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.pressure import Pressure
 from hf_memopt.trainer.probe import probe
 from hf_memopt.trainer.process import settings_of_run
-from hf_memopt.trainer.recoverability import recoverability
-from hf_memopt.trainer.resumed import AnnouncedResume
+from hf_memopt.trainer.recoverability import holds_whole_model, recoverability
+from hf_memopt.trainer.resumed import SafeResume
 from hf_memopt.trainer.sample_order import batch_indices
 from hf_memopt.trainer.sharded_states import states_saved_here
 from hf_memopt.trainer.step import MicroBatch, StepRunner
@@ -41,7 +45,7 @@ from hf_memopt.trainer.step import MicroBatch, StepRunner
 logger = logging.getLogger(__name__)
 
 
-class MemoryTrainerMixin(EvalRecovery, SafeCheckpoints, AnnouncedResume):
+class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
     """Makes a Trainer subclass survive running out of memory: `class MyTrainer(MemoryTrainerMixin, SomeTrainer)`.
 
     Steps, schedule, optimizer, order of samples and effective batch stay those of an uninterrupted run; a micro-batch
@@ -191,9 +195,15 @@ class MemoryTrainerMixin(EvalRecovery, SafeCheckpoints, AnnouncedResume):
         given = [found for found in self.callback_handler.callbacks if isinstance(found, MemoryCallback)]
         return given[0] if given else MemoryCallback(self.memory_args).attach(self)
 
-    def train(self, *args, **kwargs):
-        with settings_of_run(self), interruptible(self), self._peers.watching(self._ending.save_for_peer):
-            return super().train(*args, **kwargs)
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        checkpoint = self._agree_on_checkpoint(self._checkpoint_to_resume(resume_from_checkpoint))
+        own = claimed(self.args.output_dir) if self.args.should_save else contextlib.nullcontext()
+        self.add_callback(self._ending.updates)
+        try:
+            with own, settings_of_run(self), interruptible(self), self._peers.watching(self._ending.save_for_peer):
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(self._ending.updates)
 
     def get_train_dataloader(self):
         """Batches stay on the host until their micro-batch runs: the Trainer fetches a whole window of them."""
@@ -238,7 +248,15 @@ class MemoryTrainerMixin(EvalRecovery, SafeCheckpoints, AnnouncedResume):
         self._pressure.after_window(self._runner.window)
         self._runner.begin_window()
         self._agree_on_limit()
-        return super().get_batch_samples(*args, **kwargs)
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        except Exception as error:
+            found = diagnose(error)
+            if found.kind is OomKind.NOT_MEMORY or not self.memory_args.oom_recovery:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        why = "no smaller micro-batch helps what makes the batches"
+        self._ending.exhausted("data", found, why=why, intact=holds_whole_model(self))
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         return self._runner.run(super().training_step, model, inputs, num_items_in_batch)

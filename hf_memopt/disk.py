@@ -1,0 +1,116 @@
+"""The folder that a run writes to: it can be written to, no other run uses it, and a full disk is named as such."""
+
+import atexit
+import contextlib
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_memopt.errors import InputError, chain
+
+_LOCK = ".lock"
+_held: dict[Path, int] = {}  # locked folders of this process, and the open files that hold the locks
+# What a disk refuses with, as errno; whatever else an OSError says is not about writing.
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
+# The same in the words of libraries whose errors are no OSError: safetensors (Rust) and torch's PyTorchStreamWriter,
+# which does not pass the system's reason on.
+_TEXTS = re.compile(
+    r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied|File too large|"
+    r"Input/output error|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos",
+)
+
+
+def write_failure(error: BaseException) -> str | None:
+    """Why a disk did not take a file; None where an error, and what it was raised from, is about something else."""
+    for link in chain(error):
+        if isinstance(link, OSError) and link.errno in _REFUSALS:
+            return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
+        if not isinstance(link, OSError) and (found := _TEXTS.search(str(link))):
+            text = found[0]
+            return "the disk did not take all of it (is it full?)" if "unexpected pos" in text or "Py" in text else text
+    return None
+
+
+def claim(output_dir: str | Path) -> bool:
+    """Make a folder this process's own until it ends, however it ends, or until release().
+
+    The system's lock needs no clean-up after a kill, and holds between machines where their shared disk has locks;
+    where there are none (Windows, some network disks) nothing is locked.
+
+    Returns:
+        Whether it was not this process's own already.
+
+    Raises:
+        InputError: it cannot be written to, or another process that is alive uses it.
+    """
+    if not str(output_dir).strip():
+        raise InputError("output_dir is empty: name a folder to write to")
+    folder = Path(output_dir).expanduser().resolve()
+    if folder in _held:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise InputError(f"output_dir={output_dir} cannot be written to ({error.strerror}): name another") from error
+    try:
+        if not _lock(handle):
+            owner = os.read(handle, 200).decode(errors="replace").strip() or "another process"
+            raise InputError(
+                f"output_dir={output_dir} is in use by {owner}: wait until it has ended, or name another folder"
+            )
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError as error:
+        os.close(handle)
+        raise InputError(f"output_dir={output_dir} cannot be written to ({error.strerror}): name another") from error
+    except InputError:
+        os.close(handle)
+        raise
+    if not _held:
+        atexit.register(_release_all, os.getpid())
+    _held[folder] = handle
+    return True
+
+
+def release(output_dir: str | Path) -> None:
+    """Let other processes use a folder that claim() made this one's own."""
+    folder = Path(output_dir).expanduser().resolve()
+    handle = _held.pop(folder, None)
+    if handle is not None:
+        with contextlib.suppress(OSError):  # the folder may be gone
+            (folder / _LOCK).unlink()
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def claimed(output_dir: str | Path) -> Iterator[None]:
+    """claim() for a while."""
+    new = claim(output_dir)
+    try:
+        yield
+    finally:
+        if new:
+            release(output_dir)
+
+
+def _release_all(process: int) -> None:
+    if os.getpid() == process:  # not in a copy that was forked from it
+        for folder in list(_held):
+            release(folder)
+
+
+def _lock(handle: int) -> bool:
+    """Whether this process has the lock now, or nobody can."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by data loading workers, unlike flock
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True

@@ -1,0 +1,137 @@
+"""Which checkpoint a run resumes from: the one that is named, or the newest that is intact."""
+
+import json
+import logging
+from pathlib import Path
+
+from hf_memopt.errors import InputError, one_line
+from hf_memopt.trainer.manifest import manifest_fault
+from hf_memopt.trainer.sharded_states import FOLDER
+
+logger = logging.getLogger(__name__)
+
+
+def newest_intact(output_dir: str | Path, save_only_model: bool = False) -> Path | None:
+    """The newest intact checkpoint-N in a run's folder, with a warning for each newer one that is damaged; None where
+    there is no checkpoint.
+
+    Raises:
+        InputError: there are checkpoints, and all are damaged.
+    """
+    faults = {}
+    for checkpoint in _newest_first(Path(output_dir)):
+        fault = checkpoint_fault(checkpoint, save_only_model)
+        if not fault:
+            for damaged, why in faults.items():
+                logger.warning("%s is damaged (%s): resuming from %s instead", damaged, why, checkpoint.name)
+            return checkpoint
+        faults[checkpoint.name] = fault
+    if faults:
+        found = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+        raise InputError(
+            f"{output_dir} has no checkpoint that is intact ({found}): start afresh with another output_dir, or with "
+            "--resume_from_checkpoint no"
+        )
+    return None
+
+
+def check_intact(checkpoint: Path, save_only_model: bool = False) -> None:
+    """Raise unless a checkpoint that was asked for can be resumed from.
+
+    Raises:
+        InputError: it is missing or damaged. The message names the newest intact one beside it.
+    """
+    if not checkpoint.is_dir():
+        raise InputError(f"resume_from_checkpoint: {checkpoint} is not a folder")
+    fault = checkpoint_fault(checkpoint, save_only_model)
+    if not fault:
+        return
+    others = (other for other in _newest_first(checkpoint.parent) if other.name != checkpoint.name)
+    other = next((other for other in others if not checkpoint_fault(other, save_only_model)), None)
+    instead = f"name {other.name}, which is intact" if other else "start afresh with another output_dir"
+    raise InputError(f"resume_from_checkpoint: {checkpoint} is damaged ({fault}): {instead}")
+
+
+def checkpoint_fault(checkpoint: Path, save_only_model: bool = False) -> str:
+    """What is missing from a checkpoint folder, cut short or changed; "" where it is intact.
+
+    What plain Trainer wrote has no manifest: its files are opened instead.
+    """
+    fault = manifest_fault(checkpoint)
+    return _fault_of_files(checkpoint, save_only_model) if fault is None else fault
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    def step(checkpoint: Path) -> int:
+        number = checkpoint.name.removeprefix("checkpoint-")
+        return int(number) if number.isdecimal() else -1
+
+    found = [checkpoint for checkpoint in folder.glob("checkpoint-*") if checkpoint.is_dir() and step(checkpoint) >= 0]
+    return sorted(found, key=step, reverse=True)
+
+
+def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
+    if not (checkpoint / "trainer_state.json").is_file():
+        return "no trainer_state.json"
+    for file in sorted(checkpoint.glob("*.json")):
+        if fault := _json_fault(file):
+            return fault
+    if any(checkpoint.glob("global_step*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
+        return ""  # an engine's own folders; the engine checks them when it loads
+    patterns = ("model*.safetensors", "adapter_model.safetensors", "*/adapter_model.safetensors")
+    weights = [file for pattern in patterns for file in checkpoint.glob(pattern)]
+    if not weights and not any(checkpoint.glob("*_model*.bin")):
+        return "no model.safetensors or adapter_model.safetensors"
+    for index in checkpoint.glob("*.safetensors.index.json"):
+        missing = set(json.loads(index.read_text())["weight_map"].values()) - {file.name for file in weights}
+        if missing:
+            return f"no {min(missing)}"
+    faults = map(_safetensors_fault, weights)
+    if not save_only_model:
+        faults = (*faults, *_faults_of_states(checkpoint))
+    return next(filter(None, faults), "")
+
+
+def _faults_of_states(checkpoint: Path):
+    states = f"{FOLDER}/.metadata" if (checkpoint / FOLDER).is_dir() else "optimizer.pt"
+    for name in (states, "scheduler.pt"):
+        if not (checkpoint / name).is_file():
+            yield f"no {name}"
+    random_states = list(checkpoint.glob("rng_state*.pth"))
+    if not random_states:
+        yield "no rng_state.pth"
+    for file in (*checkpoint.glob("*.pt"), *random_states):
+        yield _tensors_fault(file)
+
+
+def _json_fault(file: Path) -> str:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{file.name}: {one_line(error)}"
+    return "" if isinstance(content, dict) else f"{file.name} holds a {type(content).__name__}, not an object"
+
+
+def _safetensors_fault(file: Path) -> str:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):
+            return ""
+    except (SafetensorError, OSError) as error:
+        return f"{file.name}: {one_line(error)}"
+
+
+def _tensors_fault(file: Path) -> str:
+    """torch.save's archive has its directory at the end: one that is cut short cannot be opened.
+
+    Nothing is unpickled here, and of a large file nothing but the directory is read.
+    """
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        return f"{file.name}: {one_line(error)}"
+    return "" if any(name.endswith("data.pkl") for name in names) else f"{file.name} is not what torch.save writes"

@@ -1,0 +1,40 @@
+"""When weights, optimizer states and the step's number belong together: a thread of its own may save them only then."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import TrainerCallback
+
+from hf_memopt.trainer.step_state import StepState
+
+_LONGEST = 600.0  # seconds that an optimizer may take; an update that raised never ends
+
+
+class Updates(TrainerCallback):
+    """Holds a lock from before the optimizer's step until the step is counted."""
+
+    def __init__(self, trainer) -> None:
+        self._trainer = trainer
+        self._lock = threading.Lock()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._lock = threading.Lock()  # an earlier training may have ended in the middle of an update
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._lock.acquire()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._trainer._runner.resume_state = StepState.now(self._trainer)
+        if self._lock.locked():
+            self._lock.release()
+
+    @contextmanager
+    def kept_out(self) -> Iterator[bool]:
+        """No update begins while it lasts, and none is running; False where one did not end."""
+        free = self._lock.acquire(timeout=_LONGEST)
+        try:
+            yield free
+        finally:
+            if free:
+                self._lock.release()

@@ -1,0 +1,211 @@
+"""Checkpoints that are damaged, of another model, or hostile: what resumes, from where, and what is refused."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run as command
+from conftest import slow
+from safetensors.torch import load_file, save_file
+from test_memory_trainer import llama, train
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+from hf_memopt.errors import InputError
+from hf_memopt.trainer.intact import check_intact, newest_intact
+from hf_memopt.trainer.safe_load import without_code
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of MemoryTrainer with checkpoint-2 and checkpoint-4, and one of plain Trainer."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(folder / "memory", **SAVING)
+    train(folder / "plain", kind=Trainer, **SAVING)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy of such a run to damage."""
+
+    def copy(kind: str = "memory") -> Path:
+        return shutil.copytree(saved / kind, tmp_path / kind)
+
+    return copy
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def other_tensors(file: Path) -> None:
+    save_file({f"of.another.model.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+def other_bytes(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+DAMAGE = {"cut short": cut, "missing": Path.unlink, "changed": other_bytes}
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json",
+         "memory_state.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named_and_the_older_checkpoint_resumes(name, how, run, caplog):
+    folder = run()
+    DAMAGE[how](folder / "checkpoint-4" / name)
+    assert newest_intact(folder) == folder / "checkpoint-2"
+    assert f"checkpoint-4 is damaged ({'no ' * (how == 'missing')}{name}" in caplog.text
+    assert "resuming from checkpoint-2 instead" in caplog.text
+    with pytest.raises(InputError, match=rf"checkpoint-4 is damaged \((no )?{name}.*: name checkpoint-2, which is"):
+        check_intact(folder / "checkpoint-4")
+
+
+@pytest.mark.parametrize("how", ["cut short", "missing"])
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_the_same_without_a_manifest(name, how, run):
+    """What plain Trainer wrote: a changed byte cannot be seen."""
+    folder = run("plain")
+    assert newest_intact(folder) == folder / "checkpoint-4"
+    DAMAGE[how](folder / "checkpoint-4" / name)
+    if (name, how) == ("config.json", "missing"):  # a model without one is no fault
+        return
+    assert newest_intact(folder) == folder / "checkpoint-2"
+
+
+def test_training_resumes_from_the_intact_one_to_the_same_weights(run, tmp_path):
+    wanted = train(tmp_path / "wanted", kind=Trainer, **SAVING)
+    folder = run()
+    cut(folder / "checkpoint-4" / "optimizer.pt")
+    found = train(folder, resume=True, **SAVING)
+    assert torch.equal(found.weights, wanted.weights)
+    assert newest_intact(folder) == folder / "checkpoint-4"
+
+
+def test_nothing_intact_is_refused_and_nothing_at_all_is_none(run, tmp_path):
+    folder = run()
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "rng_state.pth").unlink()
+    with pytest.raises(InputError, match=r"no checkpoint that is intact \(checkpoint-4: no rng_state.pth; checkpoint"):
+        train(folder, resume=True, **SAVING)
+    assert newest_intact(tmp_path / "nowhere") is None
+    with pytest.raises(InputError, match="holds no checkpoint-N folder"):
+        train(tmp_path / "nowhere", resume=True, **SAVING)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"effective_batch_size": "8", "world_size": 1}', "[]", "nonsense"])
+def test_a_damaged_note_of_batches_is_refused(content, run):
+    folder = run()
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "memory_manifest.json").unlink()
+        (checkpoint / "memory_state.json").write_text(content)
+    with pytest.raises(InputError, match=r"memory_state\.json"):
+        train(folder, resume=True, **SAVING)
+
+
+# ---- of another model or optimizer
+
+
+@pytest.mark.parametrize("kind", ["memory", "plain"])
+def test_weights_of_other_names_are_not_taken_for_this_models(kind, run):
+    """Trainer says so in a warning, and trains what the model was made with."""
+    folder = run(kind)
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "memory_manifest.json").unlink(missing_ok=True)
+        other_tensors(checkpoint / "model.safetensors")
+    with pytest.raises(InputError, match="lacks 21 of the model's.* weights .*of another model"):
+        train(folder, resume=True, **SAVING)
+
+
+def wider():
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def test_another_model_or_optimizer_is_one_sentence(run):
+    folder = run()
+    with pytest.raises(InputError, match=r"checkpoint-4 cannot be loaded into this model and optimizer: .*size mis"):
+        train(folder, resume=True, model=wider, **SAVING)
+    with pytest.raises(InputError, match=r"optimizer\.pt is of another optimizer: it lacks beta1"):
+        train(folder, resume=True, **SAVING | {"optim": "adafactor"})
+
+
+def test_tied_weights_are_saved_once_and_resume(tmp_path):
+    def tied():
+        model = llama()
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        return model
+
+    wanted = train(tmp_path, model=tied, **SAVING)
+    assert "lm_head.weight" not in load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    found = train(tmp_path, model=tied, resume=True, **SAVING)
+    assert torch.equal(found.weights, wanted.weights)
+
+
+# ---- hostile
+
+
+class Runs:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.proof),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_resuming_runs_nothing(name, run, tmp_path):
+    folder = run()
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "memory_manifest.json").unlink()
+        torch.save({"state": Runs(tmp_path / "proof")}, checkpoint / name)
+    with pytest.raises(InputError, match=r"is not read, since it could run code: GLOBAL posix\.mkdir"):
+        train(folder, resume=True, **SAVING)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_metadata_of_a_distributed_checkpoint_run_nothing(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    state = {"weight": torch.arange(4.0), "groups": [{"lr": 0.1}], "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "states")
+    found = {"weight": torch.zeros(4), "groups": [{"lr": 0.0}], "step": 0}
+    with without_code("checkpoint-2"):
+        dcp.load(found, checkpoint_id=tmp_path / "states")
+    assert torch.equal(found["weight"], state["weight"]) and found["groups"] == state["groups"] and found["step"] == 3
+
+    (tmp_path / "states" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "proof")))
+    with pytest.raises(InputError, match=r"checkpoint-2 is not read.*posix\.mkdir"), without_code("checkpoint-2"):
+        dcp.load(found, checkpoint_id=tmp_path / "states")
+    # A class of torch's that is allowed, called through another module that has imported it, is not.
+    (tmp_path / "states" / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nos\n.")
+    with pytest.raises(InputError), without_code("checkpoint-2"):
+        dcp.load(found, checkpoint_id=tmp_path / "states")
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
+@pytest.mark.engines
+def test_zero_checkpoints_are_read_without_running_what_is_in_them(stage, tmp_path):
+    """A real DeepSpeed process saves, resumes, and meets a checkpoint with code in it."""
+    script = Path(__file__).with_name("zero_resume.py")
+    done = command("torchrun", "--nproc_per_node", 1, "--master_port", 0, script, tmp_path / "out", tmp_path / "proof",
+                   stage)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == {"resumed": 4, "refused": True}
+    assert not (tmp_path / "proof").exists()
