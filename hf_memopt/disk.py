@@ -30,7 +30,9 @@ def write_failure(error: BaseException) -> str | None:
             return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
         if not isinstance(link, OSError) and (found := _TEXTS.search(str(link))):
             text = found[0]
-            return "the disk did not take all of it (is it full?)" if "unexpected pos" in text or "Py" in text else text
+            return (
+                "the disk did not take all of it (is it full?)" if "unexpected pos" in text or "Py" in text else text
+            )
     return None
 
 

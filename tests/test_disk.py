@@ -46,7 +46,9 @@ def test_a_disk_that_fills_up_ends_in_one_sentence_and_the_checkpoint_before_it_
 
         trainer._save_whole = limited
 
-    with pytest.raises(InputError, match=r"no checkpoint can be written to .*: make room .* resumes from checkpoint-2"):
+    with pytest.raises(
+        InputError, match=r"no checkpoint can be written to .*: make room .* resumes from checkpoint-2"
+    ):
         train(tmp_path, prepare=fills_up, **SAVING)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2"]
     assert newest_intact(tmp_path) == tmp_path / "checkpoint-2"
@@ -64,7 +66,7 @@ def test_before_the_first_checkpoint_there_is_nothing_to_resume_from(tmp_path):
 
         trainer._save_whole = limited
 
-    with pytest.raises(InputError, match="probe_save: no checkpoint can be written .*there is no checkpoint yet"):
+    with pytest.raises(InputError, match=r"probe_save: no checkpoint can be written .*there is no checkpoint yet"):
         train(tmp_path, prepare=full, memory={"probe_save": True}, **SAVING)
 
 
@@ -122,7 +124,7 @@ PLACES = {"a file": _no_folder, "below a file": lambda path: _no_folder(path) + 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_folder_that_cannot_be_written_to_is_refused(place, tmp_path):
-    with pytest.raises(InputError, match="output_dir.* (cannot be written to|is empty).*name a"):
+    with pytest.raises(InputError, match=r"output_dir.* (cannot be written to|is empty).*name a"):
         claim(PLACES[place](tmp_path))
 
 
@@ -130,7 +132,7 @@ def test_a_recipe_says_so_before_it_loads_anything(recipe, tmp_path, monkeypatch
     import transformers
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("too late"))
-    with pytest.raises(InputError, match="output_dir=.*cannot be written to"):
+    with pytest.raises(InputError, match=r"output_dir=.*cannot be written to"):
         recipe("sft")(["--preset", "cpu", "--output_dir", _no_folder(tmp_path)])
 
 
@@ -171,7 +173,9 @@ def test_a_fork_does_not_let_the_folder_go(tmp_path):
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        done = subprocess.run([sys.executable, "-c", HOLDS, tmp_path, ROOT], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", HOLDS, tmp_path, ROOT], capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 1 and f"is in use by process {os.getpid()}" in done.stderr
         assert claim(tmp_path) is False
     assert claim(tmp_path) is True

@@ -216,7 +216,9 @@ def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp
     assert "resuming from checkpoint-4 instead" in caplog.text and "(step 4 of 6)" in caplog.text
     for checkpoint in (last, before):
         (checkpoint / "rng_state.pth").unlink()
-    with pytest.raises(InputError, match=r"no checkpoint that is intact \(checkpoint-6: no rng_state.pth; checkpoint-4"):
+    with pytest.raises(
+        InputError, match=r"no checkpoint that is intact \(checkpoint-6: no rng_state.pth; checkpoint-4"
+    ):
         recipe("sft")([*arguments, "--max_steps", "8"])
     fresh = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", "no"])
     assert fresh.state.global_step == 6

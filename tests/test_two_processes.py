@@ -141,3 +141,76 @@ def test_one_process_goes_on_where_two_left_off(tmp_path):
     (event,) = [event for event in found.events if event["event"] == "effective_batch_kept"]
     assert event["gradient_accumulation_steps"] == 4
     assert torch.allclose(found.weights, weights(tmp_path, "plain"), rtol=0, atol=1e-9)
+
+
+# ---- every stage, either process, the first step and a later one: 36 failures
+
+AT = [(rank, step) for rank in (0, 1) for step in (0, 3)]
+# eval_steps and save_steps are 3, so that evaluation and save come after the third step.
+STAGES = {
+    "forward": {"recovers": True, "micro": 0},
+    "backward": {"recovers": True, "micro": 0},
+    "clipping": {"recovers": True},
+    "optimizer": {"recovers": True},
+    "backward while gradients are reduced": {"recovers": False, "phase": "backward", "micro": 1},
+    "optimizer twice": {"recovers": False, "phase": "optimizer", "times": 2},
+    "optimizer midway": {"recovers": False},
+    "clipping twice": {"recovers": False, "phase": "clipping", "times": 2},
+    "data": {"recovers": False},
+}
+AFTER_A_STEP = {"eval": {"fields": {"eval_strategy": "steps", "eval_steps": 3}},
+                "save": {"fields": {"save_strategy": "steps", "save_steps": 3}}}  # fmt: skip
+
+
+def _case(stage: str, rank: int, step: int, **about) -> dict:
+    case = {"name": f"{stage}-{rank}-{step}", "rank": rank, "phase": stage, "step": step, "micro": 0}
+    return case | {name: value for name, value in about.items() if name != "recovers"}
+
+
+TABLE = [(about["recovers"], _case(stage, *at, **about)) for stage, about in STAGES.items() for at in AT]
+TABLE = TABLE[: -len(AT)] + [
+    (False, case)
+    for rank in (0, 1)
+    for case in (
+        _case("data", rank, 3),
+        _case("data", rank, 0),
+        _case("eval", rank, 3, **AFTER_A_STEP["eval"]),
+        _case("save" if rank == 0 else "save of random states", rank, 3, **AFTER_A_STEP["save"]),
+    )
+]
+
+
+def _lost(case: dict) -> bool:
+    """The first process, which saves the weights, has broken off in the middle of an update."""
+    return case["phase"] == "optimizer midway" and case["rank"] == 0
+
+
+def test_every_stage_ends_as_documented(tmp_path):
+    """Recovered to the weights of an uninterrupted run, or both end with 75 and a checkpoint from which it is resumed
+    to those weights."""
+    assert len(TABLE) == 40
+    resumed = [
+        {**PLAIN, "name": f"resumed {case['name']}", "resumed": case["name"], "fields": case.get("fields", {})}
+        for recovers, case in TABLE
+        if not recovers and case["step"] and not _lost(case)
+    ]
+    run(tmp_path, PLAIN, *(case for _, case in TABLE), *resumed)
+    plain = weights(tmp_path, "plain")
+    for recovers, case in TABLE:
+        assert told(tmp_path, case)["codes"] == ([0, 0] if recovers else [75, 75]), case
+        if recovers:
+            assert torch.allclose(weights(tmp_path, case["name"]), plain, rtol=0, atol=1e-9), case
+            continue
+        report = json.loads((tmp_path / case["name"] / "oom_report.json").read_text())
+        saved = sorted((tmp_path / case["name"]).glob("checkpoint-*"))
+        assert bool(saved) == bool(report["checkpoint"]), case
+        assert not (saved and _lost(case))
+        if case["step"] and not _lost(case):
+            (checkpoint,) = saved
+            assert report["checkpoint"] == str(checkpoint)
+            assert {file.name for file in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}, (
+                case
+            )
+    for case in resumed:
+        assert told(tmp_path, case)["codes"] == [0, 0], case
+        assert torch.allclose(weights(tmp_path, case["name"]), plain, rtol=0, atol=1e-9), case

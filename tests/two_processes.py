@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from test_memory_trainer import llama, train
 
-from hf_memopt import TrainingOutOfMemory
+from hf_memopt import MemoryTrainer, TrainingOutOfMemory
 from hf_memopt.levers import activation_compression
 
 _HANGS = 240  # seconds, far beyond what a case takes on a busy machine
@@ -60,8 +60,62 @@ def failing(case):
             return backward(loss, **kwargs)
 
         trainer.model.forward, trainer.accelerator.backward = forward_or_fail, backward_or_fail
+        for phase, (holder, name) in PHASES.items():
+            if case["phase"] == phase:
+                _fail_in(holder(trainer), name, trainer, case)
 
     return prepare
+
+
+PHASES = {
+    "data": (lambda trainer: trainer, "data_collator"),
+    "clipping": (lambda trainer: trainer.accelerator, "clip_grad_norm_"),
+    "eval": (lambda trainer: trainer, "prediction_step"),
+    "save": (lambda trainer: trainer, "_save_optimizer_and_scheduler"),
+    "save of random states": (lambda trainer: trainer, "_save_rng_state"),
+}
+
+
+def _fail_in(holder, name: str, trainer, case) -> None:
+    """A function that finds no memory at a step, as often as the case says, and otherwise does what it did."""
+    usual, left = getattr(holder, name), [case.get("times", 1)]
+
+    def fails(*args, **kwargs):
+        if trainer.state.global_step == case["step"] and trainer.is_in_train and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return usual(*args, **kwargs)
+
+    setattr(holder, name, fails)
+
+
+def failing_optimizer(case):
+    """An optimizer whose step finds no memory: before it writes anything, or when it has written one weight."""
+
+    class Fails(torch.optim.AdamW):
+        taken, left = 0, case.get("times", 1)
+
+        def step(self, closure=None):
+            rank = int(os.environ["RANK"])
+            if self.taken == case["step"] and rank == case["rank"] and self.left:
+                self.left -= 1
+                if case["phase"] == "optimizer midway":
+                    self.param_groups[0]["params"][0].data.add_(1.0)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            self.taken += 1
+            return super().step(closure)
+
+    Fails.__module__ = "torch.optim.adamw"  # of which it is known that it writes through the dispatcher alone
+    return Fails
+
+
+def with_optimizer(optimizer_class):
+    class Trainer(MemoryTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            self.optimizer = optimizer_class(self.model.parameters(), lr=self.args.learning_rate)
+            return self.optimizer
+
+    return Trainer
 
 
 def child(case, rank: int, port: int, folder: Path) -> None:
@@ -80,6 +134,8 @@ def child(case, rank: int, port: int, folder: Path) -> None:
         activation_compression._SMALLEST = 128
         more = {"model": lambda: llama(torch.float32), "memory": case["memory"], "optim": "sgd"}
     more |= case.get("fields", {})
+    if str(case["phase"]).startswith("optimizer"):
+        more["kind"] = with_optimizer(failing_optimizer(case))
     output = folder / f"machine{rank}" / case["name"] if machines else folder / (resumed or case["name"])
     done = train(output, prepare=failing(case), resume=bool(resumed), **{**FIELDS, **more})
     if rank == 0:

@@ -16,7 +16,6 @@ from hf_memopt.oom.classify import diagnose, free_memory
 from hf_memopt.trainer import sharded_states
 from hf_memopt.trainer.manifest import write_manifest
 from hf_memopt.trainer.recoverability import holds_whole_model
-from hf_memopt.trainer.step_state import StepState
 
 logger = logging.getLogger(__name__)
 UNFINISHED = ".unfinished"  # folder in output_dir; get_last_checkpoint and rotation do not look into it
@@ -70,7 +69,7 @@ class SafeCheckpoints:
             self._newest = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             return
         if self.is_in_train:
-            self._runner.resume_state = StepState.now(self)  # the step is finished: the next one begins here
+            self._runner.remember_state()  # the step is finished: the next one begins here
         for attempt in ("whole", "in small shards"):
             try:
                 with self._aside(trial), _sharded(self.model) if attempt != "whole" else contextlib.nullcontext():
@@ -174,25 +173,20 @@ class SafeCheckpoints:
         """Where this process writes its part of a checkpoint before it is complete."""
         return Path(self.args.output_dir) / UNFINISHED / f"checkpoint-{step}"
 
-    def emergency_checkpoint(self, state: StepState | None) -> str | None:
-        """Save the last good step without asking other processes anything; the folder, or None where it failed.
-
-        Args:
-            state: what the next step begins with; by default the present one.
-        """
+    def emergency_checkpoint(self) -> str | None:
+        """Save the last good step without asking other processes anything; the folder, or None where it failed."""
         written = self.unfinished(self.state.global_step)
         place = Path(self.args.output_dir) / written.name
         if self._newest == place and place.is_dir():
             return str(place)
         try:
-            with _sharded(self.model):
-                if self.args.should_save:
+            if self.args.should_save:
+                with _sharded(self.model):
                     self.save_model(str(written), _internal_call=True)
-                    self._save_optimizer_and_scheduler(str(written))
-                    self._save_scaler(str(written))
-                if state is not None:
-                    state.restore(self)  # not before: another thread may be drawing while weights are saved
-                self._save_rng_state(str(written))
+                self._save_optimizer_and_scheduler(str(written))
+                self._save_scaler(str(written))
+            # Not before: another thread may draw while weights are saved.
+            self._save_random_states()
             if self.args.should_save:
                 self._peers.wait_for_files(written, "rng_state_*.pth")
                 self._finish(written, place)
@@ -201,6 +195,16 @@ class SafeCheckpoints:
         except Exception as error:
             logger.error("the last good step could not be saved: %s", diagnose(error).message)
             return None
+
+    def _save_random_states(self) -> None:
+        """This process's part of a checkpoint. Of the last two steps: the first process, which saves the weights, may
+        have finished one step more than this one, or less."""
+        states = self._runner.resume_states or {self.state.global_step: None}
+        for step, state in states.items():
+            if state is not None:
+                state.restore(self)
+            if step == self.state.global_step or not self.args.should_save:
+                self._save_rng_state(str(self.unfinished(step)))
 
     def newest_checkpoint(self) -> str | None:
         """The newest checkpoint that this run wrote or resumed from; None where it has none."""

@@ -31,7 +31,7 @@ class Ending:
         """Save the last good step, write oom_report.json and raise. The other processes wait for the former only.
 
         Args:
-            stage: data, forward, backward, optimizer, eval or save.
+            stage: data, forward, backward, clipping, optimizer, eval or save.
             micro: the micro-batch that failed; None where none was running.
             why: no smaller batch helps; by default it is one sample.
             intact: weights and optimizer states are those of the last good step.
@@ -40,11 +40,11 @@ class Ending:
             TrainingOutOfMemory: always.
         """
         trainer = self._trainer
+        if stage in ("clipping", "optimizer"):  # others may have done this step, and these draw no random numbers
+            trainer._runner.remember_state(ahead=1)
         self._peers.announce(found.message, trainer.limit.elements)
         if trainer.optimizer is not None and trainer._runner.recovers:
             trainer.optimizer.zero_grad()
-        if not intact and not self._peers.alone:
-            self._save_random_states()
         checkpoint = self._peers.saved(self._checkpoint(intact))
         self.snapshot()
         inputs = micro.inputs if micro is not None else {}
@@ -67,25 +67,15 @@ class Ending:
             checkpoint = self._checkpoint(intact and between_updates and not blocked)
         self._peers.saved(checkpoint)
 
-    def _save_random_states(self) -> None:
-        """This process's part of a checkpoint, where its own weights are lost in the middle of an update.
-
-        The first process still has the weights, of the step before or of this one, whichever it has finished by then.
-        """
-        trainer, state = self._trainer, self._trainer._runner.resume_state
-        if trainer.args.should_save or not holds_whole_model(trainer) or state is None:
-            return
-        step = trainer.state.global_step
-        trainer._save_rng_state(trainer.unfinished(step + 1))  # the optimizer draws nothing
-        state.restore(trainer)
-        if step:
-            trainer._save_rng_state(trainer.unfinished(step))
-
     def _checkpoint(self, intact: bool) -> str | None:
         """The folder to resume from: of this step where it can be saved now, else the newest that this run wrote."""
-        trainer, state = self._trainer, self._trainer._runner.resume_state
-        if intact and trainer.is_in_train and trainer.state.global_step > 0 and state is not None:
-            return trainer.emergency_checkpoint(state) or trainer.newest_checkpoint()
+        trainer = self._trainer
+        saves = trainer.args.should_save
+        # Another process than the first saves its random states alone, which an update that broke off leaves as they
+        # are, and which the first process needs where it has finished a step more.
+        has_part = intact and trainer.state.global_step > 0 if saves else holds_whole_model(trainer)
+        if has_part and trainer.is_in_train and trainer._runner.resume_state is not None:
+            return trainer.emergency_checkpoint() or trainer.newest_checkpoint()
         return trainer.newest_checkpoint()
 
     def snapshot(self) -> None:

@@ -91,7 +91,7 @@ class EvalRecovery:
     def evaluation_loop(self, dataloader, *args, **kwargs):
         began = StepState.now(self)
         if self.is_in_train:
-            self._runner.resume_state = began  # the step is finished: the next one begins here
+            self._runner.remember_state()  # the step is finished: the next one begins here
         while True:
             try:
                 with _ReducedLogits(self):

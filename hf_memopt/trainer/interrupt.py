@@ -154,7 +154,7 @@ class _StopAtStepEnd(TrainerCallback):
         trainer, runner = self.trainer, self.trainer._runner
         if self._updating or not (self._saves() and runner.recovers and trainer.state.global_step):
             return
-        trainer.emergency_checkpoint(runner.resume_state)
+        trainer.emergency_checkpoint()
 
     def ending(self, why: str = ""):
         """The exception that ends the run."""

@@ -26,7 +26,9 @@ def load_renamed(model, folder: str | Path) -> bool:
         return False
     loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
-        raise InputError(f"{folder} lacks {len(missing)} of the model's weights ({missing[0]}, …): it is of another model")
+        raise InputError(
+            f"{folder} lacks {len(missing)} of the model's weights ({missing[0]}, …): it is of another model"
+        )
     model.load_state_dict(loaded.state_dict(), strict=False)
     return True
 

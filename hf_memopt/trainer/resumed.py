@@ -162,8 +162,9 @@ class SafeResume:
             settings = set().union(*groups)
             found = self._load_states(checkpoint)
             if missing := settings - set().union(*torch_optimizer(self).param_groups):
+                optim = self.args.optim.value
                 raise InputError(
-                    f"{checkpoint}/optimizer.pt is of another optimizer: it lacks {min(missing)} of optim={self.args.optim}"
+                    f"{checkpoint}/optimizer.pt is of another optimizer: it lacks {min(missing)} of optim={optim}"
                 )
         if found is not None:
             self._event("oom_recovered", stage="resume", message=found.message, remedy="loaded through host memory")

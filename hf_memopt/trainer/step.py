@@ -102,7 +102,8 @@ class StepRunner:
     Attributes:
         limit: how many samples run at once.
         window: the micro-batches since the last optimizer step.
-        resume_state: what the step after the last finished one begins with.
+        resume_states: by number of finished steps, what the next step begins with; of the last two, since another
+            process may have finished a step less.
         stage: forward or backward, of what is running or ran last.
         running: the micro-batch that runs and the samples of its chunk.
     """
@@ -110,7 +111,7 @@ class StepRunner:
     def __init__(self, trainer, recoverability: Recoverability, limit: BatchLimit) -> None:
         self.limit = limit
         self.window = Window()
-        self.resume_state: StepState | None = None
+        self.resume_states: dict[int, StepState] = {}
         self.stage = "forward"
         self.running: tuple[MicroBatch | None, int] = (None, 0)
         self._trainer = trainer
@@ -135,6 +136,18 @@ class StepRunner:
     def splits(self) -> bool:
         """Whether a micro-batch may run in chunks."""
         return self._recoverability.splits
+
+    @property
+    def resume_state(self) -> StepState | None:
+        """What the step after the last finished one begins with, where that is known."""
+        return self.resume_states.get(self._trainer.state.global_step)
+
+    def remember_state(self, ahead: int = 0) -> StepState:
+        """Note the present state as what a step begins with: the next one, or one further `ahead`."""
+        step = self._trainer.state.global_step + ahead
+        recent = {number: state for number, state in self.resume_states.items() if number in (step - 1, step)}
+        self.resume_states = recent | {step: StepState.now(self._trainer)}
+        return self.resume_states[step]
 
     def refuse(self, reason: str, repeats: bool = True) -> None:
         """From here on, split no micro-batch, or do not even repeat it."""
@@ -191,9 +204,17 @@ class StepRunner:
                 raise
             traceback.clear_frames(error.__traceback__)
         free_memory()
-        norm = clip(model)
-        self._trainer._event("oom_recovered", stage="clipping", message=found.message)
-        return norm
+        try:
+            norm = clip(model)
+        except Exception as error:
+            again = diagnose(error)
+            if again.kind is OomKind.NOT_MEMORY:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        else:
+            self._trainer._event("oom_recovered", stage="clipping", message=found.message)
+            return norm
+        self._trainer._ending.exhausted("clipping", again, self.window.started[-1], "clipping needs no micro-batch")
 
     def guard_optimizer(self) -> None:
         """Watch the optimizer's step, once the trainer has made it."""
@@ -213,7 +234,7 @@ class StepRunner:
     def _start(self, inputs, num_items) -> MicroBatch:
         trainer, window = self._trainer, self.window
         if window.state is None and trainer.memory_args.oom_recovery:
-            window.state = self.resume_state = StepState.now(trainer)
+            window.state = self.remember_state()
         samples = trainer.count_samples(inputs) if self.recovers else 1
         elements = count_elements(inputs)
         if self.splits and samples > (fetched := _samples_fetched(trainer) or samples):

@@ -21,10 +21,10 @@ from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.token_budget import TokenBudgetBatches
-from hf_memopt.oom.classify import OomKind, diagnose
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.snapshots import SnapshotCallback
+from hf_memopt.oom.classify import OomKind, diagnose
 from hf_memopt.reports.events import told
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints

@@ -1,12 +1,10 @@
-"""When weights, optimizer states and the step's number belong together: a thread of its own may save them only then."""
+"""When weights, optimizer states and the step's number belong together: another thread may save them only then."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers import TrainerCallback
-
-from hf_memopt.trainer.step_state import StepState
 
 _LONGEST = 600.0  # seconds that an optimizer may take; an update that raised never ends
 
@@ -25,7 +23,7 @@ class Updates(TrainerCallback):
         self._lock.acquire()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._trainer._runner.resume_state = StepState.now(self._trainer)
+        self._trainer._runner.remember_state()
         if self._lock.locked():
             self._lock.release()
 
