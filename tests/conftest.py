@@ -1,5 +1,6 @@
 """Nothing here may reach a hub: models and data are made by the tests."""
 
+import gc
 import json
 import os
 import re
@@ -45,6 +46,17 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some with two processes
 
 BIN = Path(sys.executable).parent
+
+
+def freeze_imports() -> None:
+    """Leave what has been imported out of garbage collection. Every Trainer and every recovery collects all garbage;
+    to look through millions of objects of torch and transformers each time took two thirds of the tests' time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish(session):
+    freeze_imports()
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture, of whatever scope, is set up

@@ -13,6 +13,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from conftest import freeze_imports
 from test_levers_together import config, trainer_of
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -67,13 +68,12 @@ def own_settings(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     level = logging.root.manager.disable
     logging.disable(logging.DEBUG)
-    gc.freeze()
+    freeze_imports()
     torch.use_deterministic_algorithms(True, warn_only=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "a warning of the user's own")
         yield
     torch.use_deterministic_algorithms(False)
-    gc.unfreeze()
     logging.disable(level)
 
 
@@ -113,9 +113,12 @@ def test_what_only_looks_changes_nothing(call, own_settings, tmp_path):
 
 
 def test_nothing_is_left_frozen_either(tmp_path):
-    assert not gc.get_freeze_count()
-    estimate(config(1), FIELDS, SEQ_LEN, "cpu")
-    assert not gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        estimate(config(1), FIELDS, SEQ_LEN, "cpu")
+        assert not gc.get_freeze_count()
+    finally:
+        freeze_imports()
 
 
 class Broken(Exception):

@@ -2,8 +2,9 @@
 
 transformers and accelerate load with weights_only=True. Two libraries beneath them do not: DeepSpeed 0.19.8
 (TorchCheckpointEngine.load: weights_only=False) and torch 2.13's distributed checkpoints
-(FileSystemReader.read_metadata unpickles, DefaultLoadPlanner.load_bytes: weights_only=False). Whoever resumes from a folder that somebody else wrote
-would run their code. What is patched here can go when these libraries load safely themselves.
+(FileSystemReader.read_metadata unpickles, DefaultLoadPlanner.load_bytes: weights_only=False). Whoever resumes from a
+folder that somebody else wrote would run their code. What is patched here can go when these libraries load safely
+themselves.
 """
 
 import importlib
