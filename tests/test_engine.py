@@ -255,7 +255,7 @@ CONFIGURATIONS = {
     ("launcher", "arguments", "says"),
     [
         slow(["python"], [OFFLOADING], "optim=adamw_8bit with zero2 with optimizer states offloaded to cpu"),
-        (["torchrun", "--standalone", "--nproc_per_node", 1], [OFFLOADING], "optim=adamw_8bit with zero2"),
+        slow(["torchrun", "--standalone", "--nproc_per_node", 1], [OFFLOADING], "optim=adamw_8bit with zero2"),
         slow(
             [*LAUNCH, "zero2_offload.yaml"], [], "optim=adamw_8bit with zero2 with optimizer states offloaded to cpu"
         ),

@@ -134,7 +134,8 @@ def test_exported_offload_configs_train(strategy, rows, alone, tmp_path):
         assert any((tmp_path / "disk").rglob("*.swp")), "the optimizer states went to disk"
 
 
-@pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_fine_tuning_trains(method, jsonl, tmp_path):
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)])
     output = launch(
@@ -174,6 +175,7 @@ def test_a_misspelt_nested_key_stops_the_launch(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_bad_pair_stops_every_process(tmp_path):
     config = _export(tmp_path, "zero2_offload_cpu")
     done = run("accelerate", "launch", "--config_file", config, "--main_process_port", 0, ROOT / "recipes" / "sft.py",

@@ -542,6 +542,61 @@ def test_the_refusal_names_the_setting(tmp_path):
         _evaluated(MemoryTrainer, tmp_path, lambda prediction: prediction.predictions.mean(), reduce_eval_logits=True)
 
 
+# ---- data
+
+
+def _data_fails(trainer):
+    collate = trainer.data_collator
+
+    def fails(rows):
+        if trainer.state.global_step == 3 and trainer.is_in_train:
+            raise MemoryError("Unable to allocate 3.00 GiB for an array with shape (1,)")
+        return collate(rows)
+
+    trainer.data_collator = fails
+
+
+class WorkerIsKilled(Rows):
+    """The system kills the data loading worker that asks for a sample, as it does for host memory."""
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None and index == 30:
+            os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
+
+
+def _worker_is_killed(trainer):
+    trainer.train_dataset = WorkerIsKilled()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "fields", "cause"),
+    [
+        (_data_fails, {}, "host memory ran out"),
+        (_worker_is_killed, {"dataloader_num_workers": 1}, "the system killed a data loading worker"),
+    ],
+)
+def test_data_that_run_out_of_memory_end_the_run_with_a_report(prepare, fields, cause, tmp_path):
+    wanted = train(tmp_path / "plain", kind=Trainer)
+    with pytest.raises(TrainingOutOfMemory, match="out of memory in data of step"):
+        train(tmp_path / "out", prepare=prepare, **fields)
+    report = json.loads((tmp_path / "out" / "oom_report.json").read_text())
+    assert report["stage"] == "data" and report["cause"].startswith(cause)
+    assert report["checkpoint"] == str(tmp_path / "out" / f"checkpoint-{report['step']}")
+    assert torch.allclose(train(tmp_path / "out", resume=True).weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_clipping_that_never_fits_ends_the_run(tmp_path):
+    def fails(trainer):
+        def always(*args, **kwargs):
+            raise torch.OutOfMemoryError(OOM)
+
+        trainer.accelerator.clip_grad_norm_ = always
+
+    with pytest.raises(TrainingOutOfMemory, match="out of memory in clipping of step 1"):
+        train(tmp_path, prepare=fails)
+
+
 # ---- checkpoints
 
 

@@ -75,6 +75,7 @@ def installed(tmp_path_factory) -> Path:
     return folder / "venv" / "bin"
 
 
+@pytest.mark.slow
 def test_wheel_works_from_any_folder(installed, tmp_path):
     done = run(
         installed / "hf-memopt",

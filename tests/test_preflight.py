@@ -124,6 +124,7 @@ def test_weights_that_zero3_did_not_shard():
     check_sharded(model, 3)
 
 
+@pytest.mark.slow
 def test_a_real_launch_is_stopped_before_anything_is_loaded(tmp_path, jsonl, builtin_model):
     """accelerate launch, two processes, ZeRO-3 on a disk that is not there, without a compiler: one line says both.
 

@@ -315,6 +315,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_that_runs_out_of_memory_ends_with_75(tmp_path):
     """The code for relaunchers, a diagnosis without a traceback, both reports, and a checkpoint of the last step."""
     (tmp_path / "never_fits.py").write_text(NEVER_FITS)

@@ -329,6 +329,7 @@ class LaterContrastive(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_a_loss_that_changes_with_the_step(tmp_path):
     attack(tmp_path, *TASKS["one label"], LaterContrastive, turns=6, max_steps=4)
 

@@ -112,7 +112,7 @@ def failing_optimizer(case):
 def with_optimizer(optimizer_class):
     class Trainer(MemoryTrainer):
         def create_optimizer(self, *args, **kwargs):
-            self.optimizer = optimizer_class(self.model.parameters(), lr=self.args.learning_rate)
+            self.optimizer = optimizer_class(self.model.parameters(), lr=self.args.learning_rate, weight_decay=0.0)
             return self.optimizer
 
     return Trainer

@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from hf_memopt.levers.answer_logits import nothing_but_loss
-from hf_memopt.oom.classify import diagnose, free_memory
+from hf_memopt.oom.classify import OomKind, diagnose, free_memory
 from hf_memopt.trainer.recoverability import holds_whole_model
 from hf_memopt.trainer.step_state import StepState
 
@@ -98,11 +98,10 @@ class EvalRecovery:
                     return super().evaluation_loop(dataloader, *args, **kwargs)
             except Exception as error:
                 found = diagnose(error)
-                if not (found.helps_on(self.args.device) and self.memory_args.oom_recovery):
+                if found.kind is OomKind.NOT_MEMORY or not self.memory_args.oom_recovery:
                     raise
-                if self.args.world_size > 1:
-                    why = "processes that evaluate together cannot take a batch again"
-                    self._ending.exhausted("eval", found, why=why, intact=holds_whole_model(self))
+                if reason := self._cannot_halve(found):
+                    self._ending.exhausted("eval", found, why=reason, intact=holds_whole_model(self))
                 traceback.clear_frames(error.__traceback__)
             free_memory()
             self._halve_eval_batch(found)
@@ -113,6 +112,12 @@ class EvalRecovery:
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
         with nothing_but_loss(self.accelerator.unwrap_model(model), prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def _cannot_halve(self, found) -> str:
+        """Why the evaluation does not begin again with smaller batches; "" where it does."""
+        if not found.helps_on(self.args.device):
+            return "no smaller evaluation batch helps there"
+        return "processes that evaluate together cannot take a batch again" if self.args.world_size > 1 else ""
 
     def _halve_eval_batch(self, found) -> None:
         before = self.args.per_device_eval_batch_size
