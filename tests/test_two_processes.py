@@ -180,6 +180,11 @@ TABLE = TABLE[: -len(AT)] + [
 ]
 
 
+def _quiet(phase: str) -> str | None:
+    """A phase in which nothing fails, with the optimizer that the checkpoint is of."""
+    return phase if phase.startswith("optimizer") else None
+
+
 def _lost(case: dict) -> bool:
     """The first process, which saves the weights, has broken off in the middle of an update."""
     return case["phase"] == "optimizer midway" and case["rank"] == 0
@@ -196,7 +201,7 @@ def test_every_stage_ends_as_documented(tmp_path):
     to those weights."""
     assert len(TABLE) == 40
     resumed = [
-        {**PLAIN, "name": f"resumed {case['name']}", "resumed": case["name"], "fields": case.get("fields", {})}
+        case | {"name": f"resumed {case['name']}", "resumed": case["name"], "times": 0, "phase": _quiet(case["phase"])}
         for recovers, case in TABLE
         if not recovers and case["step"] and not _lost(case)
     ]
