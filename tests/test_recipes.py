@@ -201,7 +201,10 @@ def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp
                  "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false"]  # fmt: skip
     recipe("sft")([*arguments, "--max_steps", "4"])
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    measured = json.loads((out / "memory_report.json").read_text())["measured"]["peak_allocated_bytes"]
     resumed = recipe("sft")([*arguments, "--max_steps", "6"])
+    peak = json.loads((out / "memory_report.json").read_text())["measured"]["peak_allocated_bytes"]
+    assert peak == pytest.approx(measured, rel=0.02), "states that were loaded count as those that were made"
     logged = [entry["step"] for entry in resumed.state.log_history]
     assert resumed.state.global_step == 6 and min(logged) >= 4
 

@@ -43,7 +43,7 @@ class PhasePeaks(TrainerCallback):
         self.bytes = 0
         self.phases: dict[str, int] = {}
         self._ledger = self._device = self._hooks = None
-        self._phase, self._before = "start", 0
+        self._phase, self._before, self._last_step = "start", 0, 0
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         import torch
@@ -60,8 +60,9 @@ class PhasePeaks(TrainerCallback):
 
             self._ledger = Ledger(fake=False)
             self._ledger.begin("start", "other")
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in (*model.parameters(), *model.buffers(), *_loaded_states(optimizer)):
                 self._ledger.add(tensor)
+            self._last_step = min(state.global_step + 2, state.max_steps)
             self._ledger.__enter__()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -69,7 +70,7 @@ class PhasePeaks(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._enter("between")
-        if self._ledger is not None and (state.global_step >= 2 or state.global_step >= state.max_steps):
+        if self._ledger is not None and state.global_step >= self._last_step:
             self._ledger.__exit__(None, None, None)
             peaks = {name: peak.total for name, peak in self._ledger.peaks.items()}
             self.bytes = max(peaks.values())
@@ -106,6 +107,12 @@ class PhasePeaks(TrainerCallback):
                 self.phases[self._phase] = peak
             self._before = peak
         self._phase = phase
+
+
+def _loaded_states(optimizer):
+    """The states' tensors of an optimizer that resumes from a checkpoint."""
+    states = getattr(optimizer, "optimizer", optimizer).state.values() if optimizer is not None else ()
+    return [part for state in states for part in state.values() if hasattr(part, "untyped_storage")]
 
 
 def _is_compiled(args, optimizer) -> bool:
