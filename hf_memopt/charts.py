@@ -64,7 +64,8 @@ def _figure(size: tuple[float, float]):
     from matplotlib import pyplot
 
     settings = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False,
-                "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}  # fmt: skip
+                "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
+                "text.parse_math": False}  # fmt: skip
     with matplotlib.rc_context(settings):
         made, axes = pyplot.subplots(figsize=size, layout="constrained")
         try:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_memopt.terminal import plain
+
 
 def working(text: str) -> None:
     """Say on a terminal what takes its time; in a pipe stderr is for errors."""
@@ -18,14 +20,21 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
+def verbatim(cell: Any):
+    """A text for rich as it is: rich would read `[/x]` in a name as markup, and fail."""
+    from rich.text import Text
+
+    return Text(plain(str(cell)))
+
+
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """A table on stdout. The first column keeps its width, the others fold; nothing is cut."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=verbatim(title), title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=index == 0)
+        table.add_column(verbatim(column), overflow="fold", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*map(verbatim, row))
     Console().print(table)

@@ -13,6 +13,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.monitor.growth import ADVICE, GrowthDiagnosis, Observation
 from hf_memopt.monitor.monitor import MemoryMonitor
 from hf_memopt.monitor.readers import Reading
+from hf_memopt.redaction import redact
 
 logger = logging.getLogger(__name__)
 LOG_FILE = "memory_log.jsonl"
@@ -148,11 +149,11 @@ class _Shown(TrainerCallback):
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
-    """Add a line to a run's memory_log.jsonl."""
+    """Add a line to a run's memory_log.jsonl, without secrets."""
     path = Path(folder) / LOG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, default=str) + "\n")
+        file.write(json.dumps(redact(line), default=str) + "\n")
 
 
 def _largest(args, *sizes: int) -> tuple[int, ...]:
