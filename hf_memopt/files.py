@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from hf_memopt.redaction import redact
 LARGEST_JSON = 64 * 2**20  # bytes; a report has less than one MiB, and parsing takes some twenty times its size
 _PACKAGE = Path(__file__).resolve().parent
 _DEEPEST = 60  # levels; Python's own limit of 1000 is shared with everything that walks through the content
-_HALF_CHARACTER = re.compile(r"\\u[dD][89abAB]")
 
 
 def shipped(folder: str) -> Path:
@@ -96,7 +94,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def parse_json(text: str) -> Any:
-    """JSON that whoever handles it can copy, print and write: not nested without end, no half characters.
+    """JSON that whoever walks through it can: not nested without end.
 
     Raises:
         ValueError: it is not such JSON.
@@ -107,8 +105,6 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
     if max(text.count("["), text.count("{")) > _DEEPEST:
         _check_depth(content)
-    if _HALF_CHARACTER.search(text):  # "\ud800" alone is no character, and UTF-8 has nothing for it
-        content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     return content
 
 

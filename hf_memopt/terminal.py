@@ -3,8 +3,11 @@
 import re
 
 # Colours and cursor movements (ECMA-48), other control characters but tab and newline, and Unicode's overrides of the
-# reading direction, by which a line can show something else than it holds.
-_OBEYED = re.compile(r"\x1b\[[0-?]{0,30}[ -/]{0,5}[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# reading direction, by which a line can show something else than it holds; and halves of characters, which JSON can
+# hold and UTF-8 cannot.
+_OBEYED = re.compile(
+    r"\x1b\[[0-?]{0,30}[ -/]{0,5}[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def plain(text: str) -> str:
