@@ -115,7 +115,7 @@ def over_time(axes, narrow: bool, readings, thresholds: dict[str, float], capaci
     if times:
         axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
     axes.set(xlabel="minutes", ylabel="GiB", xlim=(0, max(minutes[-1], 0.01)))
-    axes.set_ylim(0, 1.05 * max([top, (predicted or 0)] + [capacity] * near) / GIB)
+    axes.set_ylim(0, 1.05 * max([top, (predicted or 0), 1] + [capacity] * near) / GIB)
     _legend(axes, 2 if narrow else 4)
 
 

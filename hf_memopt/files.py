@@ -29,15 +29,33 @@ def shipped(folder: str) -> Path:
 
 
 def user_path(text: str | Path) -> Path:
-    """A path that a person gave, with `~` expanded.
+    """A path that a person gave, with `~` expanded; it need not be there.
 
     Raises:
-        InputError: `~name` of nobody here.
+        InputError: `~name` of nobody here, a name that is too long, or a folder that may not be searched.
     """
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError as error:
         raise InputError(f"{text}: {one_line(error)}: write the whole path") from None
+    is_there(path)
+    return path
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists.
+
+    Raises:
+        InputError: that cannot be known; Path.exists() raises what the system says.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"{path} cannot be read: {reason}: give another path, or change its permissions") from None
+    return True
 
 
 def read_bytes(path: str | Path, largest: int, tail: bool = False) -> bytes:
@@ -153,7 +171,7 @@ def folder_for(directory: str | Path) -> Path:
     """
     folder = user_path(directory).resolve()
     for place in (folder, *folder.parents):
-        if place.exists():
+        if is_there(place):
             if not place.is_dir():
                 raise InputError(f"{place} is a file, not a folder to write to")
             break

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -36,6 +37,7 @@ _NAMED = re.compile(
 _SHORTEST = 8  # characters; a shorter secret of the environment would blank ordinary words
 
 
+@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Whether a field, an argument or a variable of this name holds a token, key or password."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name[-200:]).lower().strip("_")
@@ -90,7 +92,11 @@ def _redact_text(text: str, known: list[str]) -> str:
 
 def without_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are no secrets, for files that are to be run: a placeholder there would be used as a token."""
-    return {name: value for name, value in fields.items() if not is_secret(name)}
+    return {
+        name: without_secrets(value) if isinstance(value, Mapping) else value
+        for name, value in fields.items()
+        if not is_secret(str(name))
+    }
 
 
 def _redacted_pair(found: re.Match) -> str:

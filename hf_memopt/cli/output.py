@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_memopt.redaction import redact
 from hf_memopt.terminal import plain
 
 
@@ -15,8 +16,8 @@ def working(text: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
-    json.dump(value, sys.stdout, indent=2, default=str)
+    """One JSON object on stdout, without secrets."""
+    json.dump(redact(value), sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.files import read_bytes
+from hf_memopt.files import is_there, read_bytes
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.causes import LATER_CHANGES, figures_of, reason
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
@@ -15,7 +15,7 @@ from hf_memopt.reports.log import read_log
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report
 from hf_memopt.terminal import plain
 
-LARGEST_TEXT = 32 * 2**20  # bytes that are read of a log, its end: some 300,000 lines
+LARGEST_TEXT = 16 * 2**20  # bytes that are read of a log, its end: some 150,000 lines
 _LARGEST_TRACEBACK = 2**20  # characters that are searched for the place of the failure
 _LONGEST_MESSAGE = 500  # characters
 _MOST_LOGS = 8  # of a folder that are read, the newest
@@ -154,7 +154,7 @@ def _of_folder(folder: Path) -> Advice | None:
 def _events(folder: Path) -> list[dict[str, Any]]:
     """Failures that a run recovered from, and growth that it named."""
     log = folder / LOG
-    events = read_log(log)[1].to_list() if log.exists() else []
+    events = read_log(log)[1].to_list() if is_there(log) else []
     return [event for event in events if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered")]
 
 

@@ -12,9 +12,8 @@ from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
-from hf_memopt.redaction import is_secret, without_secrets
 from hf_memopt.presets.shipped_configs import config_name
-
+from hf_memopt.redaction import is_secret, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 def as_dict(request, rung) -> dict[str, Any]:
     """A rung as JSON has it."""
     quantization = rung.preset.quantization() if rung.preset.method == "qlora" else None
-    lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **request.lora}
+    lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **without_secrets(request.lora)}
     attention = request.more.get("attn_implementation") or "sdpa"
     kwargs = {"dtype": rung.preset.dtype, "attn_implementation": attention}
     return {
@@ -42,7 +41,7 @@ def as_dict(request, rung) -> dict[str, Any]:
 
 
 def training_arguments(request, rung) -> dict[str, Any]:
-    """All TrainingArguments fields of a rung but secrets, which are not for files: hub_token falls back to HF_TOKEN."""
+    """All TrainingArguments fields of a rung but secrets: a job without hub_token takes HF_TOKEN."""
     return without_secrets({**rung.preset.settings(), **request.fields})
 
 
@@ -138,7 +137,9 @@ def recipe_words(request, rung) -> list[str]:
     given |= {**without_secrets(request.fields), **memory_settings(rung)}
     for name, value in sorted(given.items()):
         words += [f"--{name}", as_word(value)]
-    return words + [word for key, value in request.lora.items() for word in (f"--lora.{key}", as_word(value))]
+    return words + [
+        word for key, value in without_secrets(request.lora).items() for word in (f"--lora.{key}", as_word(value))
+    ]
 
 
 def _length_words(request) -> list[str]:

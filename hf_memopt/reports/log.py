@@ -63,7 +63,8 @@ class Events:
         self.left_out.clear()
 
     def to_list(self) -> list[dict[str, Any]]:
-        return list(self._kept)
+        """As they may be shown."""
+        return [plain_values(redact(event)) for event in self._kept]
 
 
 def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:
@@ -79,9 +80,9 @@ def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:
     for where, entry in _entries(file, largest):
         try:
             if "event" in entry:
-                entry = plain_values(redact(entry))
                 EVENT(entry, "")
-                events.add(entry)
+                if "event" in entry:  # it was not null
+                    events.add(entry)
             elif "allocated" in entry and "time" in entry:
                 reading = _reading(entry)
                 readings.add(reading)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.files import read_json, user_path
+from hf_memopt.files import is_there, read_json, user_path
 from hf_memopt.redaction import redact
 from hf_memopt.reports.fields import EVENT, REPORT, Check
 from hf_memopt.reports.log import LARGEST_LOG, Events, Readings, read_log
@@ -54,14 +54,14 @@ def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
     folder = user_path(directory)
     if not folder.is_dir():
         raise InputError(f"{directory}: there is no such folder; give a run's output_dir")
-    if not any((folder / name).exists() for name in (REPORT_FILE, LOG, OOM)):
+    if not any(is_there(folder / name) for name in (REPORT_FILE, LOG, OOM)):
         raise InputError(
             f"{folder} has none of {REPORT_FILE}, {LOG} and {OOM}: give the output_dir of a recipe, of "
             "MemoryTrainer, or of a Trainer with MemoryCallback"
         )
     report = read_report(folder)
     log = folder / LOG
-    readings, logged = read_log(log, largest_log) if log.exists() else (Readings(), Events())
+    readings, logged = read_log(log, largest_log) if is_there(log) else (Readings(), Events())
     events = _merged(report.get("events", ()), logged, read_oom_report(folder))
     return Run(folder, report, readings.to_list(), sorted(events.to_list(), key=_step), readings.seen, events.left_out)
 
@@ -85,7 +85,7 @@ def read_oom_report(folder: Path) -> dict[str, Any]:
 
 
 def _checked(file: Path, check: Check) -> dict[str, Any]:
-    if not file.exists():
+    if not is_there(file):
         return {}
     content = plain_values(redact(read_json(file)))
     try:
