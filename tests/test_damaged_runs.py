@@ -184,6 +184,25 @@ def test_the_page_goes_where_it_can(tmp_path, command):
     assert code == 2 and "more than once" in errors
 
 
+def test_names_of_folders_are_shown_as_they_are(tmp_path, command):
+    """Bytes that are no UTF-8, markup, control characters, and what matplotlib takes for a formula."""
+    one, other = tmp_path / "[/x] \udcff \x1b[31m", tmp_path / "$x^$"
+    for folder in (one, other):
+        write_run(folder, report(), [reading(1), reading(2)])
+    for words in (("report", one), ("monitor", one, "--once"), ("report", one, other, "--output", one / "both.html")):
+        code, output, errors = command(*words)
+        assert code == 0 and not errors and "\x1b" not in output, errors
+        output.encode()
+
+
+def test_a_run_that_ends_is_not_failed_by_what_an_older_one_left(tmp_path, capsys):
+    from hf_memopt.recipe import summary
+
+    (tmp_path / LOG).write_text(line(step=None))
+    summary._write_page(str(tmp_path))
+    assert "no report for a browser" in capsys.readouterr().out
+
+
 # ---- long runs
 
 

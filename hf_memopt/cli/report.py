@@ -9,6 +9,7 @@ from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import PAGE, compare_page, differences, figures, run_page
+from hf_memopt.terminal import plain
 
 COMPARISON = "memory_comparison.html"
 
@@ -41,7 +42,7 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
     if different:
         rows = ([name, *values] for name, values in different.items())
         print_table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
-    print(f"for a browser: {path}")
+    print(f"for a browser: {plain(str(path))}")
 
 
 def _write(path: Path, text: str) -> None:

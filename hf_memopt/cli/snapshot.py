@@ -9,6 +9,7 @@ from hf_memopt.debug.snapshot import Snapshot, snapshot
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
 from hf_memopt.reports.page import page, size
+from hf_memopt.terminal import plain
 
 
 def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
@@ -29,7 +30,7 @@ def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
     print(verdict(found))
     _print(found)
     if plot:
-        print(f"drawn: {plot}")
+        print(f"drawn: {plain(plot)}")
 
 
 def verdict(found: Snapshot) -> str:
@@ -78,12 +79,12 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
         charts.stacked(axes, narrow, found.timeline, KINDS)
 
     if path.suffix not in (".html", ".htm"):
-        charts.save(path, f"{Path(file).name}: {verdict(found)}", draw)
+        charts.save(path, f"{plain(Path(file).name)}: {verdict(found)}", draw)
         return
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
     text = page(
-        "snapshot", reason=found.about.get("reason", Path(file).name), verdict=verdict(found),
+        "snapshot", reason=found.about.get("reason", plain(Path(file).name)), verdict=verdict(found),
         failed=bool(found.out_of_memory), made=charts.both(draw, "kinds"), colours=charts.COLOURS,
         by_kind=found.by_kind, modules=[(module, size(taken)) for module, taken in found.by_module.items()],
         largest=found.largest, fragmentation=_fragments(found), growth=list(_grown(found)),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.errors import TrainingOutOfMemory, one_line
+from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.files import write_json
 from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.recipe.cpu_features import quick_cpu_info
@@ -228,12 +228,20 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
     _print_table(measured, losses, estimated)
-    print(f"the whole report, for a browser: {write_run_report(job.args.output_dir)}")
+    _write_page(job.args.output_dir)
     # The evaluation's batches are cut too, and the end of a run names no size.
     sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
     if any(sizes):
         smallest = min(filter(None, sizes))
         print(f"memory ran short: micro-batches ran in chunks of down to {smallest} samples; predicted are whole ones")
+
+
+def _write_page(folder: str) -> None:
+    """Write memory_report.html. The run is over and saved: what an older run left in the folder must not fail it."""
+    try:
+        print(f"the whole report, for a browser: {write_run_report(folder)}")
+    except InputError as error:
+        print(f"no report for a browser: {one_line(error)}")
 
 
 def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from hf_memopt.files import is_there, read_json, user_path
 from hf_memopt.redaction import redact
 from hf_memopt.reports.fields import EVENT, REPORT, Check
 from hf_memopt.reports.log import LARGEST_LOG, Events, Readings, read_log
-from hf_memopt.terminal import plain_values
+from hf_memopt.terminal import plain, plain_values
 
 REPORT_FILE, LOG, OOM = "memory_report.json", "memory_log.jsonl", "oom_report.json"
 
@@ -38,8 +38,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
-        return self.folder.resolve().name
+        """The folder's own name, as it may be shown."""
+        return plain(self.folder.resolve().name)
 
 
 def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:

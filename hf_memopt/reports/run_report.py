@@ -11,6 +11,7 @@ from hf_memopt.reports.events import told as in_words
 from hf_memopt.reports.next_steps import next_steps, speed
 from hf_memopt.reports.page import page, size
 from hf_memopt.reports.run import Run, read_run
+from hf_memopt.terminal import plain
 
 PAGE = "memory_report.html"
 # Fields of TrainingArguments that decide memory.
@@ -131,7 +132,7 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
 def _names(runs: list[Run]) -> list[str]:
     """The folders' names, longer where two are alike."""
     short = [run.name for run in runs]
-    return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+    return short if len(set(short)) == len(short) else [plain(str(run.folder)) for run in runs]
 
 
 def _cell(key: str, value: Any) -> str:
