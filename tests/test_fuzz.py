@@ -135,7 +135,7 @@ def _snapshot(content: bytes, folder) -> None:
 
 
 @given(SNAPSHOTS)
-@settings(**_FEW, suppress_health_check=_CHECKS)
+@settings(**_FEW | {"max_examples": 200}, suppress_health_check=_CHECKS)
 def test_snapshots(tmp_path, content):
     _snapshot(content, tmp_path)
 
