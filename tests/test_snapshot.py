@@ -298,16 +298,28 @@ def _ours(**about) -> bytes:
 
 
 BAD_VALUES = {
-    "size text": _changed(size="big"), "size negative": _changed(size=-1), "size nan": _changed(size=float("nan")),
-    "size huge": _changed(size=10**400), "size bool": _changed(size=True), "address": _changed(addr=None),
-    "time": _changed(time_us="now"), "time nan": _changed(time_us=float("nan")), "frames": _changed(frames=[3]),
-    "frames text": _changed(frames="abc"), "line": _changed(frames=[{"line": "7"}]), "action": _changed(action=[]),
-    "marks": _ours(marks=[(1, 2)]), "mark's time": _ours(marks=[("a", "step", "2")]), "owners": _ours(owners=[3]),
-    "owner's kind": _ours(owners=[[1, 1000, 1000, "of another version", "a"]]), "capacity": _ours(capacity="much"),
+    "size text": _changed(size="big"),
+    "size negative": _changed(size=-1),
+    "size nan": _changed(size=float("nan")),
+    "size huge": _changed(size=10**400),
+    "size bool": _changed(size=True),
+    "address": _changed(addr=None),
+    "time": _changed(time_us="now"),
+    "time nan": _changed(time_us=float("nan")),
+    "frames": _changed(frames=[3]),
+    "frames text": _changed(frames="abc"),
+    "line": _changed(frames=[{"line": "7"}]),
+    "action": _changed(action=[]),
+    "marks": _ours(marks=[(1, 2)]),
+    "mark's time": _ours(marks=[("a", "step", "2")]),
+    "owners": _ours(owners=[3]),
+    "owner's kind": _ours(owners=[[1, 1000, 1000, "of another version", "a"]]),
+    "capacity": _ours(capacity="much"),
     "segments": pickle.dumps(cuda_snapshot() | {"segments": [{"device": 0}]}),
     "blocks": pickle.dumps(cuda_snapshot() | {"segments": [{"address": 0, "total_size": 1, "blocks": [{}]}]}),
-    "about": pickle.dumps(cuda_snapshot(hf_memopt=[1])), "stacks": pickle.dumps(cuda_snapshot(stacks=3)),
-}  # fmt: skip
+    "about": pickle.dumps(cuda_snapshot(hf_memopt=[1])),
+    "stacks": pickle.dumps(cuda_snapshot(stacks=3)),
+}
 
 
 @pytest.mark.parametrize("content", BAD_VALUES.values(), ids=BAD_VALUES)
@@ -356,8 +368,12 @@ def test_shared_stacks_and_owners_cost_no_squares(tmp_path):
         trace.append({"action": "free_completed", "addr": 64, "size": 8, "time_us": 2 * number + 1})
     owners = [[2 * number, 64, 8, "gradients", str(number)] for number in range(20_000)]
     marks = [[number, "step", str(number)] for number in range(20_000)]
-    content = {"segments": [], "device_traces": [trace], "stacks": [stack],
-               "hf_memopt": {"owners": owners, "marks": marks}}  # fmt: skip
+    content = {
+        "segments": [],
+        "device_traces": [trace],
+        "stacks": [stack],
+        "hf_memopt": {"owners": owners, "marks": marks},
+    }
     file = tmp_path / "a.json"
     file.write_text(json.dumps(content))
     found = snapshot(file)

@@ -181,8 +181,16 @@ def _of_event(event: dict[str, Any]) -> Advice:
     if after := event.get("micro_batch_after"):
         usual = [f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
                  *usual]  # fmt: skip
-    return Advice(str(found.kind), cause, event.get("stage"), event.get("step"), why, _unpredicted(usual),
-                  _quoted(message), figures_of(message))  # fmt: skip
+    return Advice(
+        str(found.kind),
+        cause,
+        event.get("stage"),
+        event.get("step"),
+        why,
+        _unpredicted(usual),
+        _quoted(message),
+        figures_of(message),
+    )
 
 
 def _unpredicted(changes: list[str]) -> list[dict[str, Any]]:

@@ -17,6 +17,22 @@ from hf_memopt.files import read_bytes, user_path
 LARGEST = 2**30  # bytes, unpacked: some ten million allocations, which are read in half a minute
 _MEMORY_PER_BYTE = 24  # of Python's objects for a byte of pickle or JSON, at most: `{},` makes a dict of 64 bytes
 _SPARE_MEMORY = 2**30  # bytes
+# Whatever a damaged pickle, gzip or JSON makes its reader raise; it holds no code that could raise something else.
+_DAMAGED = (
+    pickle.UnpicklingError,
+    ValueError,
+    EOFError,
+    OSError,
+    zlib.error,
+    AttributeError,
+    TypeError,
+    LookupError,
+    ImportError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    AssertionError,
+)
 
 
 class _PlainPickle(pickle.Unpickler):
@@ -43,9 +59,7 @@ def read_snapshot(file: str | Path) -> dict[str, Any]:
         found = _unpacked(content)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    # Whatever a damaged pickle makes the unpickler raise; it holds no code that could raise something else.
-    except (pickle.UnpicklingError, ValueError, EOFError, OSError, zlib.error, AttributeError, TypeError, LookupError,
-            ImportError, RecursionError, MemoryError, OverflowError, AssertionError) as error:  # fmt: skip
+    except _DAMAGED as error:
         raise InputError(f"{path} is no memory snapshot: {one_line(error)}") from error
     if not isinstance(found, dict) or not isinstance(found.get("device_traces"), list):
         raise InputError(

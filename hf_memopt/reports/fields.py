@@ -54,8 +54,8 @@ ANYTHING = _plain("anything", lambda value: True)
 OOM_KIND = _plain(f"one of {', '.join(OomKind)}", lambda value: value in list(OomKind))
 
 
-def list_of(check: Check) -> Check:
-    """The check of a list, all of whose values are alike."""
+def lists(check: Check) -> Check:
+    """The check of lists whose values are all alike."""
 
     def checked(value: Any, name: str) -> None:
         if not isinstance(value, list):
@@ -66,8 +66,8 @@ def list_of(check: Check) -> Check:
     return checked
 
 
-def mapping_of(check: Check) -> Check:
-    """The check of an object, all of whose values are alike."""
+def mappings(check: Check) -> Check:
+    """The check of objects whose values are all alike."""
 
     def checked(value: Any, name: str) -> None:
         if not isinstance(value, dict):
@@ -78,8 +78,8 @@ def mapping_of(check: Check) -> Check:
     return checked
 
 
-def fields_of(**checks: Check) -> Check:
-    """The check of an object with known fields. A known field that is null is taken out, as if it were missing."""
+def objects(**checks: Check) -> Check:
+    """The check of objects with known fields. A known field that is null is taken out, as if it were missing."""
 
     def checked(value: Any, name: str) -> None:
         if not isinstance(value, dict):
@@ -101,7 +101,7 @@ def _phase_and_bytes(value: Any, name: str) -> None:
 
 
 _PEAKS = {name: BYTES for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
-EVENT = fields_of(
+EVENT = objects(
     event=TEXT,
     step=COUNT,
     stage=TEXT,
@@ -118,13 +118,13 @@ EVENT = fields_of(
     micro_batch_after=COUNT,
     samples_at_once=COUNT,
     utilization=SHARE,
-    shapes=mapping_of(list_of(COUNT)),
-    dataset_indices=list_of(ANYTHING),
-    held_bytes=mapping_of(BYTES),
-    predicted_breakdown=mapping_of(SIGNED_BYTES),
-    next=list_of(fields_of(change=TEXT, saved_bytes=SIGNED_BYTES)),
+    shapes=mappings(lists(COUNT)),
+    dataset_indices=lists(ANYTHING),
+    held_bytes=mappings(BYTES),
+    predicted_breakdown=mappings(SIGNED_BYTES),
+    next=lists(objects(change=TEXT, saved_bytes=SIGNED_BYTES)),
 )
-READING = fields_of(
+READING = objects(
     time=SECONDS,
     step=COUNT,
     phase=TEXT,
@@ -135,31 +135,31 @@ READING = fields_of(
     free=SIGNED_BYTES,
     tokens_per_second=RATE,
 )
-REPORT = fields_of(
+REPORT = objects(
     date=TEXT,
     model=TEXT,
     command=TEXT,
     preset=TEXT,
     method=TEXT,
     strategy=TEXT,
-    hardware=fields_of(label=TEXT, memory_bytes=BYTES),
-    versions=mapping_of(WORD),
-    settings=mapping_of(ANYTHING),
-    memory_arguments=fields_of(
+    hardware=objects(label=TEXT, memory_bytes=BYTES),
+    versions=mappings(WORD),
+    settings=mappings(ANYTHING),
+    memory_arguments=objects(
         target_memory_utilization=SHARE, warning_threshold=SHARE, critical_threshold=SHARE, emergency_threshold=SHARE
     ),
-    levers=mapping_of(ANYTHING),
-    estimate=fields_of(
+    levers=mappings(ANYTHING),
+    estimate=objects(
         **_PEAKS,
         device_bytes=BYTES,
         phase=TEXT,
-        notes=list_of(TEXT),
-        breakdown=mapping_of(SIGNED_BYTES),
-        phases=mapping_of(BYTES),
+        notes=lists(TEXT),
+        breakdown=mappings(SIGNED_BYTES),
+        phases=mappings(BYTES),
     ),
-    predicted_timeline=list_of(_phase_and_bytes),
-    measured=fields_of(**_PEAKS, phases=mapping_of(BYTES)),
-    held_out_loss=mapping_of(LOSS),
+    predicted_timeline=lists(_phase_and_bytes),
+    measured=objects(**_PEAKS, phases=mappings(BYTES)),
+    held_out_loss=mappings(LOSS),
     global_step=COUNT,
-    events=list_of(EVENT),
+    events=lists(EVENT),
 )
