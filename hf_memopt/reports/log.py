@@ -12,7 +12,7 @@ from hf_memopt.redaction import redact
 from hf_memopt.reports.fields import EVENT, READING
 from hf_memopt.terminal import plain_values
 
-LARGEST_LOG = 128 * 2**20  # bytes, of the log's end: some 400,000 logging steps, which are read in seconds
+LARGEST_LOG = 64 * 2**20  # bytes, of the log's end: some 200,000 logging steps, which are read in seconds
 _LONGEST_LINE = 2**20  # bytes; an event names at most the samples of one batch
 MOST_READINGS = 2000  # more are not to be told apart in a chart
 MOST_EVENTS = 2000
@@ -40,7 +40,11 @@ class Readings:
             self._kept = [first, *(max(pair, key=lambda one: one["allocated"]) for pair in pairs), last]
 
     def to_list(self) -> list[dict[str, Any]]:
-        return self._kept
+        """As they may be shown; what else a line holds is left out."""
+        return [
+            {name: plain_values(value) for name, value in one.items() if isinstance(value, int | float | str)}
+            for one in self._kept
+        ]
 
 
 class Events:
@@ -84,8 +88,8 @@ def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:
                 if "event" in entry:  # it was not null
                     events.add(entry)
             elif "allocated" in entry and "time" in entry:
-                reading = _reading(entry)
-                readings.add(reading)
+                _check_reading(entry)
+                readings.add(entry)
                 if readings.seen == 1:
                     events.clear()
         except InputError as error:
@@ -93,12 +97,11 @@ def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:
     return readings, events
 
 
-def _reading(entry: dict[str, Any]) -> dict[str, Any]:
+def _check_reading(entry: dict[str, Any]) -> None:
     READING(entry, "")
     for name in _NEEDED:
         if name not in entry:
             raise InputError(f"{name} is missing")
-    return {name: plain_values(value) for name, value in entry.items() if isinstance(value, int | float | str)}
 
 
 def _entries(file: Path, largest: int) -> Iterator[tuple[str, dict[str, Any]]]:
