@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import GIB
 
@@ -52,7 +52,8 @@ def save(path: str | Path, title: str, draw: Callable[[object], None]) -> None:
         draw(axes)
         axes.set_title(title)
         made.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120)
-    write_whole(path, drawn.getvalue())
+    with as_input_error(f"plot {path}", OSError):
+        write_whole(path, drawn.getvalue())
 
 
 @contextmanager
@@ -64,7 +65,8 @@ def _figure(size: tuple[float, float]):
     from matplotlib import pyplot
 
     settings = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False,
-                "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}  # fmt: skip
+                "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
+                "text.parse_math": False}  # fmt: skip
     with matplotlib.rc_context(settings):
         made, axes = pyplot.subplots(figsize=size, layout="constrained")
         try:
@@ -113,7 +115,7 @@ def over_time(axes, narrow: bool, readings, thresholds: dict[str, float], capaci
     if times:
         axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
     axes.set(xlabel="minutes", ylabel="GiB", xlim=(0, max(minutes[-1], 0.01)))
-    axes.set_ylim(0, 1.05 * max([top, (predicted or 0)] + [capacity] * near) / GIB)
+    axes.set_ylim(0, 1.05 * max([top, (predicted or 0), 1] + [capacity] * near) / GIB)
     _legend(axes, 2 if narrow else 4)
 
 
@@ -137,8 +139,9 @@ def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], ki
     """Bytes by kind against seconds, on top of each other."""
     there = [kind for kind in kinds if any(sizes.get(kind) for _, sizes in timeline)]
     rows = [[sizes.get(kind, 0) / GIB for _, sizes in timeline] for kind in there]
-    axes.stackplot([at for at, _ in timeline], rows, labels=[kind.replace("_", " ") for kind in there],
-                   colors=[COLOURS[kind] for kind in there], lw=0)  # fmt: skip
+    if rows:
+        axes.stackplot([at for at, _ in timeline], rows, labels=[kind.replace("_", " ") for kind in there],
+                       colors=[COLOURS[kind] for kind in there], lw=0)  # fmt: skip
     axes.set(xlabel="seconds", ylabel="GiB")
     axes.set_ylim(bottom=0)
     _legend(axes, 2 if narrow else 4)

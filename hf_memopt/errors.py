@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from hf_memopt.noise import quiet
+from hf_memopt.redaction import redact_argv, redact_text
+from hf_memopt.terminal import plain
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
@@ -50,7 +52,7 @@ class StartAgain(Exception):
     """
 
     def __init__(self, argv: list[str], free: Callable[[], None]) -> None:
-        super().__init__(f"begin again with {' '.join(argv)}")
+        super().__init__(f"begin again with {' '.join(redact_argv(argv))}")
         self.argv, self.free = argv, free
 
 
@@ -93,8 +95,8 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line; its class where it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's text on one line, without secrets and control characters; its class where it has no text."""
+    return redact_text(plain(" ".join(str(error).split()))) or type(error).__name__
 
 
 def run(main: Callable[..., object]) -> None:

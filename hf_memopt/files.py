@@ -1,13 +1,19 @@
 """Where the shipped configs and recipes are, and how files are read and written."""
 
+import contextlib
 import json
 import os
-import tempfile
+import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.redaction import redact
 
+LARGEST_JSON = 64 * 2**20  # bytes; a report has less than one MiB, and parsing takes some twenty times its size
 _PACKAGE = Path(__file__).resolve().parent
+_DEEPEST = 60  # levels; Python's own limit of 1000 is shared with everything that walks through the content
 
 
 def shipped(folder: str) -> Path:
@@ -22,6 +28,72 @@ def shipped(folder: str) -> Path:
     raise FileNotFoundError(f"{folder}/ is missing from the installation of hf_memopt: reinstall it")
 
 
+def user_path(text: str | Path) -> Path:
+    """A path that a person gave, with `~` expanded; it need not be there.
+
+    Raises:
+        InputError: `~name` of nobody here, a name that is too long, or a folder that may not be searched.
+    """
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{text}: {one_line(error)}: write the whole path") from None
+    is_there(path)
+    return path
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists.
+
+    Raises:
+        InputError: that cannot be known; Path.exists() raises what the system says.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"{path} cannot be read: {reason}: give another path, or change its permissions") from None
+    return True
+
+
+def read_bytes(path: str | Path, largest: int, tail: bool = False) -> bytes:
+    """The content of a regular file, at most so many bytes.
+
+    Args:
+        tail: of a larger file read the end, in place of refusing it.
+
+    Raises:
+        InputError: no such file, not a regular one (a device or a pipe may never end), unreadable, or too large.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits until somebody writes into it.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        try:
+            return _read(handle, path, largest, tail)
+        finally:
+            os.close(handle)
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file (paths are relative to {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or one_line(error)}") from error
+
+
+def _read(handle: int, path: str | Path, largest: int, tail: bool) -> bytes:
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, a pipe or a socket"
+        raise InputError(f"{path} is {kind}: give a file")
+    if status.st_size > largest and not tail:
+        raise InputError(f"{path} has {status.st_size:,} bytes, and at most {largest:,} are read: give a smaller file")
+    with os.fdopen(handle, "rb", closefd=False) as file:
+        file.seek(max(0, status.st_size - largest))
+        return file.read(largest)
+
+
 def read_json(path: str | Path) -> dict:
     """A JSON object from a file.
 
@@ -29,28 +101,66 @@ def read_json(path: str | Path) -> dict:
         InputError: there is no such file, or it does not hold a JSON object.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file (paths are relative to {Path.cwd()})") from None
-    except (OSError, ValueError) as error:
+        content = parse_json(read_bytes(path, LARGEST_JSON).decode("utf-8"))
+    except InputError:
+        raise
+    except ValueError as error:
         raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds a {type(content).__name__}, not an object")
     return content
 
 
+def parse_json(text: str) -> Any:
+    """JSON that whoever walks through it can: not nested without end.
+
+    Raises:
+        ValueError: it is not such JSON.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_DEEPEST}") from None
+    if max(text.count("["), text.count("{")) > _DEEPEST:
+        _check_depth(content)
+    return content
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_DEEPEST):
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {_DEEPEST}")
+
+
 def write_whole(path: str | Path, content: str | bytes, executable: bool = False) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part; text as UTF-8."""
+    """Write a file so that a reader sees the old content or the new, never a part; text as UTF-8.
+
+    A new file gets the mode that the umask leaves; one that is replaced keeps its own.
+    """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.{os.urandom(4).hex()}")
+    # os.open applies the umask; asking for the umask would mean setting it, for all threads.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(temporary, flags, 0o777 if executable else 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-        os.chmod(temporary, 0o755 if executable else 0o644)
+            file.write(data)
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object for people to keep and to share: without secrets."""
+    write_whole(path, json.dumps(redact(content), indent=2, default=str) + "\n")
 
 
 def folder_for(directory: str | Path) -> Path:
@@ -59,9 +169,12 @@ def folder_for(directory: str | Path) -> Path:
     Raises:
         InputError: it is a file.
     """
-    folder = Path(directory).expanduser().resolve()
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file, not a folder to write to")
+    folder = user_path(directory).resolve()
+    for place in (folder, *folder.parents):
+        if is_there(place):
+            if not place.is_dir():
+                raise InputError(f"{place} is a file, not a folder to write to")
+            break
     return folder
 
 

@@ -1,5 +1,6 @@
 """advise: what ran out of memory, when, why, and what to change."""
 
+import io
 import json
 import sys
 
@@ -170,3 +171,79 @@ def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):
     code, out, err = command("advise", log("train forward"), "--model", tmp_path, "--preset", "rtx_3060", "--set",
                              "max_frames=4")  # fmt: skip
     assert code == 2 and not out and err.startswith("error: ")  # all that estimate reads is read: it sees no videos
+
+
+# ---- logs of any size and form
+
+
+LONG = {
+    "communication": "NCCL " * 60_000,
+    "workers": "in DataLoader worker process DataLoader worker (pid " * 6_000,
+    "pinned memory": "pin_memory pinned memory " * 12_000,
+    "names of errors": "memory " + "nccl" * 75_000,
+    "digits": "memory " + "1" * 300_000 + "." * 1000,
+    "numbers": "Tried to allocate " + "1.1" * 100_000 + " GiB CUDA out of memory",
+    "optimizers": "CUDA out of memory " + "optim.py " * 33_000,
+    "steps": "CUDA out of memory " + "| " * 150_000 + "1" * 5000 + "/1 [",
+    "modules": "memory " + "a." * 150_000 + "MemoryErro",
+    "spaces": "memory" + " " * 300_000 + "x",
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+@pytest.mark.timeout(60)  # some of them took minutes, when gaps in the patterns had no bound
+def test_a_line_of_300_kilobytes(text):
+    found = of_text(text)
+    assert found is None or (found.what == "device" and len(found.message) <= 500)
+
+
+def test_what_stands_between_may_be_long():
+    line = f"NCCL WARN {'x' * 100_000} out of memory"
+    assert diagnose_text(line).kind is OomKind.COMMUNICATION
+    assert diagnose_text("out of memory NCCL").kind is OomKind.NOT_MEMORY  # the other way round it is not NCCL's
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Tried to allocate . GiB",
+        "Tried to allocate 1.2.3 GiB",
+        f"Tried to allocate {'9' * 400} GiB",
+        "1 GiB free; GiB free",
+    ],
+)
+def test_sizes_that_are_none(message):
+    figures_of(message)
+    assert of_text(f"CUDA out of memory. {message}").what == "device"
+
+
+def test_only_a_logs_end_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_memopt.debug.advice.LARGEST_TEXT", 1000)
+    (tmp_path / "a.log").write_text(log("train backward") + "x" * 2000)
+    assert advise(str(tmp_path / "a.log")) is None
+    (tmp_path / "a.log").write_text("x" * 2000 + "\n" + log("train backward"))
+    assert advise(str(tmp_path / "a.log")).stage == "backward"
+
+
+def test_a_pipe_is_read_to_its_end_but_not_without_end(command, monkeypatch):
+    for name, size in (("LARGEST_TEXT", 4 * 2**20), ("_LARGEST_PIPE", 8 * 2**20)):
+        monkeypatch.setattr(f"hf_memopt.cli.advise.{name}", size)
+    content = b"\xff\n" * 3 * 2**20 + log("train backward").encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    code, out, _ = command("advise", "-", "--json")
+    assert code == 0 and json.loads(out)["stage"] == "backward"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content * 2)))
+    code, out, err = command("advise", "-")
+    assert code == 2 and not out and "give the log as a file" in err
+
+
+def test_colours_and_directions_are_not_printed():
+    assert of_text("\x1b[31mCUDA out of memory\x1b[0m \u202e.").message == "CUDA out of memory ."
+
+
+@pytest.mark.parametrize("source", ["x" * 300_000, "~nobody-of-this-name/train.log", "\ud800 CUDA out of memory"])
+def test_texts_that_are_no_paths(source):
+    try:
+        assert advise(source) is None or "memory" in source
+    except InputError as error:
+        assert "no such folder or file" in str(error)

@@ -355,6 +355,21 @@ def test_files_for_several_machines(tmp_path):
         assert "--effective_batch_size 64" in (tmp_path / script).read_text()
 
 
+def test_no_secret_is_written_into_files_or_printed(tmp_path, caplog):
+    from hf_memopt.planner.launch import write_files
+
+    preset = preset_of("rtx_4090", "lora")
+    choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
+    fields = {"hub_token": "s3cret", "push_to_hub": True}
+    request = Request("smollm2-135m", None, preset, 2**40, 256, 64, fields, lora={"token": "s3cret"})
+    rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0)
+    files = [Path(file) for file in write_files(request, rung, str(tmp_path))]
+    assert not [file.name for file in files if "s3cret" in file.read_text()]
+    assert json.loads((tmp_path / "training_arguments.json").read_text())["push_to_hub"] is True
+    assert "s3cret" not in launch_command(request, rung)
+    assert "HF_TOKEN" in caplog.text and "s3cret" not in caplog.text
+
+
 _ANY_ESTIMATE = Estimate(1, 1, 1, 1, "forward", {}, {}, 2, {}, ())
 
 

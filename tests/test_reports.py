@@ -68,7 +68,7 @@ def test_a_log_alone_is_enough(tmp_path):
 
 def test_what_is_written_is_escaped(tmp_path):
     bad = "<img src=x onerror=alert(1)>"
-    events = [{"event": bad, "step": bad}, RECOVERED | {"message": bad}]
+    events = [{"event": bad, "step": 3, "of another version": bad}, RECOVERED | {"message": bad}]
     text = run_page(read_run(write_run(tmp_path, report(model=bad, preset=bad, events=events), READINGS)))
     assert "<img" not in text and "&lt;img" in text
 

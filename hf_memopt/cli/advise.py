@@ -1,16 +1,20 @@
 """`hf-memopt advise`: what ran out of memory, when, why, and what to change."""
 
 import sys
+from collections import deque
 from dataclasses import replace
 
 from hf_memopt.cli.output import print_json
-from hf_memopt.debug.advice import Advice, advise
+from hf_memopt.debug.advice import LARGEST_TEXT, Advice, advise, as_text, of_text
+from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
+
+_LARGEST_PIPE = 2**30  # bytes
 
 
 def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -> int:
     """Print the advice; 0 where there is some, 1 where nothing is wrong with memory."""
-    found = advise(sys.stdin.read() if source == "-" else source)
+    found = of_text(_piped()) if source == "-" else advise(source)
     if found is not None and model:
         found = replace(found, changes=_predicted(model, preset_name, method, seq_len, settings) or found.changes)
     if as_json:
@@ -20,6 +24,23 @@ def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -
     else:
         _print(found)
     return 0 if found else 1
+
+
+def _piped() -> str:
+    """What came on stdin, its end.
+
+    Raises:
+        InputError: it does not come to an end.
+    """
+    parts, kept, total = deque(), 0, 0
+    while part := sys.stdin.buffer.read(2**20):
+        parts.append(part)
+        kept, total = kept + len(part), total + len(part)
+        while kept - len(parts[0]) >= LARGEST_TEXT:
+            kept -= len(parts.popleft())
+        if total > _LARGEST_PIPE:
+            raise InputError(f"more than {_LARGEST_PIPE // 2**30} GiB came on stdin: give the log as a file")
+    return as_text(b"".join(parts)[-LARGEST_TEXT:])
 
 
 def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:

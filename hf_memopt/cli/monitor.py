@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from hf_memopt.cli.output import print_json
-from hf_memopt.errors import InputError, choose
+from hf_memopt.cli.output import print_json, verbatim
+from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.monitor.devices import Device, devices
 from hf_memopt.monitor.monitor import status_at
@@ -17,6 +17,7 @@ from hf_memopt.reports.events import told
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import LOG, Run, read_run
 
+_LARGEST_LOG = 4 * 2**20  # bytes of a log's end; the last readings are shown, every few seconds anew
 _RECENT = 600  # seconds: a log that was written to since then is of a running job
 _COLOURS = {"normal": "green", "warning": "yellow", "critical": "red", "emergency": "bold red"}
 
@@ -29,8 +30,8 @@ def run_monitor(directory: str | None, interval: float, profile: str, once: bool
     """
     if profile not in PROFILES:
         raise choose("profile", profile, PROFILES)
-    if interval < 0.1:
-        raise InputError(f"--interval {interval} must be 0.1 seconds or more")
+    if not 0.1 <= interval < 86_400:
+        raise InputError(f"--interval {interval} must be 0.1 seconds or more, and less than a day")
     psutil.cpu_percent(None)  # counts from here
     time.sleep(0.1)
     if json:
@@ -70,11 +71,18 @@ def _facts(directory: str | None, profile: str) -> dict[str, Any]:
 def _run(directory: str | None) -> Run | None:
     """The run that was named, or the newest below out/ that is being written to."""
     if directory is not None:
-        return read_run(directory)
-    recent = [log for log in (*Path().glob(f"out/*/{LOG}"), *Path().glob(LOG))
-              if time.time() - log.stat().st_mtime < _RECENT]  # fmt: skip
-    newest = max(recent, key=lambda log: log.stat().st_mtime, default=None)
-    return read_run(newest.parent) if newest else None
+        return read_run(directory, _LARGEST_LOG)
+    logs = {log: _modified(log) for log in (*Path().glob(f"out/*/{LOG}"), *Path().glob(LOG))}
+    newest = max(logs, key=logs.get, default=None)
+    return read_run(newest.parent, _LARGEST_LOG) if newest and time.time() - logs[newest] < _RECENT else None
+
+
+def _modified(log: Path) -> float:
+    """When a file was written to, in seconds since 1970; 0 where it cannot be asked, or has just gone."""
+    try:
+        return log.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _shown(directory: str | None, profile: str, waits: bool = False):
@@ -84,13 +92,20 @@ def _shown(directory: str | None, profile: str, waits: bool = False):
     parts = [_devices(devices(), profile)]
     try:
         run = _run(directory)
-    except InputError:
+    except InputError as error:
         if not waits:
             raise
-        return Group(*parts, f"waiting for {directory}/{LOG}: a recipe writes it at its first logging step")
+        return Group(*parts, verbatim(_waiting(directory, error)))
     if run is not None:
         parts.append(_steps(run))
     return Group(*parts)
+
+
+def _waiting(directory: str | None, error: InputError) -> str:
+    """What a live view says that cannot show the run: that there is none yet, or what is wrong with it."""
+    if directory is None or (Path(directory).expanduser() / LOG).exists():
+        return one_line(error)
+    return f"waiting for {directory}/{LOG}: a recipe writes it at its first logging step"
 
 
 def _devices(found: list[Device], profile: str):
@@ -105,8 +120,9 @@ def _devices(found: list[Device], profile: str):
         status = status_at(device.utilization, *thresholds)
         processes = ", ".join(f"{one.name} {one.pid}: {size(one.memory)}" for one in device.processes[:3])
         busy = "" if device.busy is None else f"{device.busy:.0%}"
-        table.add_row(device.label, size(device.used), size(device.total), _bar(device.utilization), busy,
-                      Text(f"{device.utilization:.0%} {status}", style=_COLOURS[status]), processes)  # fmt: skip
+        share = Text(f"{device.utilization:.0%} {status}", style=_COLOURS[status])
+        used, total, bar = size(device.used), size(device.total), _bar(device.utilization)
+        table.add_row(verbatim(device.label), used, total, bar, busy, share, verbatim(processes))
     return table
 
 
@@ -119,13 +135,15 @@ def _steps(run: Run):
     from rich.table import Table
 
     age = f", {time.time() - run.readings[-1]['time']:.0f} s ago" if run.readings else ""
-    table = Table(title=f"{run.folder}{age}", title_justify="left", expand=True)
+    table = Table(title=verbatim(f"{run.folder}{age}"), title_justify="left", expand=True)
     for column in ("step", "phase", "allocated", "peak so far", "free", "tokens/s", "status"):
         table.add_column(column)
     for one in run.readings[-6:]:
         speed = one.get("tokens_per_second")
-        table.add_row(str(one["step"]), one.get("phase", ""), size(one["allocated"]), size(one["peak_allocated"]),
-                      size(one.get("free")), f"{speed:,.0f}" if speed else "", one.get("status", ""))  # fmt: skip
-    for event in run.events[-3:]:
-        table.caption = told(event).splitlines()[0]
+        phase, status = one.get("phase", ""), one.get("status", "")
+        sizes = [size(one["allocated"]), size(one["peak_allocated"]), size(one.get("free"))]
+        row = (one["step"], phase, *sizes, f"{speed:,.0f}" if speed else "", status)
+        table.add_row(*map(verbatim, row))
+    for event in run.events[-1:]:
+        table.caption = verbatim(next(iter(told(event).splitlines()), ""))
     return table

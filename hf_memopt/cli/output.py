@@ -5,6 +5,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_memopt.redaction import redact
+from hf_memopt.terminal import plain
+
 
 def working(text: str) -> None:
     """Say on a terminal what takes its time; in a pipe stderr is for errors."""
@@ -13,9 +16,16 @@ def working(text: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
-    json.dump(value, sys.stdout, indent=2, default=str)
+    """One JSON object on stdout, without secrets."""
+    json.dump(redact(value), sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")
+
+
+def verbatim(cell: Any):
+    """A text for rich as it is: rich would read `[/x]` in a name as markup, and fail."""
+    from rich.text import Text
+
+    return Text(plain(str(cell)))
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
@@ -23,9 +33,9 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=verbatim(title), title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=index == 0)
+        table.add_column(verbatim(column), overflow="fold", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*map(verbatim, row))
     Console().print(table)

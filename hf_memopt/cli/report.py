@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.errors import InputError, as_input_error
-from hf_memopt.files import folder_for, write_whole
+from hf_memopt.errors import InputError
+from hf_memopt.files import folder_for, user_path, write_whole
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.page import size
-from hf_memopt.reports.run import Run, read_run
+from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import PAGE, compare_page, differences, figures, run_page
+from hf_memopt.terminal import plain
 
 COMPARISON = "memory_comparison.html"
 
@@ -19,32 +20,38 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
     Raises:
         InputError: a folder holds no run, or the page cannot be written.
     """
+    folders = [user_path(directory).resolve() for directory in directories]
+    if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
+        raise InputError(f"{twice[0]} is named more than once: name each run once")
     runs = [read_run(directory) for directory in directories]
-    with as_input_error("a file of the run is damaged", TypeError, KeyError, AttributeError, ValueError, IndexError):
-        _report(runs, output, json)
-
-
-def _report(runs: list[Run], output: str | None, json: bool) -> None:
     alone = len(runs) == 1
-    path = Path(output).expanduser() if output else (runs[0].folder / PAGE if alone else Path(COMPARISON))
+    path = user_path(output) if output else (runs[0].folder / PAGE if alone else Path(COMPARISON))
     if path.suffix not in (".html", ".htm"):
         raise InputError(f"--output {path}: give a name that ends in .html")
-    folder_for(path.parent).mkdir(parents=True, exist_ok=True)
-    try:
-        write_whole(path, run_page(runs[0]) if alone else compare_page(runs))
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
-    told = {str(run.folder): figures(run) | {"next": next_steps(run)} for run in runs}
-    apart = {} if alone else differences(runs)
+    if path.is_dir():
+        raise InputError(f"--output {path} is a folder: name a file")
+    text = run_page(runs[0]) if alone else compare_page(runs)
+    figures_by_run = {str(run.folder): figures(run) | {"next": next_steps(run)} for run in runs}
+    different = {} if alone else differences(runs)
+    _write(path, text)
     if json:
-        print_json({"page": str(path), "runs": told, "differences": apart})
+        print_json({"page": str(path), "runs": figures_by_run, "differences": different})
         return
     for run in runs:
         _print(run)
-    if apart:
-        print_table("Settings that differ", ["setting", *(run.name for run in runs)],
-                    ([name, *values] for name, values in apart.items()))  # fmt: skip
-    print(f"for a browser: {path}")
+    if different:
+        rows = ([name, *values] for name, values in different.items())
+        print_table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
+    print(f"for a browser: {plain(str(path))}")
+
+
+def _write(path: Path, text: str) -> None:
+    folder = folder_for(path.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _print(run) -> None:

@@ -6,9 +6,10 @@ from hf_memopt import charts
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.debug.recording import KINDS
 from hf_memopt.debug.snapshot import Snapshot, snapshot
-from hf_memopt.errors import InputError
-from hf_memopt.files import write_whole
+from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.files import user_path, write_whole
 from hf_memopt.reports.page import page, size
+from hf_memopt.terminal import plain
 
 
 def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
@@ -22,14 +23,14 @@ def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
     working(f"reading {file}")
     found = snapshot(file, top)
     if plot:
-        _draw(found, Path(plot).expanduser(), file)
+        _draw(found, user_path(plot), file)
     if json:
         print_json(found.to_dict() | ({"plot": plot} if plot else {}))
         return
     print(verdict(found))
     _print(found)
     if plot:
-        print(f"drawn: {plot}")
+        print(f"drawn: {plain(plot)}")
 
 
 def verdict(found: Snapshot) -> str:
@@ -78,13 +79,15 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
         charts.stacked(axes, narrow, found.timeline, KINDS)
 
     if path.suffix not in (".html", ".htm"):
-        charts.save(path, f"{Path(file).name}: {verdict(found)}", draw)
+        charts.save(path, f"{plain(Path(file).name)}: {verdict(found)}", draw)
         return
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
-    write_whole(path, page(
-        "snapshot", reason=found.about.get("reason", Path(file).name), verdict=verdict(found),
+    text = page(
+        "snapshot", reason=found.about.get("reason", plain(Path(file).name)), verdict=verdict(found),
         failed=bool(found.out_of_memory), made=charts.both(draw, "kinds"), colours=charts.COLOURS,
         by_kind=found.by_kind, modules=[(module, size(taken)) for module, taken in found.by_module.items()],
         largest=found.largest, fragmentation=_fragments(found), growth=list(_grown(found)),
-    ))  # fmt: skip
+    )  # fmt: skip
+    with as_input_error(f"plot {path}", OSError):
+        write_whole(path, text)

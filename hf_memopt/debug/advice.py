@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.files import read_json
+from hf_memopt.files import is_there, read_bytes
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.causes import LATER_CHANGES, figures_of, reason
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
-from hf_memopt.reports.run import entries
+from hf_memopt.redaction import redact_text
+from hf_memopt.reports.log import read_log
+from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report
+from hf_memopt.terminal import plain
 
-LARGEST_LOG = 64 * 2**20  # bytes that are read of a log, its end
+LARGEST_TEXT = 16 * 2**20  # bytes that are read of a log, its end: some 150,000 lines
+_LARGEST_TRACEBACK = 2**20  # characters that are searched for the place of the failure
+_LONGEST_MESSAGE = 500  # characters
+_MOST_LOGS = 8  # of a folder that are read, the newest
 
 # Traceback frames and messages -> where a run was. The innermost that is known counts, so the last match in the text.
 _STAGES = [
@@ -22,12 +28,18 @@ _STAGES = [
     ("save", r"in _save_checkpoint|in save_model|in _save_optimizer_and_scheduler|in save_pretrained"),
     (
         "optimizer",
-        r"in _init_group|in _multi_tensor_adam|optim(izer)?\.py.*in step|in optimizer_update|initialize_optimizer",
+        # Gaps are bounded here and below, so that a line's length costs linear time.
+        r"in _init_group|in _multi_tensor_adam|optim(izer)?\.py.{0,99}in step|in optimizer_update|"
+        r"initialize_optimizer",
     ),
     ("backward", r"in backward\b|run_backward|autograd/__init__"),
     ("forward", r"in forward\b|in compute_loss"),
 ]
-_STEP = re.compile(r"\|\s*(\d+)/\d+ \[|[\"']step[\"']: (\d+)|out of memory in \w+ of step (\d+)|(?:^|\s)step (\d+):")
+# Steps of tqdm's bar, of the Trainer's log, of MemoryTrainer's; of at most 12 digits.
+_STEP = re.compile(
+    r"\|\s{0,20}(\d{1,12})/\d{1,12} \[|[\"']step[\"']: (\d{1,12})\b|out of memory in \w{1,20} of step (\d{1,12})\b"
+    r"|(?:^|\s)step (\d{1,12}):"
+)
 _GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
 
 
@@ -36,7 +48,7 @@ class Advice:
     """What is known of a failure.
 
     Attributes:
-        what: whose memory ran out (training.oom.OomKind) and, in words, what that means.
+        what: whose memory ran out (oom.classify.OomKind) and, in words, what that means.
         stage: load, forward, backward, optimizer, eval, save or resume; None where the text does not tell.
         step: optimizer steps that had been done; None where the text does not tell.
         why: the likely cause.
@@ -85,8 +97,14 @@ def of_text(text: str) -> Advice | None:
     stage, step = _stage(text), _step(text)
     grown = _GROWTH.findall(text)  # the monitor has named it before
     why, changes = reason(found, stage, step, figures, grown[-1] if grown else None)
-    message = found.message[:500]
-    return Advice(str(found.kind), found.cause, stage, step, why, _unpredicted(changes), message, figures)
+    return Advice(
+        str(found.kind), found.cause, stage, step, why, _unpredicted(changes), _quoted(found.message), figures
+    )
+
+
+def _quoted(message: str) -> str:
+    """A message of others, as it may be printed."""
+    return redact_text(plain(message[: 2 * _LONGEST_MESSAGE]))[:_LONGEST_MESSAGE]
 
 
 def _as_path(source: str) -> Path | None:
@@ -94,57 +112,61 @@ def _as_path(source: str) -> Path | None:
         path = Path(source).expanduser()
         if path.exists():
             return path
-    except (OSError, ValueError):
+    except RuntimeError:  # `~name` of nobody here
+        pass
+    except (OSError, ValueError):  # too long for a file's name, so a text
         return None
     if "\n" not in source and len(source.split()) == 1:
-        raise InputError(f"{source}: no such folder or file; to give the error itself, paste it whole or pipe it in: "
-                         "hf-memopt advise -")  # fmt: skip
+        raise InputError(
+            f"{source}: no such folder or file; to give the error itself, paste it whole or pipe it in: "
+            "hf-memopt advise -"
+        )
     return None
 
 
 def _end_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LARGEST_LOG))
-            return file.read().decode("utf-8", errors="replace").replace("\r", "\n")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    return as_text(read_bytes(path, LARGEST_TEXT, tail=True))
+
+
+def as_text(content: bytes) -> str:
+    """A log as text: in whatever encoding, with every state of a progress bar on a line of its own."""
+    return content.decode("utf-8", errors="replace").replace("\r", "\n")
 
 
 def _of_folder(folder: Path) -> Advice | None:
     """oom_report.json, which MemoryTrainer writes at the end; else recovered failures; else the newest log."""
-    if (file := folder / "oom_report.json").is_file():
-        return _of_report(read_json(file))
+    if ended := read_oom_report(folder):
+        return _of_report(ended)
     events = _events(folder)
     if events:
         return _of_event(events[-1])
-    logs = sorted(
-        [*folder.glob("*.log"), *folder.glob("*.out"), *folder.glob("*.err")], key=lambda log: log.stat().st_mtime
-    )
-    for log in reversed(logs):
+    logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
         if found := of_text(_end_of(log)):
             return found
-    if not logs and not (folder / "memory_log.jsonl").is_file() and not (folder / "memory_report.json").is_file():
-        raise InputError(f"{folder} has none of oom_report.json, memory_log.jsonl, memory_report.json and *.log: give "
-                         "the run's output_dir, or its log")  # fmt: skip
+    if not logs and not any((folder / name).is_file() for name in (OOM, LOG, REPORT_FILE)):
+        raise InputError(
+            f"{folder} has none of {OOM}, {LOG}, {REPORT_FILE} and *.log: give the run's output_dir, or its log"
+        )
     return None
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     """Failures that a run recovered from, and growth that it named."""
-    log = folder / "memory_log.jsonl"
-    told = entries(_end_of(log)) if log.is_file() else ()
-    return [entry for entry in told if entry.get("event") in ("oom_recovered", "memory_grows", "micro_batch_lowered")]
+    log = folder / LOG
+    events = read_log(log)[1].to_list() if is_there(log) else []
+    return [event for event in events if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered")]
 
 
 def _of_report(report: dict[str, Any]) -> Advice:
-    stage, step = report.get("stage"), report.get("step")
-    found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), report.get("message", ""))
+    stage, step, message = report.get("stage"), report.get("step"), report.get("message", "")
+    found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), message)
     figures = figures_of(found.message)
     why, usual = reason(found, stage, step, figures)
     why = report.get("reason") or why  # the trainer knew more
-    changes = report.get("next") or _unpredicted(usual)
-    return Advice(str(found.kind), found.cause, stage, step, why, changes[:3], found.message[:500], figures)
+    changes = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
+    changes = changes or _unpredicted(usual)
+    return Advice(str(found.kind), found.cause, stage, step, why, changes[:3], _quoted(message), figures)
 
 
 def _of_event(event: dict[str, Any]) -> Advice:
@@ -152,15 +174,23 @@ def _of_event(event: dict[str, Any]) -> Advice:
         label = event.get("label", "")
         return Advice("device", f"memory grows: {label}", "training", event.get("step"), ADVICE.get(label, ""),
                       _unpredicted(LATER_CHANGES), "")  # fmt: skip
-    message = str(event.get("message", ""))
+    message = event.get("message", "")
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
     why, usual = reason(found, event.get("stage"), event.get("step"), figures_of(message))
     if after := event.get("micro_batch_after"):
         usual = [f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
                  *usual]  # fmt: skip
-    return Advice(str(found.kind), cause, event.get("stage"), event.get("step"), why, _unpredicted(usual),
-                  message[:500], figures_of(message))  # fmt: skip
+    return Advice(
+        str(found.kind),
+        cause,
+        event.get("stage"),
+        event.get("step"),
+        why,
+        _unpredicted(usual),
+        _quoted(message),
+        figures_of(message),
+    )
 
 
 def _unpredicted(changes: list[str]) -> list[dict[str, Any]]:
@@ -170,7 +200,7 @@ def _unpredicted(changes: list[str]) -> list[dict[str, Any]]:
 def _stage(text: str) -> str | None:
     """Where the last traceback was."""
     start = text.rfind("Traceback (most recent call last)")
-    last = text[max(0, start) :]
+    last = text[max(0, start) :][-_LARGEST_TRACEBACK:]
     places = {stage: match.start() for stage, pattern in _STAGES for match in re.finditer(pattern, last)}
     if not places:
         return None

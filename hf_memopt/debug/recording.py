@@ -1,15 +1,17 @@
 """Allocations of a recorded stretch of training: when each came and went, and what it was for."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, one_line
+from hf_memopt.terminal import plain
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "other")
 _BEGIN, _END = float("-inf"), float("inf")
+_MOST_FRAMES = 300  # of a stack; Python's own limit is 1000 calls, of which the innermost say most
 _OPTIMIZERS = ("/optim/", "/optimization.py", "/ops/adam/", "torchao/optim")
 _AUTOGRAD = ("torch/autograd/", "torch/_tensor.py")
 _MODELS = ("torch/nn/modules/", "/modeling_", "/models/")
@@ -85,84 +87,172 @@ def recording_of(snapshot: dict[str, Any]) -> Recording:
         InputError: the file has no allocations, or is damaged.
     """
     try:
-        traces, stacks = snapshot["device_traces"], snapshot.get("stacks")
-        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
-        segments = [one for one in snapshot.get("segments", ()) if one.get("device", device) == device]
-        about = snapshot.get("hf_memopt", {})
-        trace = traces[device] if traces else []
-        allocations = _allocations(trace, stacks, segments, about.get("owners", ()))
-        failed = [(one["size"], one.get("device_free", 0)) for one in trace if one["action"] == "oom"]
-        marks = sorted((time, kind, name) for time, kind, name in about.get("marks", ()))
-        found = Recording(allocations, marks, segments, failed, {k: about[k] for k in _ABOUT if k in about})
-        _name(found, about.get("owners", ()))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(f"the snapshot is damaged: {type(error).__name__} {error}") from error
-    if not found.allocations:
-        raise InputError("the snapshot has no allocations: recording was not on (torch.cuda.memory."
-                         "_record_memory_history, or SnapshotCallback)")  # fmt: skip
-    return found
+        recording, owners = _read(snapshot)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"the snapshot is damaged: {type(error).__name__} {one_line(error)}: record it anew"
+        ) from error
+    if not recording.allocations:
+        raise InputError(
+            "the snapshot has no allocations: recording was not on (torch.cuda.memory._record_memory_history, or "
+            "SnapshotCallback)"
+        )
+    _name(recording, owners)
+    return recording
 
 
-_ABOUT = ("reason", "device", "capacity")
+def _read(snapshot: dict[str, Any]) -> tuple[Recording, list["_Owner"]]:
+    """A snapshot's parts, each of the type that the rest counts on; and who owns which address."""
+    traces, stacks = snapshot["device_traces"], snapshot.get("stacks")
+    device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
+    segments = [_segment(one) for one in snapshot.get("segments", ()) if one.get("device", device) == device]
+    about = snapshot.get("hf_memopt", {})
+    owners = [_owner(*one) for one in about.get("owners", ())]
+    trace = traces[device] if traces else []
+    frames = _Frames(stacks)
+    allocations = _allocations(trace, frames, segments, owners)
+    failed = [(_size(one["size"]), _size(one.get("device_free", 0))) for one in trace if one["action"] == "oom"]
+    marks = sorted((_moment(time), str(kind), str(name)) for time, kind, name in about.get("marks", ()))
+    return Recording(allocations, marks, segments, failed, _about(about)), owners
 
 
-def _allocations(trace, stacks, segments, owners) -> list[Allocation]:
+@dataclass(frozen=True)
+class _Owner:
+    """What an address was for at a moment."""
+
+    moment: float
+    address: int
+    size: int
+    kind: str
+    name: str
+
+
+def _owner(moment, address, size, kind, name) -> _Owner:
+    if kind not in KINDS:
+        raise ValueError(f"an owner of kind {kind!r:.60}, which is none of {', '.join(KINDS)}")
+    return _Owner(_moment(moment), _size(address), _size(size), kind, str(name))
+
+
+def _about(about: dict[str, Any]) -> dict[str, Any]:
+    """Reason, device and capacity, as far as they are known."""
+    texts = {name: plain(str(about[name])) for name in ("reason", "device") if about.get(name) is not None}
+    return texts | ({"capacity": _size(about["capacity"])} if about.get("capacity") is not None else {})
+
+
+def _size(value: Any) -> int:
+    """A number of bytes, or an address."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+        raise ValueError(f"{value!r:.60} is not a number of bytes")
+    return value
+
+
+def _moment(value: Any) -> float:
+    """Microseconds since 1970."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r:.60} is not a time")
+    return value
+
+
+class _Frames:
+    """Stacks in one form, and each of them once: in a file, very many allocations may share one.
+
+    Args:
+        stacks: what allocations refer to by number; None where each has its own frames.
+    """
+
+    def __init__(self, stacks: list | None) -> None:
+        self._stacks, self._read = stacks, {}
+
+    def of(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """The frames of an allocation, or of a block, innermost first."""
+        numbered = self._stacks is not None and "stack" in event
+        raw = self._stacks[event["stack"]] if numbered else event.get("frames") or ()
+        if id(raw) not in self._read:  # the snapshot holds it, so nothing else can get its id
+            self._read[id(raw)] = [_frame(one) for one in raw[:_MOST_FRAMES]]
+        return self._read[id(raw)]
+
+
+def _frame(raw: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: plain(str(raw.get(name, ""))) for name in ("filename", "name")}
+    return texts | {"line": _size(raw.get("line", 0))}
+
+
+def _segment(raw: dict[str, Any]) -> dict[str, Any]:
+    blocks = [
+        {
+            "size": _size(block["size"]),
+            "requested_size": _size(block.get("requested_size", block["size"])),
+            "address": None if block.get("address") is None else _size(block["address"]),
+            "state": str(block["state"]),
+            "frames": block.get("frames"),
+        }
+        for block in raw["blocks"]
+    ]
+    return {"address": _size(raw["address"]), "total_size": _size(raw["total_size"]), "blocks": blocks}
+
+
+def _allocations(trace, stacks: _Frames, segments, owners: list[_Owner]) -> list[Allocation]:
     """Every block of the trace, and those that were there before it began or are in the segments at its end."""
     live: dict[int, Allocation] = {}
     found: list[Allocation] = []
     for event in trace:
-        action, address, moment = event["action"], event.get("addr"), event.get("time_us", 0)
-        if action in ("alloc", "free_completed") and address is None:
-            raise ValueError(f"{action} without addr")
+        action = event["action"]
+        if action not in ("alloc", "free_completed"):
+            continue
+        address, size, moment = _size(event.get("addr")), _size(event["size"]), _moment(event.get("time_us", 0))
         if action == "alloc":
-            frames = stacks[event["stack"]] if stacks is not None else event.get("frames") or []
-            one = Allocation(address, event["size"], moment, frames=frames, module=event.get("user_metadata") or "")
+            module = plain(str(event.get("user_metadata") or ""))
+            one = Allocation(address, size, moment, frames=stacks.of(event), module=module)
             live[address] = one
             found.append(one)
-        elif action == "free_completed":
+        else:
             one = live.pop(address, None)
             if one is None:  # older than the trace
-                one = Allocation(address, event["size"])
+                one = Allocation(address, size)
                 found.append(one)
             one.ended = moment
     seen = {(one.address, one.size) for one in found}
-    for address, size, frames in _still_there(segments):
+    for address, size, block in _still_there(segments):
         if address not in live:
-            found.append(Allocation(address, size, frames=frames))
+            found.append(Allocation(address, size, frames=stacks.of({"frames": block["frames"]})))
             seen.add((address, size))
     if not segments:  # without CUDA only the owners know what was there before
         starts = {one.address: one.began for one in reversed(found)}
-        for moment, address, size, _, _ in owners:
-            if starts.get(address, _END) > moment and (address, size) not in seen:
-                found.append(Allocation(address, size))
-                seen.add((address, size))
+        for owner in owners:
+            if starts.get(owner.address, _END) > owner.moment and (owner.address, owner.size) not in seen:
+                found.append(Allocation(owner.address, owner.size))
+                seen.add((owner.address, owner.size))
     return sorted(found, key=lambda one: one.began)
 
 
-def _still_there(segments) -> Iterable[tuple[int, int, list]]:
-    """Blocks that are in use at the end: address, bytes, frames."""
+def _still_there(segments) -> Iterable[tuple[int, int, dict[str, Any]]]:
+    """Blocks that are in use at the end: address, bytes, and the block."""
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"].startswith("active"):
-                size = block.get("requested_size", block["size"])
-                yield block.get("address", address), size, block.get("frames") or []
+                yield address if block["address"] is None else block["address"], block["requested_size"], block
             address += block["size"]
 
 
-def _name(found: Recording, owners) -> None:
+def _name(recording: Recording, owners: list[_Owner]) -> None:
     """Say what each allocation is for: by its owner's address, else by when it was made and how long it lived."""
-    by_address = defaultdict(list)
-    for moment, address, _, kind, name in owners:
-        by_address[address].append((moment, kind, name))
-    for one in found.allocations:
-        owner = next(((kind, name) for moment, kind, name in by_address.get(one.address, ())
-                      if one.began <= moment < one.ended), None)  # fmt: skip
-        one.kind, one.name = owner or (_kind(found, one, bool(by_address)), "")
+    by_address, phases = defaultdict(list), {}
+    for owner in sorted(owners, key=lambda owner: owner.moment):
+        by_address[owner.address].append(owner)
+    for one in recording.allocations:
+        there = by_address.get(one.address, ())
+        first = bisect_left(there, one.began, key=lambda owner: owner.moment)
+        if first < len(there) and there[first].moment < one.ended:
+            one.kind, one.name = there[first].kind, there[first].name
+        else:
+            if id(one.frames) not in phases:  # very many allocations may share a stack
+                phases[id(one.frames)] = phase_by_frames(one.frames)
+            one.kind = _kind(recording, one, bool(by_address), phases[id(one.frames)])
 
 
-def _kind(found: Recording, one: Allocation, owned: bool) -> str:
-    phase = (found.phase(one.began) if one.began != _BEGIN else "between") or phase_by_frames(one.frames)
+def _kind(found: Recording, one: Allocation, owned: bool, usual_phase: str) -> str:
+    phase = (found.phase(one.began) if one.began != _BEGIN else "between") or usual_phase
     if phase == "between":
         return "other"
     ended = found.visit(one.ended) if one.ended != _END else _END

@@ -11,6 +11,8 @@ from hf_memopt.debug.snapshot_file import read_snapshot
 
 _OWN = ("site-packages/torch/", "hf_memopt/monitor/", "<built-in", "contextlib.py", "threading.py")
 
+_MOST_STEPS = 100  # whose growth is looked at, the last: each of them looks at all allocations
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -122,8 +124,11 @@ def _general(module: str) -> str:
 def _largest(allocations: Iterable[Allocation], top: int) -> list[dict[str, Any]]:
     """Blocks of one place in the code put together, the largest first."""
     places: defaultdict[tuple, list[Allocation]] = defaultdict(list)
+    stacks: dict[int, tuple[str, ...]] = {}  # by identity: very many allocations may share one
     for one in allocations:
-        places[one.kind, _general(one.name), _general(one.module), tuple(_stack(one))].append(one)
+        if id(one.frames) not in stacks:
+            stacks[id(one.frames)] = tuple(_stack(one))
+        places[one.kind, _general(one.name), _general(one.module), stacks[id(one.frames)]].append(one)
     ordered = sorted(places.items(), key=lambda item: -sum(one.size for one in item[1]))
     return [
         {
@@ -161,7 +166,7 @@ def _fragmentation(segments) -> dict[str, Any] | None:
 def _growth(found: Recording, top: int) -> list[dict[str, Any]]:
     """What is still there after each step that was made in it, beside weights, gradients and states."""
     told, before = [], None
-    for name, began, ended in found.steps:
+    for name, began, ended in found.steps[-_MOST_STEPS:]:
         moment = next((time for time, kind, phase in found.marks
                        if kind == "phase" and phase == "between" and began <= time <= ended), ended)  # fmt: skip
         there = [one for one in found.allocations if one.began <= moment < one.ended]

@@ -5,21 +5,43 @@ import io
 import json
 import pickle
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError
+import psutil
 
-LARGEST = 4 * 2**30  # bytes, unpacked
+from hf_memopt.errors import InputError, one_line
+from hf_memopt.files import read_bytes, user_path
+
+LARGEST = 2**30  # bytes, unpacked: some ten million allocations, which are read in half a minute
+_MEMORY_PER_BYTE = 24  # of Python's objects for a byte of pickle or JSON, at most: `{},` makes a dict of 64 bytes
+_SPARE_MEMORY = 2**30  # bytes
+# Whatever a damaged pickle, gzip or JSON makes its reader raise; it holds no code that could raise something else.
+_DAMAGED = (
+    pickle.UnpicklingError,
+    ValueError,
+    EOFError,
+    OSError,
+    zlib.error,
+    AttributeError,
+    TypeError,
+    LookupError,
+    ImportError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    AssertionError,
+)
 
 
 class _PlainPickle(pickle.Unpickler):
     """Numbers, texts, lists and dicts: all that a snapshot needs. Whatever would call something is refused."""
 
     def find_class(self, module: str, name: str):
-        raise InputError(f"it asks for {module}.{name}, which no memory snapshot does: it could run code, so it is "
-                         f"not "
-                         "read")  # fmt: skip
+        raise InputError(
+            f"it asks for {module}.{name}, which no memory snapshot does: it could run code, so it is not read"
+        )
 
 
 def read_snapshot(file: str | Path) -> dict[str, Any]:
@@ -31,33 +53,60 @@ def read_snapshot(file: str | Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, would run code, or is something else.
     """
-    path = Path(file).expanduser()
+    path = user_path(file)
+    content = read_bytes(path, LARGEST)
     try:
-        packed = path.read_bytes() if path.stat().st_size <= LARGEST else None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    if packed is None:
-        raise InputError(f"{path} has more than {LARGEST // 2**30} GiB: record fewer steps, or fewer max_entries")
-    try:
-        found = _unpacked(packed)
+        found = _unpacked(content)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except (pickle.UnpicklingError, ValueError, EOFError, OSError, zlib.error, AttributeError, TypeError, IndexError,
-            KeyError, ImportError, RecursionError, MemoryError, OverflowError) as error:  # fmt: skip
-        raise InputError(f"{path} is no memory snapshot: {str(error) or type(error).__name__}") from error
+    except _DAMAGED as error:
+        raise InputError(f"{path} is no memory snapshot: {one_line(error)}") from error
     if not isinstance(found, dict) or not isinstance(found.get("device_traces"), list):
-        raise InputError(f"{path} is no memory snapshot: it has no device_traces (torch.cuda.memory._dump_snapshot "
-                         f"and "
-                         "SnapshotCallback write them)")  # fmt: skip
+        raise InputError(
+            f"{path} is no memory snapshot: it has no device_traces (torch.cuda.memory._dump_snapshot and "
+            "SnapshotCallback write them)"
+        )
     return found
 
 
-def _unpacked(packed: bytes) -> Any:
-    if packed[:2] == b"\x1f\x8b":
-        with gzip.open(io.BytesIO(packed)) as file:
-            packed = file.read(LARGEST + 1)
-        if len(packed) > LARGEST:
-            raise InputError(f"it unpacks to more than {LARGEST // 2**30} GiB")
-    if packed[:1] == b"{":
-        return json.loads(packed)
-    return _PlainPickle(io.BytesIO(packed)).load()
+def _unpacked(content: bytes) -> Any:
+    if content[:2] == b"\x1f\x8b":
+        with gzip.open(io.BytesIO(content)) as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise InputError(
+                f"it unpacks to more than {LARGEST // 2**30} GiB: record fewer steps, or fewer max_entries"
+            )
+    with _memory_limit(_SPARE_MEMORY + _MEMORY_PER_BYTE * len(content)):
+        return json.loads(content) if content[:1] == b"{" else _PlainPickle(io.BytesIO(content)).load()
+
+
+@contextmanager
+def _memory_limit(more: int):
+    """Make it a MemoryError to take more memory than so many further bytes, where the system can (Linux).
+
+    Ten bytes of pickle can ask for a table of 64 GiB (CPython issue 115952: the memo grows to any index that the file
+    names), which a machine without so much memory answers by killing processes.
+    """
+    before = _lower_limit(psutil.Process().memory_info().vms + more)
+    try:
+        yield
+    finally:
+        if before is not None:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _lower_limit(size: int) -> tuple[int, int] | None:
+    """Limit the process's address space; the limits before, or None where nothing was changed."""
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if soft == resource.RLIM_INFINITY or soft > size:
+            resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+            return soft, hard
+    except (ImportError, OSError, ValueError):  # Windows has no limits, macOS refuses this one
+        pass
+    return None

@@ -14,6 +14,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.monitor.growth import ADVICE, GrowthDiagnosis, Observation
 from hf_memopt.monitor.monitor import MemoryMonitor
 from hf_memopt.monitor.readers import Reading
+from hf_memopt.redaction import redact
 
 logger = logging.getLogger(__name__)
 LOG_FILE = "memory_log.jsonl"
@@ -149,12 +150,12 @@ class _Shown(TrainerCallback):
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
-    """Add a line to a run's memory_log.jsonl. A disk that does not take it costs the line, not the run."""
+    """Add a line to a run's memory_log.jsonl, without secrets. A disk that does not take it costs the line, not the run."""
     path = Path(folder) / LOG_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+            file.write(json.dumps(redact(line), default=str) + "\n")
     except OSError as error:
         _warn_once(path, error.strerror)
 

@@ -6,14 +6,14 @@ from hf_memopt.hardware.catalog import GIB, gib
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.classify import Diagnosis, OomKind
 
-_SIZE = r"([\d.]+) (GiB|MiB|KiB|GB|MB)"
+_SIZE = r"(?<![\d.])(\d{1,9}(?:\.\d{1,9})?) (GiB|MiB|KiB|GB|MB)"  # bounded: a long row of digits costs linear time
 _FIGURES = {
     "asked_bytes": rf"[Tt]r(?:ied|ying) to allocate {_SIZE}",
     "capacity_bytes": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
     "free_bytes": rf"of which {_SIZE} is free|; {_SIZE} free",
     "allocated_bytes": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated",
     "unused_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
-    "others_bytes": rf"Process \d+ has {_SIZE} memory in use",
+    "others_bytes": rf"Process \d{{1,12}} has {_SIZE} memory in use",
 }
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 

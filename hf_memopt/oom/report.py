@@ -6,6 +6,7 @@ from typing import Any
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.oom.causes import figures_of, reason
 from hf_memopt.oom.classify import Diagnosis
+from hf_memopt.redaction import redact
 from hf_memopt.trainer.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.split import tensor_shapes
 
@@ -20,7 +21,7 @@ def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str)
         trainer._pressure.is_largest(shapes),
     )  # fmt: skip
     predicted, changes = outlook(trainer)
-    return {
+    report = {
         "event": "out_of_memory",
         "step": trainer.state.global_step,
         "stage": stage,
@@ -36,6 +37,7 @@ def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str)
         "next": changes,
         "checkpoint": None,
     }
+    return redact(report)
 
 
 def held_bytes(trainer) -> dict[str, int]:

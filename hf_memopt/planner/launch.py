@@ -1,6 +1,7 @@
 """A rung in the words of the programs that run it: settings, launch command and files."""
 
 import json
+import logging
 import shlex
 from typing import Any
 
@@ -12,12 +13,15 @@ from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
+from hf_memopt.redaction import is_secret, without_secrets
+
+logger = logging.getLogger(__name__)
 
 
 def as_dict(request, rung) -> dict[str, Any]:
     """A rung as JSON has it."""
     quantization = rung.preset.quantization() if rung.preset.method == "qlora" else None
-    lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **request.lora}
+    lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **without_secrets(request.lora)}
     attention = request.more.get("attn_implementation") or "sdpa"
     kwargs = {"dtype": rung.preset.dtype, "attn_implementation": attention}
     return {
@@ -37,8 +41,8 @@ def as_dict(request, rung) -> dict[str, Any]:
 
 
 def training_arguments(request, rung) -> dict[str, Any]:
-    """All TrainingArguments fields of a rung."""
-    return {**rung.preset.settings(), **request.fields}
+    """All TrainingArguments fields of a rung but secrets: a job without hub_token takes HF_TOKEN."""
+    return without_secrets({**rung.preset.settings(), **request.fields})
 
 
 def memory_settings(rung) -> dict[str, Any]:
@@ -92,6 +96,8 @@ def write_files(request, rung, directory: str) -> list[str]:
         InputError: the folder cannot be written to.
     """
     folder = folder_for(directory)
+    if hidden := [name for name in request.fields if is_secret(name)]:
+        logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
     files = {"training_arguments.json": _json(training_arguments(request, rung)),
              "plan.json": _json(as_dict(request, rung))}  # fmt: skip
     if deepspeed := rung.preset.deepspeed_config():
@@ -128,10 +134,12 @@ def recipe_words(request, rung) -> list[str]:
         given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if preset.dtype != usual.dtype:
         given["dtype"] = preset.dtype
-    given |= {**request.fields, **memory_settings(rung)}
+    given |= {**without_secrets(request.fields), **memory_settings(rung)}
     for name, value in sorted(given.items()):
         words += [f"--{name}", as_word(value)]
-    return words + [word for key, value in request.lora.items() for word in (f"--lora.{key}", as_word(value))]
+    return words + [
+        word for key, value in without_secrets(request.lora).items() for word in (f"--lora.{key}", as_word(value))
+    ]
 
 
 def _length_words(request) -> list[str]:

@@ -1,7 +1,6 @@
 """What a recipe tells: the job before it starts, and memory, loss and samples when it ends."""
 
 import copy
-import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,11 +10,12 @@ from pathlib import Path
 
 from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.errors import TrainingOutOfMemory, one_line
-from hf_memopt.files import write_whole
+from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
+from hf_memopt.files import write_json
 from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
+from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
@@ -209,7 +209,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
         "versions": {"python": platform.python_version(), **_versions()},
         "model": Path(job.model_name).name if Path(job.model_name).is_dir() else job.model_name,
-        "command": " ".join(job.argv),
+        "command": " ".join(redact_argv(job.argv)),
         "preset": job.preset.name,
         "method": job.preset.method,
         "strategy": job.preset.strategy,
@@ -226,14 +226,22 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     }
     if hasattr(trainer.train_dataset, "bad"):
         report["bad_videos"] = trainer.train_dataset.bad.listed()
-    write_whole(Path(job.args.output_dir) / "memory_report.json", json.dumps(report, indent=2, default=str) + "\n")
+    write_json(Path(job.args.output_dir) / "memory_report.json", report)
     _print_table(measured, losses, estimated)
-    print(f"the whole report, for a browser: {write_run_report(job.args.output_dir)}")
+    _write_page(job.args.output_dir)
     # The evaluation's batches are cut too, and the end of a run names no size.
     sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
     if any(sizes):
         smallest = min(filter(None, sizes))
         print(f"memory ran short: micro-batches ran in chunks of down to {smallest} samples; predicted are whole ones")
+
+
+def _write_page(folder: str) -> None:
+    """Write memory_report.html. The run is over and saved: what an older run left in the folder must not fail it."""
+    try:
+        print(f"the whole report, for a browser: {write_run_report(folder)}")
+    except InputError as error:
+        print(f"no report for a browser: {one_line(error)}")
 
 
 def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:

@@ -4,11 +4,23 @@ from typing import Any
 
 from hf_memopt.hardware.catalog import gib
 
+_LONGEST = 1000  # characters of what an unknown event holds
+
 
 def told(event: dict[str, Any]) -> str:
     """An event in one sentence, the end of a run in a paragraph."""
-    if event["event"] == "out_of_memory":
-        return _end(event)
+    try:
+        return _end(event) if event.get("event") == "out_of_memory" else _sentence(event)
+    except KeyError:  # of another version, or written by hand: a field that the sentence needs is missing
+        return _listed(event)
+
+
+def _listed(fields: dict[str, Any]) -> str:
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _sentence(event: dict[str, Any]) -> str:
     between = event.get("stage") in ("eval", "save", "resume")
     where = f"after step {event['step']}" if between else f"step {event['step'] + 1}"
     if event["event"] == "oom_recovered":
@@ -24,11 +36,11 @@ def told(event: dict[str, Any]) -> str:
         return f"{text} ({event['message'][:200]})"
     if event["event"] == "worst_batch_fits":
         text = f"before {where}: the largest batch fits, {event['samples_at_once']} samples at once"
-        return f"{text}: {_brief(event['shapes'])}, samples {_first(event['dataset_indices'])}"
+        return f"{text}: {_brief(event['shapes'])}, samples {_first(event.get('dataset_indices'))}"
     if event["event"] == "micro_batch_lowered":
         share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
         return f"{where}: memory {event['status']} at {share:.0%}: {before} → {after} samples at once"
-    details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("event", "step", "process"))
+    details = _listed({name: value for name, value in event.items() if name not in ("event", "step", "process")})
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
 
 
@@ -49,16 +61,16 @@ def _end(report: dict[str, Any]) -> str:
         f"out of memory in {report['stage']} of step {report['step'] + 1}, and {report['why_not_smaller']}: "
         f"{report['cause']} ({report['message'][:300]})",
         *([f"  likely why: {report['reason']}"] if report.get("reason") else []),
-        f"  the batch: {_brief(report['shapes'])}, samples {_first(report['dataset_indices'])}",
+        f"  the batch: {_brief(report['shapes'])}, samples {_first(report.get('dataset_indices'))}",
         f"  held: {held}",
     ]
-    if report["predicted_breakdown"]:
+    if report.get("predicted_breakdown"):
         parts = report["predicted_breakdown"].items()
         told = ", ".join(f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in parts if size)
         lines.append(f"  predicted for one sample: {told}")
     for change in report["next"]:
-        saved = f", predicted to save {gib(change['saved_bytes'])}" if change["saved_bytes"] else ""
+        saved = f", predicted to save {gib(change['saved_bytes'])}" if change.get("saved_bytes") else ""
         lines.append(f"  try: {change['change']}{saved}")
-    if report["checkpoint"]:
+    if report.get("checkpoint"):
         lines.append(f"  saved: {report['checkpoint']}; the same command resumes from there")
     return "\n".join(lines)

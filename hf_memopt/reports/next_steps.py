@@ -23,7 +23,7 @@ def next_steps(run: Run) -> list[str]:
         told.append(f"Micro-batches ran in pieces of down to {smallest} samples. "
                     f"per_device_train_batch_size={smallest} "
                     "with more gradient_accumulation_steps trains the same at once, without failing.")  # fmt: skip
-    for label in {event.get("label") for event in events if event.get("event") == "memory_grows"}:
+    for label in {event.get("label", "") for event in events if event.get("event") == "memory_grows"}:
         told.append(f"Memory grew ({label}): {ADVICE.get(label, '')}.")
     if "oom_recovered" in kinds and "worst_batch_fits" not in kinds:
         told.append("probe_worst_batch=true tries the largest batch before the first step.")

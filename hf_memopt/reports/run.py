@@ -1,91 +1,116 @@
 """A run's folder as it was left: memory_report.json, memory_log.jsonl, oom_report.json."""
 
-import json
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.files import read_json
+from hf_memopt.files import is_there, read_json, user_path
+from hf_memopt.redaction import redact
+from hf_memopt.reports.fields import EVENT, REPORT, Check
+from hf_memopt.reports.log import LARGEST_LOG, Events, Readings, read_log
+from hf_memopt.terminal import plain, plain_values
 
-REPORT, LOG, OOM = "memory_report.json", "memory_log.jsonl", "oom_report.json"
+REPORT_FILE, LOG, OOM = "memory_report.json", "memory_log.jsonl", "oom_report.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a folder tells.
+    """What a folder holds, checked (reports/fields.py) and without secrets.
 
     Attributes:
         folder: where it is.
         report: memory_report.json; empty where the run did not get that far, or a plain Trainer wrote the log.
-        readings: the log's lines with figures, oldest first: `time` (seconds since 1970), `step`, `phase`, bytes.
-        events: what happened, oldest first: dicts with `event` and `step`.
+        readings: the log's lines with figures, oldest first: `time` (seconds since 1970), `step`, `phase`, bytes; of a
+            long log each stretch's fullest.
+        events: what happened, oldest first: dicts with `event` and `step`; of very many the latest.
+        logged: how many readings there were.
+        left_out: kind of event -> how many are not in `events`.
     """
 
     folder: Path
     report: dict[str, Any] = field(default_factory=dict)
     readings: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    logged: int = 0
+    left_out: Counter = field(default_factory=Counter)
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
-        return self.folder.resolve().name
+        """The folder's own name, as it may be shown."""
+        return plain(self.folder.resolve().name)
 
 
-def read_run(directory: str | Path) -> Run:
+def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
     """Read a folder that a recipe, MemoryTrainer or MemoryCallback wrote to.
 
+    Args:
+        largest_log: bytes of the log's end that are read.
+
     Raises:
-        InputError: no folder, nothing of ours in it, or a file that is none of JSON.
+        InputError: no folder, nothing of ours in it, or a file that is damaged.
     """
-    folder = Path(directory).expanduser()
+    folder = user_path(directory)
     if not folder.is_dir():
         raise InputError(f"{directory}: there is no such folder; give a run's output_dir")
-    if not any((folder / name).is_file() for name in (REPORT, LOG, OOM)):
-        raise InputError(f"{folder} has none of {REPORT}, {LOG} and {OOM}: give the output_dir of a recipe, of "
-                         "MemoryTrainer, or of a Trainer with MemoryCallback")  # fmt: skip
-    report = _report(folder / REPORT)
-    readings, logged = _log(folder / LOG)
-    events = report.get("events") or logged
-    ended = _report(folder / OOM)
-    if ended and not any(event.get("event") == "out_of_memory" for event in events):
-        events = [*events, ended]
-    events = [*events, *(event for event in logged if event["event"] == "memory_grows" and event not in events)]
-    return Run(folder, report, readings, sorted(events, key=_step))
+    if not any(is_there(folder / name) for name in (REPORT_FILE, LOG, OOM)):
+        raise InputError(
+            f"{folder} has none of {REPORT_FILE}, {LOG} and {OOM}: give the output_dir of a recipe, of "
+            "MemoryTrainer, or of a Trainer with MemoryCallback"
+        )
+    report = read_report(folder)
+    log = folder / LOG
+    readings, logged = read_log(log, largest_log) if is_there(log) else (Readings(), Events())
+    events = _merged(report.get("events", ()), logged, read_oom_report(folder))
+    return Run(folder, report, readings.to_list(), sorted(events.to_list(), key=_step), readings.seen, events.left_out)
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """memory_report.json; empty where there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    return _checked(folder / REPORT_FILE, REPORT)
+
+
+def read_oom_report(folder: Path) -> dict[str, Any]:
+    """oom_report.json; empty where there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    return _checked(folder / OOM, EVENT)
+
+
+def _checked(file: Path, check: Check) -> dict[str, Any]:
+    if not is_there(file):
+        return {}
+    content = plain_values(redact(read_json(file)))
+    try:
+        check(content, "")
+    except InputError as error:
+        raise InputError(f"{file}: {error}: the file is damaged; delete it, and the others are read") from None
+    return content
+
+
+def _merged(reported: list[dict[str, Any]], logged: Events, ended: dict[str, Any]) -> Events:
+    """What memory_report.json says, else the log; with the run's end, and the growth that only the log names."""
+    events = Events()
+    for event in reported:
+        events.add(event)
+    if not reported:
+        events = logged
+    else:
+        named = {(event.get("step"), event.get("label")) for event in reported if event.get("event") == "memory_grows"}
+        for event in logged.to_list():
+            if event["event"] == "memory_grows" and (event.get("step"), event.get("label")) not in named:
+                events.add(event)
+    if ended and not any(event.get("event") == "out_of_memory" for event in events.to_list()):
+        events.add(ended)
+    return events
 
 
 def _step(event: dict[str, Any]) -> int:
-    step = event.get("step")
-    return step if isinstance(step, int) else 0
-
-
-def _report(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
-
-
-def entries(log: str) -> Iterator[dict[str, Any]]:
-    """The objects of a log's lines; the last line of a killed run may be torn."""
-    for line in log.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            yield entry
-
-
-def _log(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The last training's figures and events; a folder that was used again holds older ones before."""
-    if not file.is_file():
-        return [], []
-    readings, events = [], []
-    for entry in entries(file.read_text(encoding="utf-8", errors="replace")):
-        if "event" in entry:
-            events.append(entry)
-        elif "allocated" in entry and "time" in entry:
-            if readings and entry.get("step", 0) < readings[-1].get("step", 0):
-                readings, events = [], []
-            readings.append(entry)
-    return readings, events
+    return event.get("step", 0)

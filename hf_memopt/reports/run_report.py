@@ -1,5 +1,6 @@
 """memory_report.html: what a run took, when, why, and what to try next; and runs side by side."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hf_memopt.reports.events import told as in_words
 from hf_memopt.reports.next_steps import next_steps, speed
 from hf_memopt.reports.page import page, size
 from hf_memopt.reports.run import Run, read_run
+from hf_memopt.terminal import plain
 
 PAGE = "memory_report.html"
 # Fields of TrainingArguments that decide memory.
@@ -42,7 +44,7 @@ def run_page(run: Run) -> str:
     estimate, measured = report.get("estimate") or {}, report.get("measured", {})
     settings = report.get("settings", {})
     failed = next((event for event in run.events if event.get("event") == "out_of_memory"), None)
-    capacity = report.get("hardware", {}).get("memory_bytes") or (run.readings[-1]["capacity"] if run.readings else 0)
+    capacity = report.get("hardware", {}).get("memory_bytes") or _logged_capacity(run)
     thresholds = _thresholds(report)
     return page(
         "run",
@@ -55,7 +57,7 @@ def run_page(run: Run) -> str:
         chart_over_time=_chart(run, thresholds, capacity),
         words=_words(run, capacity),
         chart_by_phase=_chart_by_phase(report, estimate),
-        note=_note(report),
+        note=_note(run),
         capacity=capacity,
         thresholds=[(name, f"{share:.0%}", size(share * capacity)) for name, share in thresholds.items()],
         readings=[(one["step"], one.get("phase", ""), size(one["allocated"]), size(one["peak_allocated"]),
@@ -100,7 +102,7 @@ def figures(run: Run) -> dict[str, Any]:
     estimate = report.get("estimate") or {}
     losses = report.get("held_out_loss", {})
     quick = speed(run)
-    recovered = [event for event in run.events if event.get("event") == "oom_recovered"]
+    counted = Counter(event.get("event") for event in run.events) + run.left_out
     return {
         "steps": report.get("global_step") or (run.readings[-1]["step"] if run.readings else None),
         "predicted_peak_allocated_bytes": estimate.get("peak_allocated_bytes"),
@@ -109,8 +111,8 @@ def figures(run: Run) -> dict[str, Any]:
         "peak_host_bytes": measured.get("peak_host_bytes"),
         "tokens_per_second": quick and quick[0],
         "held_out_loss": list(losses.values())[-1] if losses else None,
-        "recovered_out_of_memory": len(recovered),
-        "ended_out_of_memory": sum(event.get("event") == "out_of_memory" for event in run.events),
+        "recovered_out_of_memory": counted["oom_recovered"],
+        "ended_out_of_memory": counted["out_of_memory"],
     }
 
 
@@ -130,7 +132,7 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
 def _names(runs: list[Run]) -> list[str]:
     """The folders' names, longer where two are alike."""
     short = [run.name for run in runs]
-    return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+    return short if len(set(short)) == len(short) else [plain(str(run.folder)) for run in runs]
 
 
 def _cell(key: str, value: Any) -> str:
@@ -183,7 +185,7 @@ def _chart(run: Run, thresholds, capacity: int):
     if not run.readings:
         return None
     predicted = (run.report.get("estimate") or {}).get("peak_allocated_bytes") if _own_allocator(run.report) else None
-    steps = [step for event in run.events if isinstance(step := event.get("step"), int)]
+    steps = sorted({event["step"] for event in run.events if "step" in event})
     return charts.both(
         lambda axes, narrow: charts.over_time(axes, narrow, run.readings, thresholds, capacity, predicted, steps),
         "time",
@@ -194,7 +196,7 @@ def _chart_by_phase(report: dict[str, Any], estimate: dict[str, Any]):
     timeline = [tuple(one) for one in report.get("predicted_timeline") or ()]
     if not timeline:
         return None
-    peak = estimate["peak_allocated_bytes"]
+    peak = estimate.get("peak_allocated_bytes", max(taken for _, taken in timeline))
     return charts.both(lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak), "phases")
 
 
@@ -213,11 +215,14 @@ def _words(run: Run, capacity: int) -> str:
             f"{size(last['allocated'])} at step {last['step']}, at most {size(top)}{share}.")  # fmt: skip
 
 
-def _note(report: dict[str, Any]) -> str:
-    if not report or _own_allocator(report):
-        return "Allocated by this process's tensors, as each logging step, evaluation and save found it."
-    return ("Resident memory of the process, which on a CPU also holds Python and its libraries; predicted and "
-            "measured below count tensors alone.")  # fmt: skip
+def _note(run: Run) -> str:
+    thinned = f" {len(run.readings)} of {run.logged} readings." if run.logged > len(run.readings) else ""
+    if not run.report or _own_allocator(run.report):
+        return f"Allocated by this process's tensors, as each logging step, evaluation and save found it.{thinned}"
+    return (
+        "Resident memory of the process, which on a CPU also holds Python and its libraries; predicted and measured "
+        f"below count tensors alone.{thinned}"
+    )
 
 
 def _compared(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -246,11 +251,11 @@ def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
-    try:
-        words = in_words(event)
-    except (KeyError, TypeError):  # of another version, or by hand
-        words = ", ".join(f"{name}={value}" for name, value in event.items())
-    return str(event.get("step", "")), str(event.get("event", "")).replace("_", " "), words
+    return str(event.get("step", "")), event.get("event", "").replace("_", " "), in_words(event)
+
+
+def _logged_capacity(run: Run) -> float:
+    return run.readings[-1].get("capacity", 0) if run.readings else 0
 
 
 def _speed(run: Run) -> tuple[str, ...] | None:
