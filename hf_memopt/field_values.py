@@ -1,6 +1,6 @@
 """Whether values fit the types and bounds of a dataclass's fields: one check of every setting that a user gives.
 
-Dataclasses themselves check nothing, and transformers' and peft's meet a wrong value long after it was given, if at all.
+Dataclasses themselves check nothing, and transformers' and peft's meet a wrong value long after it was given, or never.
 """
 
 import math
@@ -8,9 +8,10 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from enum import Enum
 from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
@@ -115,8 +116,8 @@ _WORDS = {
 _LARGEST = 2**63 - 1  # what torch, numpy and Arrow hold
 
 
-# TrainingArguments (transformers 5.23) takes more than these annotations say: its own __post_init__ sets fsdp=True, and
-# makes an AcceleratorConfig of a dict.
+# TrainingArguments (transformers 5.23) takes more than these annotations say: its __post_init__ itself sets fsdp=True,
+# and makes an AcceleratorConfig of a dict.
 _WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": Any}
 
 
@@ -124,7 +125,14 @@ _WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": Any}
 def hints_of(kind: type) -> Hints:
     """The annotations of a dataclass's fields, resolved."""
     hints = typing.get_type_hints(kind)
-    return {item.name: _WIDER.get(item.name, hints[item.name]) for item in fields(kind)}
+    return {item.name: _hint(item, hints[item.name]) for item in fields(kind) if item.init}
+
+
+def _hint(item: Field, annotation: Any) -> Any:
+    """A field's type; of one with choices for the command line (transformers' log_level), these."""
+    if choices := item.metadata.get("choices"):
+        return typing.Literal[tuple(choices)]
+    return _WIDER.get(item.name, annotation)
 
 
 def fit(hints: Hints, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -155,9 +163,9 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
     if not _accepts(hint, value):
         quotes = "; YAML reads an unquoted no, off or yes as one" if isinstance(value, bool) else ""
         raise InputError(f"{said} must be {_described(hint)}{_named(value)}{quotes}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return
-    if not math.isfinite(value) or abs(value) > (_LARGEST if isinstance(value, int) else math.inf):
+    if isinstance(value, Integral) and abs(value) > _LARGEST or not math.isfinite(value):
         raise InputError(f"{said} must be a finite number of at most 64 bits")
     if name in BOUNDS and not BOUNDS[name].hold(value):
         raise InputError(f"{said} must {BOUNDS[name]}")
@@ -196,9 +204,9 @@ def _accepts(hint: Any, value: Any) -> bool:
     if hint in (None, type(None)):
         return value is None
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers are these too
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, Integral) and not isinstance(value, bool)
     if hint is str:
         return isinstance(value, str | os.PathLike)
     if isinstance(hint, type) and issubclass(hint, Enum):

@@ -1,4 +1,4 @@
-"""Rows of a local file with the lines that they stand on: what `datasets` reads, read again to say what is wrong with it.
+"""Rows of a local file with their lines: what `datasets` reads, read again to say what is wrong with it.
 
 `datasets` reports a broken file as "An error occurred while generating the dataset", with neither line nor reason. Its
 own readers stay in use, since they are fast; this one runs when they fail, or when a row has to be named.
@@ -110,9 +110,8 @@ def _parsed(path: Path, number: int, text: str) -> Any:
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         found = brief(text.splitlines()[error.lineno - 1].strip()[:60]) if text.strip() else "nothing"
-        raise InputError(
-            f"{path}: line {line} is not JSON ({error.msg.removesuffix(' at')}, column {error.colno}): found {found}; {_EXAMPLE}"
-        ) from error
+        reason = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+        raise InputError(f"{path}: line {line} is not JSON ({reason}): found {found}; {_EXAMPLE}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: line {number} is not JSON ({one_line(error)}): {_EXAMPLE}") from error
     if "\\ud" in text.lower() and not _encodes(value):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
@@ -66,8 +66,8 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     if task not in TASKS:
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
-    with no_tie_weights() if spread else nullcontext():
-        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)),
+    with no_tie_weights() if spread else nullcontext(), _refused_configuration(config):
+        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), trust_remote_code=False,
                                  attn_implementation=attn_implementation)  # fmt: skip
     if spread is not None:
         model = spread(model)
@@ -87,6 +87,14 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     if memory_args is not None:
         apply_levers(model, memory_args)
     return model
+
+
+@contextmanager
+def _refused_configuration(config) -> Iterator[None]:
+    """A model's constructor divides, indexes and multiplies by what its configuration says; whatever that raises is
+    the configuration's fault."""
+    with as_input_error(f"model type {config.model_type!r} cannot be made from its configuration", Exception):
+        yield
 
 
 @contextmanager
