@@ -1,6 +1,6 @@
 """Whether values fit the types and bounds of a dataclass's fields: one check of every setting that a user gives.
 
-Dataclasses themselves check nothing, and transformers' and peft's meet a wrong value long after it was given, or never.
+Dataclasses check nothing themselves: transformers' and peft's meet a wrong value long after it was given, or never.
 """
 
 import math
@@ -38,9 +38,12 @@ class Bounds:
         """Whether a number lies within."""
         return value <= self.most and (value > self.least if self.open else value >= self.least)
 
-    def __str__(self) -> str:
-        if self.most < math.inf:
-            text = f"lie between {self.least:g} and {self.most:.10g}"
+    def wanted(self, value: float) -> str:
+        """What a number outside must be."""
+        if self.most == 1:
+            text = f"lie between {self.least:g} and 1"
+        elif value > self.most:
+            text = f"be at most {self.most}"
         else:
             text = f"be {'above' if self.open else 'at least'} {self.least:g}"
         return f"{text} ({self.instead})" if self.instead else text
@@ -165,10 +168,10 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
         raise InputError(f"{said} must be {_described(hint)}{_named(value)}{quotes}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return
-    if isinstance(value, Integral) and abs(value) > _LARGEST or not math.isfinite(value):
+    if (isinstance(value, Integral) and abs(value) > _LARGEST) or not math.isfinite(value):
         raise InputError(f"{said} must be a finite number of at most 64 bits")
     if name in BOUNDS and not BOUNDS[name].hold(value):
-        raise InputError(f"{said} must {BOUNDS[name]}")
+        raise InputError(f"{said} must {BOUNDS[name].wanted(value)}")
 
 
 def _named(value: Any) -> str:

@@ -101,15 +101,12 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
         InputError: names the line that cannot be read.
     """
     from datasets import load_dataset
-    from datasets.utils import logging as datasets_logging
 
     if path.suffix not in _FORMATS:
         raise InputError(f"{path}: unknown ending {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
     if path.stat().st_size == 0:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
     builder, options = _FORMATS[path.suffix]
-    said = datasets_logging.get_verbosity()
-    datasets_logging.set_verbosity(datasets_logging.CRITICAL)  # its readers log an error before they raise it
     try:
         if path.suffix == ".csv":
             options = {**options, **_csv_options(path)}
@@ -123,8 +120,6 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
         raise
     except Exception as error:
         raise explain(path, error) from error
-    finally:
-        datasets_logging.set_verbosity(said)
 
 
 def _csv_options(path: Path) -> dict:

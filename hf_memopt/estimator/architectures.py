@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hf_memopt.errors import InputError, as_input_error, brief, one_line
+from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.estimator.model_sizes import check_sizes
 
 _FOLDER = Path(__file__).parent / "architectures"
@@ -26,9 +26,10 @@ def load_config(model):
 
     if isinstance(model, PretrainedConfig):
         return model
-    with as_input_error(f"model {brief(str(model))}", OSError, ValueError):  # a name that no file can have
-        exists = Path(model).exists()
-        bundled = _bundled(str(model))
+    try:
+        exists, bundled = Path(model).exists(), _bundled(str(model))
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise InputError(f"model {brief(str(model))}: {one_line(error)[:80]}") from error
     if bundled and not exists:
         return read_config(bundled)
     if exists or "/" in str(model):
