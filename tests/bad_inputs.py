@@ -147,7 +147,18 @@ def nested() -> Iterator[BadInput]:
         "quantization.bnb_4bit_use_double_quant": ("abc", "5"),
         "quantization.llm_int8_threshold": (".nan", "abc", "-1"),
     }
-    not_yaml = ("[", "{a: ", "a: b: c", "!!python/object:os.system x", "*alias", "\x00", "2024-13-45", "'open", "@", "`")
+    not_yaml = (
+        "[",
+        "{a: ",
+        "a: b: c",
+        "!!python/object:os.system x",
+        "*alias",
+        "\x00",
+        "2024-13-45",
+        "'open",
+        "@",
+        "`",
+    )
     for key, texts in bad.items():
         field = key.partition(".")[2]
         for text in (*texts, *(not_yaml if key in ("lora.r", "quantization.load_in_4bit") else ())):
@@ -221,35 +232,43 @@ def spoilt_rows() -> Iterator[tuple[str, str, dict]]:
 def rows() -> Iterator[BadInput]:
     """Rows that are read and cannot be trained on: file and line stand in the error."""
     for form, wrong, row in spoilt_rows():
-        for ending in (".jsonl", ".parquet"):
-            line = "line 2" if ending == ".jsonl" else "row 1"
-            yield BadInput(f"{form}{ending}: {wrong}", _trained(form, row, ending), f"rows{ending}: {line}")
-        yield BadInput(f"{form}, streamed: {wrong}", _trained(form, row, ".jsonl", streaming=True), "rows.jsonl: line 2")
+        yield BadInput(f"{form}.jsonl: {wrong}", _trained(form, row), "rows.jsonl: line 2")
+        yield BadInput(f"{form}, streamed: {wrong}", _trained(form, row, streaming=True), "rows.jsonl: line 2")
+        if (table := _table(GOOD[form], row)) is not None:
+            yield BadInput(f"{form}.parquet: {wrong}", _trained_table(table), "rows.parquet: row")
 
 
-def _trained(form: str, row: dict, ending: str, streaming: bool = False) -> Callable[[Path], Any]:
+def _trained(form: str, row: dict, streaming: bool = False) -> Callable[[Path], Any]:
     def act(folder: Path):
-        path = folder / f"rows{ending}"
-        pair = [GOOD[form], row]
-        if ending == ".parquet":
-            _write_parquet(pair, path)
-        else:
-            path.write_text("".join(json.dumps(one) + "\n" for one in pair))
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in (GOOD[form], row)))
         return samples(path, streaming)
 
     return act
 
 
-def _write_parquet(pair: list[dict], path: Path) -> None:
-    """As pandas and Arrow write: a column has one type, so that a value of another stands alone."""
+def _table(good: dict, row: dict):
+    """A good row and another as Arrow's table; the other alone where a column would have two types; None where it has
+    two in itself, which no table can hold."""
     import pyarrow
-    from pyarrow import parquet
 
-    try:
-        table = pyarrow.Table.from_pylist(pair)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
-        table = pyarrow.Table.from_pylist([pair[1], pair[1]])
-    parquet.write_table(table, path)
+    names = dict.fromkeys([*good, *row])
+    for pair in ([good, row], [row]):
+        try:
+            return pyarrow.Table.from_pylist([{name: one.get(name) for name in names} for one in pair])
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
+            continue
+    return None
+
+
+def _trained_table(table) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        from pyarrow import parquet
+
+        parquet.write_table(table, folder / "rows.parquet")
+        return samples(folder / "rows.parquet")
+
+    return act
 
 
 def samples(path: Path, streaming: bool = False) -> list:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_memopt.data.columns import FORMS, find_form, find_unused
+from hf_memopt.data.mixed_columns import exact_features, exact_rows, find_mixed, read_exactly
 from hf_memopt.data.row_files import explain, numbered_rows
 from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
@@ -113,13 +114,17 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
         splits = load_dataset(builder, data_files=str(path), streaming=streaming, **options)
         if streaming:
             return {name: _guarded(rows, path) for name, rows in splits.items()}
-        for rows in splits.values() if builder == "json" else ():
-            rows.data.table.validate(full=True)  # Arrow's JSON reader takes bytes that are not UTF-8 for text
-        return splits
+        return {name: _exact(rows, path) for name, rows in splits.items()} if builder == "json" else splits
     except InputError:
         raise
     except Exception as error:
         raise explain(path, error) from error
+
+
+def _exact(rows, path: Path):
+    """Rows of a JSON file as they stand in it."""
+    rows.data.table.validate(full=True)  # Arrow's JSON reader takes bytes that are not UTF-8 for text
+    return read_exactly(path, rows.features) if find_mixed(rows.features) else rows
 
 
 def _csv_options(path: Path) -> dict:
@@ -135,7 +140,13 @@ def _guarded(rows, path: Path):
     from datasets import IterableDataset
 
     rows = rows._resolve_features()  # by its first rows: datasets 5.2 knows those of a JSON list only when asked
-    return IterableDataset.from_generator(_explained, features=rows.features, gen_kwargs={"rows": rows, "path": path})
+    mixed = find_mixed(rows.features) if path.suffix in (".json", ".jsonl") else ()
+    if not mixed:
+        arguments = {"rows": rows, "path": path}
+        return IterableDataset.from_generator(_explained, features=rows.features, gen_kwargs=arguments)
+    arguments = {"path": path, "names": tuple(rows.features), "mixed": mixed}  # a list would be taken for shards
+    features = exact_features(rows.features, mixed)
+    return IterableDataset.from_generator(exact_rows, features=features, gen_kwargs=arguments)
 
 
 def _explained(rows, path: Path):
