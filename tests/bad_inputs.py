@@ -6,16 +6,23 @@ in the table by itself.
 """
 
 import dataclasses
+import io
 import json
 import math
 import os
+import shutil
+import sys
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
+
+from hf_memopt.errors import InputError
 
 HUGE = 10**30
 
@@ -500,7 +507,133 @@ def models() -> Iterator[BadInput]:
         yield BadInput(f"model {name[:20]!r}", lambda folder, name=name: load_config(name), "model")
 
 
+# ---- commands
+
+
+COMMANDS = {
+    "estimate gpt2 --seq-len 0": "--seq-len",
+    "estimate gpt2 --seq-len -5": "--seq-len",
+    "estimate gpt2 --seq-len abc": "--seq-len",
+    "estimate gpt2 --seq-len 1.5": "--seq-len",
+    "estimate gpt2 --world-size 0": "--world-size",
+    "estimate gpt2 --world-size nan": "--world-size",
+    "plan gpt2 --seq-len 0": "--seq-len",
+    "plan gpt2 --effective-batch-size 0": "--effective-batch-size",
+    "plan gpt2 --effective-batch-size 1000000000000": "--effective-batch-size",
+    "plan gpt2 --memory 0": "--memory",
+    "plan gpt2 --memory nan": "--memory",
+    "plan gpt2 --memory inf": "--memory",
+    "plan gpt2 --memory -1": "--memory",
+    "plan gpt2 --host-memory nan": "--host-memory",
+    "plan gpt2 --rung top": "rung",
+    "advise log --seq-len 0": "--seq-len",
+    "dry-run no.py --world-size 0": "--world-size",
+    "export cpu_x2 run --sequence-parallel -8": "--sequence-parallel",
+    "export cpu_x2 run --sequence-parallel 0": "--sequence-parallel",
+    "export cpu_x2 run --machines 0": "--machines",
+    "export cpu_x2 run --machines -1": "--machines",
+    "monitor --interval 0": "--interval",
+    "monitor --interval -1": "--interval",
+    "monitor --interval nan": "--interval",
+    "monitor --interval inf": "--interval",
+    "snapshot file --top 0": "--top",
+    "snapshot file --top -3": "--top",
+    "show nothing": "unknown preset",
+    "show cpu --precision fp9": "unknown precision",
+    "presets --method fully": "unknown method",
+}
+
+
+def commands() -> Iterator[BadInput]:
+    """Options of the command line."""
+    for line, expected in COMMANDS.items():
+        yield BadInput(line, lambda folder, line=line: typed(*line.split()), expected)
+
+
+def typed(*words: str) -> None:
+    """hf-memopt in this process.
+
+    Raises:
+        InputError: it ended with exit code 2; the text is what it wrote to stderr.
+    """
+    from hf_memopt.cli import main
+
+    said = io.StringIO()
+    with mock.patch.object(sys, "argv", ["hf-memopt", *words]), redirect_stderr(said), redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as ended:
+            if ended.code != 2 or not said.getvalue().startswith("error: "):
+                raise RuntimeError(f"ended with {ended.code}: {said.getvalue()[-300:]}") from ended
+            raise InputError(said.getvalue()) from ended
+
+
+# ---- a model's other files
+
+
+def model_files() -> Iterator[BadInput]:
+    """Folders of models whose tokenizer, weights or chat template cannot be used."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for name in ("empty", "truncated", "binary", "zeros", "a list", "null"):
+            yield BadInput(f"{file}: {name}", _spoilt_model(file, BROKEN[name], _loads_tokenizer), "tokenizer")
+    for name, content in {"empty": b"", "truncated": None, "binary": BROKEN["binary"], "zeros": bytes(4096)}.items():
+        yield BadInput(
+            f"model.safetensors: {name}", _spoilt_model("model.safetensors", content, _loads_model), "model"
+        )
+    for template in ("{{ 1 / 0 }}", "{{ messages.x.y }}", "{{ raise_exception('no') }}", "{% for %}", "{{ messages[99] }}",
+                     "{{ range(10**9) | list }}", "{{ messages | nope }}", "{{ 'a' * 10**12 }}", "{{ [] + 5 }}"):  # fmt: skip
+        yield BadInput(f"chat template {template}", _templated(template), "chat template")
+
+
+def _spoilt_model(file: str, content: bytes | None, act: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def do(folder: Path):
+        from hf_memopt.data.builtin_model import builtin_model
+
+        model = folder / "model"
+        shutil.copytree(builtin_model(), model)
+        whole = (model / file).read_bytes() if (model / file).exists() else b""
+        (model / file).write_bytes(whole[: len(whole) // 2] if content is None else content)
+        return act(model)
+
+    return do
+
+
+def _job(model: Path, *words: str):
+    from hf_memopt.recipe import job as jobs
+
+    out = str(model.parent / "out")
+    return jobs.start("", ["--preset", "cpu", "--model_name_or_path", str(model), "--output_dir", out, *words])
+
+
+def _loads_tokenizer(model: Path):
+    from hf_memopt.recipe import job as jobs
+
+    return jobs.load_tokenizer(_job(model))
+
+
+def _loads_model(model: Path):
+    from hf_memopt.recipe import job as jobs
+
+    job = _job(model)
+    return jobs.load_model(job, jobs.load_config(job), jobs.load_tokenizer(job))
+
+
+def _templated(template: str) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        from transformers import AutoTokenizer
+
+        from hf_memopt.data.builtin_model import builtin_model
+        from hf_memopt.data.chat import Chat
+
+        tokenizer = AutoTokenizer.from_pretrained(builtin_model())
+        tokenizer.chat_template = template
+        return Chat(tokenizer).text_and_answers([ASK, SAY])
+
+    return act
+
+
 def everything() -> list[BadInput]:
     """The whole table."""
-    makers = (settings, command_line, nested, rows, row_files, configuration_files, engine_files, models)
+    makers = (settings, command_line, nested, rows, row_files, configuration_files, engine_files, models, commands,
+              model_files)  # fmt: skip
     return [entry for maker in makers for entry in maker()]

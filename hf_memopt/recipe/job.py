@@ -1,6 +1,7 @@
 """A recipe's job: what was asked for, resolved against the preset, and the model, tokenizer and data made from it."""
 
 import argparse
+import itertools
 import logging
 import re
 import sys
@@ -343,7 +344,28 @@ def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, columns = load_job_rows(job, source)
         train = encode(train, columns, tokenizer, length, source)
+        if recipe.streaming:
+            _check_stream(train, job.args, source)
         return train, None if held_out is None else encode(held_out, columns, tokenizer, length, source)
+
+
+def _check_stream(samples, args, source: str) -> None:
+    """Raise where a stream ends before its first optimizer step.
+
+    The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a
+    step is dropped. An epoch shorter than one step would be begun again and again, without a word.
+
+    Raises:
+        InputError: too few samples.
+    """
+    batch = args.per_device_train_batch_size * args.world_size
+    needed = batch * (args.gradient_accumulation_steps - 1) + (batch if args.dataloader_drop_last else 1)
+    found = sum(1 for _ in itertools.islice(samples, needed))
+    if found < needed:
+        raise InputError(
+            f"data set {source!r} streams {found} samples, and a step of {args.gradient_accumulation_steps} batches of "
+            f"{batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
+        )
 
 
 def load_job_rows(job: Job, source: str, with_media: bool = False):
