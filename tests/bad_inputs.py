@@ -463,8 +463,8 @@ def engine_files() -> Iterator[BadInput]:
         content = f"{start}{line}\n".encode()
         yield BadInput(f"accelerate.yaml: {line}", _with_file("accelerate.yaml", content, check_config_file), expected)
     for name, (content, expected) in DEEPSPEED.items():
-        yield BadInput(f"deepspeed.json: {name}",
-                       _with_file("deepspeed.json", json.dumps(content).encode(), check_config_file), expected)  # fmt: skip
+        act = _with_file("deepspeed.json", json.dumps(content).encode(), check_config_file)
+        yield BadInput(f"deepspeed.json: {name}", act, expected)
 
 
 # ---- models
@@ -498,11 +498,11 @@ def models() -> Iterator[BadInput]:
     yield BadInput("config.json: no model type", config({"hidden_size": 64}), "model_type")
     yield BadInput("config.json: an unknown model type", config({**LLAMA, "model_type": "lama"}), "lama")
     yield BadInput("config.json: a model type that is a list", config({**LLAMA, "model_type": ["llama"]}), "config")
-    yield BadInput("config.json: code of its own", config(
-        {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}), "code that comes with it")  # fmt: skip
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    yield BadInput("config.json: code of its own", config(own), "code that comes with it")
     for name, content in BROKEN.items():
-        yield BadInput(f"config.json: {name}", _with_file("config.json", content,
-                                                          lambda path: load_config(str(path.parent))), "model")  # fmt: skip
+        act = _with_file("config.json", content, lambda path: load_config(str(path.parent)))
+        yield BadInput(f"config.json: {name}", act, "model")
     for name in ("nowhere", "nowhere/at-all", "a" * 5000, "a\0b", "", "~/nowhere", "../..", "llama-3.1-8", "🤖"):
         yield BadInput(f"model {name[:20]!r}", lambda folder, name=name: load_config(name), "model")
 
@@ -571,6 +571,19 @@ def typed(*words: str) -> None:
 # ---- a model's other files
 
 
+TEMPLATES = (
+    "{{ 1 / 0 }}",
+    "{{ messages.x.y }}",
+    "{{ raise_exception('no') }}",
+    "{% for %}",
+    "{{ messages[99].role }}",
+    "{{ range(10**9) | list }}",
+    "{{ messages | nope }}",
+    "{{ 'a' * 10**15 }}",
+    "{{ [] + 5 }}",
+)
+
+
 def model_files() -> Iterator[BadInput]:
     """Folders of models whose tokenizer, weights or chat template cannot be used."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -580,8 +593,7 @@ def model_files() -> Iterator[BadInput]:
         yield BadInput(
             f"model.safetensors: {name}", _spoilt_model("model.safetensors", content, _loads_model), "model"
         )
-    for template in ("{{ 1 / 0 }}", "{{ messages.x.y }}", "{{ raise_exception('no') }}", "{% for %}", "{{ messages[99] }}",
-                     "{{ range(10**9) | list }}", "{{ messages | nope }}", "{{ 'a' * 10**12 }}", "{{ [] + 5 }}"):  # fmt: skip
+    for template in TEMPLATES:
         yield BadInput(f"chat template {template}", _templated(template), "chat template")
 
 

@@ -56,6 +56,17 @@ def _positive(value: float | None) -> float | None:
     return value
 
 
+def _at_least_one(value: int | None) -> int | None:
+    """A number of tokens, samples or devices, as it was given.
+
+    Raises:
+        typer.BadParameter: it is none, less, or more than anybody has.
+    """
+    if value is not None and not 1 <= value < 2**31:
+        raise typer.BadParameter(f"{value} must be at least 1{', and below 2147483648' if value > 0 else ''}")
+    return value
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
@@ -116,9 +127,11 @@ def estimate(
         str, typer.Option(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)
     ] = "auto",
     method: Method = "full",
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sample. Default: the preset's.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+    ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Devices that train together. Default: the preset's.")
+        int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the preset's.")
     ] = None,
     strategy: Strategy = None,
     hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
@@ -154,10 +167,14 @@ def plan(
             autocompletion=_hardware,
         ),
     ] = "auto",
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sample. Default: the preset's.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+    ] = None,
     effective_batch_size: Annotated[
         int | None,
-        typer.Option(min=1, max=2**31 - 1, help="Samples per optimizer step over all devices. Default: the preset's."),
+        typer.Option(
+            callback=_at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
+        ),
     ] = None,
     method: Annotated[str, typer.Option(help="full, lora or qlora; any: the first of them that fits.")] = "any",
     strategy: Strategy = None,
@@ -203,7 +220,9 @@ def advise(
     model: Annotated[str | None, typer.Option(help="The run's model, so that savings can be predicted.")] = None,
     preset: Annotated[str, typer.Option(help="The run's preset, with --model.")] = "auto",
     method: Method = "full",
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per sample, with --model.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample, with --model.")
+    ] = None,
     settings: Settings = None,
     json: Json = False,
 ) -> None:
@@ -219,7 +238,7 @@ def dry_run(
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
     hardware: Annotated[str, typer.Option(help="Device to fit on. Default: this machine's.")] = "auto",
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Devices that train together. Default: the script's.")
+        int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the script's.")
     ] = None,
     plot: Plot = None,
     json: Json = False,
@@ -247,12 +266,15 @@ def export(
     machines: Annotated[
         int | None,
         typer.Option(
-            min=1, max=100_000, help="So many machines, each with the preset's devices; also writes slurm.sbatch."
+            callback=_at_least_one, help="So many machines, each with the preset's devices; also writes slurm.sbatch."
         ),
     ] = None,
     sequence_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples."),
+        typer.Option(
+            callback=_at_least_one,
+            help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -307,7 +329,7 @@ def snapshot(
     file: Annotated[
         str, typer.Argument(help="What --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote.")
     ],
-    top: Annotated[int, typer.Option(min=1, help="So many blocks and modules.")] = 10,
+    top: Annotated[int, typer.Option(callback=_at_least_one, help="So many blocks and modules.")] = 10,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time by kind.")] = None,
     json: Json = False,
 ) -> None:

@@ -109,9 +109,9 @@ def _parsed(path: Path, number: int, text: str) -> Any:
         value = json.loads(text, parse_constant=lambda _: None)  # NaN, as datasets reads it
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
-        found = brief(text.splitlines()[error.lineno - 1].strip()[:60]) if text.strip() else "nothing"
+        found = (text.split("\n")[error.lineno - 1].strip()[:60] if text.strip() else "") or "nothing"
         reason = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        raise InputError(f"{path}: line {line} is not JSON ({reason}): found {found}; {_EXAMPLE}") from error
+        raise InputError(f"{path}: line {line} is not JSON ({reason}): found {brief(found)}; {_EXAMPLE}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: line {number} is not JSON ({one_line(error)}): {_EXAMPLE}") from error
     if "\\ud" in text.lower() and not _encodes(value):

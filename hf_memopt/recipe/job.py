@@ -363,8 +363,8 @@ def _check_stream(samples, args, source: str) -> None:
     found = sum(1 for _ in itertools.islice(samples, needed))
     if found < needed:
         raise InputError(
-            f"data set {source!r} streams {found} samples, and a step of {args.gradient_accumulation_steps} batches of "
-            f"{batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
+            f"data set {source!r} streams {found} samples, and a step of {args.gradient_accumulation_steps} batches "
+            f"of {batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
         )
 
 
