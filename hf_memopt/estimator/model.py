@@ -10,6 +10,7 @@ from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.video_parts import train_parts
+from hf_memopt.remote_code import is_trusted
 
 TASKS = ("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification")
 _AUTO_CLASSES = {
@@ -67,7 +68,7 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
     with no_tie_weights() if spread else nullcontext(), _refused_configuration(config):
-        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), trust_remote_code=False,
+        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), trust_remote_code=is_trusted(config),
                                  attn_implementation=attn_implementation)  # fmt: skip
     if spread is not None:
         model = spread(model)
