@@ -1,5 +1,7 @@
-"""Whether code that comes with a model may run. Nobody is asked on stdin: where trust_remote_code is None, transformers
-prompts, and a pipe may answer."""
+"""Whether code that comes with a model may run.
+
+Where trust_remote_code is None, transformers asks on stdin, and a pipe may answer: every call says True or False.
+"""
 
 
 def is_trusted(config) -> bool:

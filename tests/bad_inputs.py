@@ -480,6 +480,30 @@ _BAD_SIZES = {"zero": 0, "negative": -4, "a word": "big", "huge": 10**12, "a fra
               "a billion": 10**9, "a mapping": {"a": 1}}  # fmt: skip
 
 
+OTHER = {"hidden_act": 5, "rms_norm_eps": "x", "rope_parameters": 5, "tie_word_embeddings": "x",
+         "attention_dropout": "x", "attention_bias": "x", "max_position_embeddings": "x"}  # fmt: skip
+# What a configuration's class takes, and a model's does not.
+TRACED = {
+    "head_dim": 0,
+    "hidden_act": "nope",
+    "rope_theta": "x",
+    "pad_token_id": 10**9,
+    "attention_dropout": 5.0,
+    "is_encoder_decoder": True,
+    "text_config": 5,
+    "quantization_config": {},
+    "num_hidden_layers": 10**9,
+}
+
+
+def _estimated(content: dict) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        (folder / "config.json").write_text(json.dumps(content))
+        typed("estimate", str(folder), "--preset", "cpu", "--seq-len", "32")
+
+    return act
+
+
 def models() -> Iterator[BadInput]:
     """config.json with sizes that no model has, and files that are none."""
     from hf_memopt.estimator.architectures import load_config
@@ -493,6 +517,13 @@ def models() -> Iterator[BadInput]:
     for name, value in {"zero": 0, "huge": 10**12}.items():
         nested = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 10**9, "hidden_size": value}}
         yield BadInput(f"config.json: vision_config.hidden_size is {name}", config(nested), "vision_config")
+    for value in (5, [5], [None], "LlamaForCausalLM", {"a": 1}):
+        yield BadInput(f"config.json: architectures is {value!r}", config({**LLAMA, "architectures": value}),
+                       "architectures")  # fmt: skip
+    for name, value in OTHER.items():
+        yield BadInput(f"config.json: {name} is {value!r}", config({**LLAMA, name: value}), name)
+    for name, value in TRACED.items():
+        yield BadInput(f"estimate: {name} is {value!r}", _estimated({**LLAMA, name: value}), "")
     yield BadInput("config.json: heads that do not divide", config({**LLAMA, "num_attention_heads": 7}), "7")
     yield BadInput("config.json: shared heads that do not divide", config({**LLAMA, "num_key_value_heads": 3}), "3")
     yield BadInput("config.json: no model type", config({"hidden_size": 64}), "model_type")

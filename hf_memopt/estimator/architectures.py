@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.estimator.model_sizes import check_sizes
+from hf_memopt.field_values import check_value
 
 _FOLDER = Path(__file__).parent / "architectures"
 
@@ -63,6 +64,7 @@ def read_config(model, trust_remote_code: bool = False):
                 "code, then pass --trust_remote_code true to a recipe; estimate, plan and advise take models that "
                 "transformers itself has, and dry-run a script that loads it"
             )
+        check_value("architectures", list[str] | None, content.get("architectures"), f"{where}: ")
         check_sizes(content, where)
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (InputError, OSError):

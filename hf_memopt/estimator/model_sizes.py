@@ -6,9 +6,9 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief
 
-# Several times the deepest and the widest models there are: Llama 3.1 405B has 126 layers, and gpt2-like research
-# models a thousand; vocabularies end at 262,144 (Gemma 3).
-_MOST_LAYERS = 10_000
+# Several times the deepest and the widest models there are: Llama 3.1 405B has 126 layers, and research models a
+# thousand; vocabularies end at 262,144 (Gemma 3). An estimate of 2,000 layers takes some seconds.
+_MOST_LAYERS = 2_000
 _MOST = 2**24
 # The names that transformers' configurations give to what a weight's shape is made of.
 _LAYERS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(en|de)coder_layers|depth)")

@@ -278,6 +278,8 @@ def traced(job: TracedJob) -> Books:
     """
     try:
         return trace(job)
+    except InputError:
+        raise
     except (ValueError, TypeError, ImportError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
         if found := _SWAPPED.fullmatch(one_line(error)):
             raise InputError(f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
