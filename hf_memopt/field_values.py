@@ -95,10 +95,10 @@ BOUNDS = {
     "fsdp_size": _COUNT,
     "shuffle_buffer_size": Bounds(1, 10**9),
     "samples": _NOT_NEGATIVE,
-    "max_frames": _COUNT,
+    "max_frames": _POSITIVE,
     "video_fps": _POSITIVE,
-    "max_pixels_per_frame": _COUNT,
-    "max_video_tokens": _COUNT,
+    "max_pixels_per_frame": _POSITIVE,
+    "max_video_tokens": _POSITIVE,
     "max_bad_videos": _NOT_NEGATIVE,
     "answer_tokens": _COUNT,
     # LoraConfig and BitsAndBytesConfig

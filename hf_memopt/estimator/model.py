@@ -92,9 +92,9 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
 
 @contextmanager
 def _refused_configuration(config) -> Iterator[None]:
-    """A model's constructor divides, indexes and multiplies by what its configuration says; whatever that raises is
-    the configuration's fault."""
-    with as_input_error(f"model type {config.model_type!r} cannot be made from its configuration", Exception):
+    """A model's constructor divides, indexes and multiplies by what its configuration says, and looks attention up by
+    name; whatever that raises is the input's fault."""
+    with as_input_error(f"model type {config.model_type!r} cannot be made", Exception):
         yield
 
 
