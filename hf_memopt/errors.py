@@ -3,6 +3,7 @@
 import atexit
 import difflib
 import os
+import reprlib
 import sys
 import time
 import traceback
@@ -12,6 +13,10 @@ from contextlib import contextmanager
 from hf_memopt.noise import quiet
 from hf_memopt.redaction import redact_argv, redact_text
 from hf_memopt.terminal import plain
+
+_LONGEST = 200  # characters of a value in a message
+_SHORT = reprlib.Repr()  # a few lines of YAML can stand for billions of items, which repr() would all write
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
@@ -65,10 +70,16 @@ def choose(kind: str, name: str, known: Iterable[str]) -> InputError:
         known: the accepted names.
     """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     listed = "" if len(known) > 40 else f" Known: {', '.join(known)}."
-    return InputError(f"unknown {kind} {name!r}.{hint}{listed}")
+    return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
+
+
+def brief(value: object) -> str:
+    """A value as Python writes it, on one line and cut where it is long; of nested ones, the outer levels."""
+    text = " ".join(_SHORT.repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 @contextmanager

@@ -17,5 +17,6 @@ def quiet() -> None:
     """
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its readers log what they raise
     # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -76,7 +76,7 @@ def test_a_system_column_beside_a_system_message(encoded):
     opened = {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]}
     ((text, _),) = encoded({**opened, "system": "Be brief. "})
     assert text.count("Be brief.") == 1
-    with pytest.raises(InputError, match=r"rows\.jsonl: row 0: .*system.*differs"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: line 1, row 0: .*system.*differs"):
         encoded({**opened, "system": "Be verbose."})
     assert encoded({**opened, "system": None})[0][0].count("<|system|>") == 1
 
@@ -100,7 +100,7 @@ def test_tools_reach_the_chat_template(form, given, encoded):
     ],
 )  # fmt: skip
 def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
-    with pytest.raises(InputError, match=rf"rows\.jsonl: row 0: .*{said}"):
+    with pytest.raises(InputError, match=rf"rows\.jsonl: line 1, row 0: .*{said}"):
         encoded(row, template=template)
 
 
@@ -116,7 +116,7 @@ def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_columns_that_mean_something_are_refused(column, value, streaming, encoded):
     place = r"row \d in the order that the stream is read" if streaming else "row 1"
-    with pytest.raises(InputError, match=rf"rows\.jsonl: {place}: .*{column}") as caught:
+    with pytest.raises(InputError, match=rf"rows\.jsonl: line 2, {place}: .*{column}") as caught:
         encoded({**FORMS["messages"], column: None}, {**FORMS["messages"], column: value}, streaming=streaming)
     assert "--ignore_columns" in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
@@ -178,7 +178,7 @@ def test_parts_of_text_are_joined(encoded):
     ],
 )  # fmt: skip
 def test_messages_that_cannot_be_used(message, template, said, encoded):
-    with pytest.raises(InputError, match=rf"rows\.jsonl: row 0: .*{said}") as caught:
+    with pytest.raises(InputError, match=rf"rows\.jsonl: line 1, row 0: .*{said}") as caught:
         encoded({"messages": [ASK, SAY, ASK, message]}, template=template)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -213,7 +213,7 @@ def test_packing_and_pretraining_refuse_too(jsonl, tokenizer):
     source = jsonl([FORMS["messages"], {"messages": [ASK, {**SAY, "tool_calls": CALL}]}])
     train, _, form = load_rows(source, held_out=0)
     for encode in (packed, packed_answers):
-        with pytest.raises(InputError, match=r"rows\.jsonl: row 1: .*tool_calls"):
+        with pytest.raises(InputError, match=r"rows\.jsonl: line 2, row 1: .*tool_calls"):
             encode(train, form, tokenizer, 64, source)
 
 
@@ -316,7 +316,7 @@ def test_no_row_of_another_form_is_a_bad_video(recipe, tmp_path, encoder):
     rows[10] = {**CLIP, "videos": ["https://a.b/c.mp4"]}
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match=r"rows\.jsonl: row 10: .*https://a\.b/c\.mp4.*download"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: line 11, row 10: .*https://a\.b/c\.mp4.*download"):
         recipe("video_sft")(["--preset", "cpu", "--model_name_or_path", str(folder / "qwen2_5_vl"), "--dataset_name",
                              str(data), "--max_bad_videos", "9", "--held_out", "4", "--output_dir",
                              str(tmp_path / "out")])  # fmt: skip

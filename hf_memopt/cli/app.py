@@ -1,5 +1,6 @@
 """The commands: how arguments are read. What they do stands in this folder's other files, imported when asked for."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -42,6 +43,28 @@ def _hardware(incomplete: str) -> list[str]:
     from hf_memopt.hardware import list_hardware
 
     return [name for name in list_hardware() if name.startswith(incomplete)]
+
+
+def _positive(value: float | None) -> float | None:
+    """A number of GiB or seconds, as it was given.
+
+    Raises:
+        typer.BadParameter: it is none, less, or no number at all, which click's own ranges let pass.
+    """
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value} must be above 0, and finite")
+    return value
+
+
+def _at_least_one(value: int | None) -> int | None:
+    """A number of tokens, samples or devices, as it was given.
+
+    Raises:
+        typer.BadParameter: it is none, less, or more than anybody has.
+    """
+    if value is not None and not 1 <= value < 2**31:
+        raise typer.BadParameter(f"{value} must be at least 1{', and below 2147483648' if value > 0 else ''}")
+    return value
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -104,8 +127,12 @@ def estimate(
         str, typer.Option(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)
     ] = "auto",
     method: Method = "full",
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
-    world_size: Annotated[int | None, typer.Option(help="Devices that train together. Default: the preset's.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the preset's.")
+    ] = None,
     strategy: Strategy = None,
     hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
     settings: Settings = None,
@@ -140,18 +167,28 @@ def plan(
             autocompletion=_hardware,
         ),
     ] = "auto",
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample. Default: the preset's.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+    ] = None,
     effective_batch_size: Annotated[
-        int | None, typer.Option(help="Samples per optimizer step over all devices. Default: the preset's.")
+        int | None,
+        typer.Option(
+            callback=_at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
+        ),
     ] = None,
     method: Annotated[str, typer.Option(help="full, lora or qlora; any: the first of them that fits.")] = "any",
     strategy: Strategy = None,
     memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="GiB of each device that may be used. Default: all.")
+        float | None,
+        typer.Option(metavar="GIB", callback=_positive, help="GiB of each device that may be used. Default: all."),
     ] = None,
     host_memory: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="GiB of the host for each device. Default: 48; 256 beside more than 36 GiB."),
+        typer.Option(
+            metavar="GIB",
+            callback=_positive,
+            help="GiB of the host for each device. Default: 48; 256 beside more than 36 GiB.",
+        ),
     ] = None,
     settings: Settings = None,
     frames: Annotated[
@@ -183,7 +220,9 @@ def advise(
     model: Annotated[str | None, typer.Option(help="The run's model, so that savings can be predicted.")] = None,
     preset: Annotated[str, typer.Option(help="The run's preset, with --model.")] = "auto",
     method: Method = "full",
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample, with --model.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample, with --model.")
+    ] = None,
     settings: Settings = None,
     json: Json = False,
 ) -> None:
@@ -198,7 +237,9 @@ def dry_run(
     script: Annotated[str, typer.Argument(help="A training script that uses transformers' Trainer, unchanged.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
     hardware: Annotated[str, typer.Option(help="Device to fit on. Default: this machine's.")] = "auto",
-    world_size: Annotated[int | None, typer.Option(help="Devices that train together. Default: the script's.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the script's.")
+    ] = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
@@ -223,11 +264,17 @@ def export(
     recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain, sft or video_sft.")] = "sft",
     nvme_path: Annotated[str | None, typer.Option(help="Folder on the NVMe disk, for zero3_offload_nvme.")] = None,
     machines: Annotated[
-        int | None, typer.Option(help="So many machines, each with the preset's devices; also writes slurm.sbatch.")
+        int | None,
+        typer.Option(
+            callback=_at_least_one, help="So many machines, each with the preset's devices; also writes slurm.sbatch."
+        ),
     ] = None,
     sequence_parallel: Annotated[
         int | None,
-        typer.Option(help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples."),
+        typer.Option(
+            callback=_at_least_one,
+            help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -245,7 +292,7 @@ def monitor(
         str | None,
         typer.Argument(metavar="[RUN_DIR]", help="A run's output_dir, for its steps. Default: one running in ./out."),
     ] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between readings.")] = 2.0,
+    interval: Annotated[float, typer.Option(callback=_positive, help="Seconds between readings.")] = 2.0,
     profile: Annotated[str, typer.Option(help="Thresholds: aggressive, balanced or conservative.")] = "balanced",
     once: Annotated[bool, typer.Option("--once", help="Show it once; so does a pipe.")] = False,
     json: Json = False,
@@ -282,7 +329,7 @@ def snapshot(
     file: Annotated[
         str, typer.Argument(help="What --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote.")
     ],
-    top: Annotated[int, typer.Option(help="So many blocks and modules.")] = 10,
+    top: Annotated[int, typer.Option(callback=_at_least_one, help="So many blocks and modules.")] = 10,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time by kind.")] = None,
     json: Json = False,
 ) -> None:
@@ -317,7 +364,9 @@ def doctor(
     """Say what this machine is, what would be used on it and what is missing; or check configuration files."""
     from hf_memopt.cli.doctor import check_files, examine
 
-    check_files(files, json) if files else examine(json)
+    if files:
+        raise typer.Exit(check_files(files, json))
+    examine(json)
 
 
 def main() -> None:

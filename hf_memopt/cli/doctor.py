@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.compatibility.config_files import check_config_file
+from hf_memopt.compatibility.config_files import Fault, find_faults, kind_of
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.hardware.compiler import compiler, has_libaio
@@ -31,14 +31,22 @@ _PACKAGES = {
 }
 
 
-def check_files(files: list[str], as_json: bool) -> None:
-    """Check each file; the first that is at fault ends it with exit code 2."""
-    kinds = {file: check_config_file(file) for file in files}
+def check_files(files: list[str], as_json: bool) -> int:
+    """Say of each file what is wrong with it: 0 if nothing is, 2 if anything is."""
+    faults = {file: find_faults(file) for file in files}
     if as_json:
-        print_json({"checked": kinds})
-    else:
-        for file, kind in kinds.items():
-            print(f"{file}: a sound {kind} configuration")
+        print_json({"checked": {file: kind_of(file) for file in files}, "faults": _as_dicts(faults)})
+        return 2 if any(faults.values()) else 0
+    for file, found in faults.items():
+        for fault in found:
+            print(f"error: {fault}", file=sys.stderr)
+        if not found and not any(faults.values()):
+            print(f"{file}: a sound {kind_of(file)} configuration")
+    return 2 if any(faults.values()) else 0
+
+
+def _as_dicts(faults: dict[str, list[Fault]]) -> list[dict[str, Any]]:
+    return [{"file": file, "line": fault.line, "message": fault.text} for file in faults for fault in faults[file]]
 
 
 def examine(as_json: bool) -> None:

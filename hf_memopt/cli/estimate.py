@@ -4,16 +4,31 @@ import gc
 from dataclasses import asdict, replace
 from typing import Any
 
-import yaml
-
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, choose
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset
+from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.yaml_values import read_yaml
 
-_OWN = ("dtype", "attn_implementation", "task", "kbit_preparation", "padded", "packed")
-_VIDEO = ("max_frames", "frame_size", "max_pixels_per_frame", "answer_tokens", "freeze_vision", "freeze_projector")
+_OWN = {
+    "dtype": str,
+    "attn_implementation": str | None,
+    "task": str | None,
+    "kbit_preparation": bool,
+    "padded": bool,
+    "packed": bool,
+}
+_VIDEO = {
+    "max_frames": int,
+    "frame_size": str,
+    "max_pixels_per_frame": int | None,
+    "answer_tokens": int,
+    "freeze_vision": bool,
+    "freeze_projector": bool,
+}
 
 
 def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
@@ -60,8 +75,6 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     device = get_hardware(hardware) if hardware else preset.hardware
     world_size = preset.processes if world_size is None else world_size
-    if world_size < 1:
-        raise InputError(f"--world-size {world_size} must be at least 1")
     config = load_config(model)
     video = video_inputs(model, config, clips)
     if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):
@@ -121,9 +134,6 @@ def quantization_config(preset: Preset, changed: dict[str, Any], video_config=No
     from transformers import BitsAndBytesConfig
 
     settings = {**preset.quantization(), **changed}
-    known = set(BitsAndBytesConfig().to_dict())
-    for name in changed.keys() - known:
-        raise choose("key of quantization", name, known)
     if video_config is not None:
         from transformers import AutoModelForImageTextToText
 
@@ -146,12 +156,12 @@ def split_settings(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryA
             raise InputError(f"--set {word}: only lora. and quantization. have keys of their own")
         groups = {"own": _OWN, "memory": MemoryArguments.names(), "video": _VIDEO}
         group = prefix if dot else next((group for group, keys in groups.items() if key in keys), "")
-        found[group][name if dot else key] = yaml.safe_load(text)
-    dtype = found["own"].get("dtype")
-    if dtype is not None and dtype not in DTYPES:
-        raise choose("dtype", str(dtype), DTYPES)
-    memory = MemoryArguments(**found["memory"])
-    return found[""], found["lora"], found["quantization"], found["own"], memory, found["video"]
+        found[group][name if dot else key] = read_yaml(text, f"--set {key}")
+    own, video = fit(_OWN, found["own"], "--set "), fit(_VIDEO, found["video"], "--set ")
+    if own.get("dtype") is not None and own["dtype"] not in DTYPES:
+        raise choose("dtype", own["dtype"], DTYPES)
+    memory = MemoryArguments(**fit(hints_of(MemoryArguments), found["memory"], "--set "))
+    return found[""], found["lora"], check_quantization(found["quantization"]), own, memory, video
 
 
 def _print(job: str, found, savings) -> None:

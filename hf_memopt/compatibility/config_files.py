@@ -1,15 +1,22 @@
 """Check an accelerate YAML or a DeepSpeed JSON for what their own loaders let pass: nested keys that nobody reads."""
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hf_memopt.errors import InputError, as_input_error, one_line
+from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json
+from hf_memopt.yaml_values import read_text, read_yaml
 
 # Sections of an accelerate YAML whose keys become launcher options, and the prefix that accelerate adds by itself.
 # The other sections need their prefix written out (accelerate.commands.launch._validate_launch_command).
 _AUTO_PREFIX = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
+# Older names that accelerate still turns into the newer ones (accelerate.commands.config.config_args.process_config).
+_OLD_KEYS = {"fp16", "dynamo_backend"}
 _SECTIONS = ("deepspeed_config", "parallelism_config", "megatron_lm_config", *_AUTO_PREFIX)
 # Read by accelerate.utils.launch with getattr, though the launcher has no option of that name.
 _READ_WITHOUT_OPTION = {"fsdp_ignored_modules"}
@@ -26,6 +33,23 @@ _DEEPSPEED_TOP = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong in a file.
+
+    Attributes:
+        line: counted from 1; None where it is of the whole file.
+        text: names the key, its value and what to do.
+    """
+
+    path: Path
+    line: int | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: line {self.line}: {self.text}" if self.line else f"{self.path}: {self.text}"
+
+
 def check_config_file(path: str | Path) -> str:
     """Check a file of either kind, by its ending.
 
@@ -33,52 +57,127 @@ def check_config_file(path: str | Path) -> str:
         "accelerate" or "deepspeed".
 
     Raises:
-        InputError: unreadable, an unknown key, or settings that exclude each other.
+        InputError: unreadable, an unknown key, or settings that exclude each other: the first of them.
     """
-    if Path(path).suffix == ".json":
-        _check_deepspeed(Path(path))
-        return "deepspeed"
-    _check_accelerate(Path(path))
-    return "accelerate"
+    path = Path(path)
+    faults = find_faults(path)
+    if faults:
+        more = f" ({len(faults) - 1} more: hf-memopt doctor {path})" if len(faults) > 1 else ""
+        raise InputError(f"{faults[0]}{more}")
+    return kind_of(path)
 
 
-def _check_accelerate(path: Path) -> None:
-    import yaml
-    from accelerate.commands.config.config_args import load_config_from_file
+def kind_of(path: str | Path) -> str:
+    """What a file's ending says: accelerate or deepspeed."""
+    return "deepspeed" if Path(path).suffix == ".json" else "accelerate"
+
+
+def find_faults(path: str | Path) -> list[Fault]:
+    """All that is wrong in a file, in the order of its lines."""
+    path = Path(path)
+    try:
+        text = read_text(path, "")
+        content = _parsed_json(text) if kind_of(path) == "deepspeed" else read_yaml(text, "")
+    except InputError as error:
+        return [Fault(path, None, str(error).removeprefix(": "))]
+    if not isinstance(content, dict):
+        return [Fault(path, None, f"holds no settings, but {brief(content)}")]
+    lines = _Lines(text)
+    find = _deepspeed_faults if kind_of(path) == "deepspeed" else _accelerate_faults
+    faults = [Fault(path, lines.line_of(keys), said) for keys, said in find(path, content)]
+    return sorted(faults, key=lambda fault: fault.line or 0)
+
+
+def _parsed_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not readable as JSON: {one_line(error)}") from error
+
+
+class _Lines:
+    """The lines that the keys of a YAML or JSON text stand on."""
+
+    def __init__(self, text: str) -> None:
+        import yaml
+
+        try:
+            self._root = yaml.compose(text.replace("\t", " "))  # JSON may be indented by tabs, YAML may not
+        except yaml.YAMLError:
+            self._root = None
+
+    def line_of(self, keys: tuple[str, ...]) -> int | None:
+        """The line of a key within keys; None where it is not in the text."""
+        import yaml
+
+        node, line = self._root, None
+        for key in keys:
+            found = next((pair for pair in node.value if pair[0].value == key), None) if isinstance(
+                node, yaml.MappingNode) else None  # fmt: skip
+            if found is None:
+                return line
+            line, node = found[0].start_mark.line + 1, found[1]
+        return line
+
+
+_Found = Iterator[tuple[tuple[str, ...], str]]  # keys to what is at fault, and what to say of it
+
+
+def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    if not path.is_file():
-        raise InputError(f"{path}: no such file (paths are relative to {Path.cwd()})")
-    with as_input_error(str(path), Exception):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise InputError(f"{path}: holds no settings")
-        load_config_from_file(str(path))
+    sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
+    hints = hints_of(SageMakerConfig if sagemaker else ClusterConfig)
+    found = list(_unknown_keys((), dict(zip(content, content, strict=True)), {*hints, *_OLD_KEYS}))
+    found += _wrong_values({name: value for name, value in content.items() if value is not None}, hints)
     options = {action.dest for action in launch_command_parser()._actions} | _READ_WITHOUT_OPTION
     for section in _SECTIONS:
         prefix = _AUTO_PREFIX.get(section, "")
         known = {option.removeprefix(prefix) for option in options if option.startswith(prefix)}
-        given = {key: key.removeprefix(prefix) for key in content.get(section) or {}}
-        _refuse_unknown(f"{path}: {section}", given, known)
-    _check_engine(path, content)
+        block = content.get(section) or {}
+        if isinstance(block, dict):  # anything else is a wrong value
+            found += _unknown_keys((section,), {key: str(key).removeprefix(prefix) for key in block}, known)
+    if isinstance(content.get("deepspeed_config") or {}, dict):
+        found += _engine_faults(content)
+    yield from found
+    if not found:
+        try:
+            load_config_from_file(str(path))
+        except Exception as error:  # accelerate's classes raise what their enums and constructors raise
+            yield (), one_line(error)
 
 
-def _check_engine(path: Path, content: dict) -> None:
+def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
+    for name, value in content.items():
+        try:
+            fit(hints, {name: value})
+        except InputError as error:
+            yield (name,), str(error)
+
+
+def _engine_faults(content: dict[str, Any]) -> _Found:
     engine = content.get("deepspeed_config") or {}
     if "deepspeed_config_file" not in engine:
         return
-    doubled = sorted(_DECIDED_BY_JSON & engine.keys()) + (["mixed_precision"] if "mixed_precision" in content else [])
-    if doubled:
-        raise InputError(f"{path}: {doubled[0]} beside deepspeed_config_file is refused by accelerate: remove it here")
-    read_json(engine["deepspeed_config_file"])
+    for name in sorted(_DECIDED_BY_JSON & engine.keys()):
+        yield (
+            ("deepspeed_config", name),
+            f"{name} beside deepspeed_config_file is refused by accelerate: remove it here",
+        )
+    if "mixed_precision" in content:
+        yield ("mixed_precision",), "mixed_precision beside deepspeed_config_file is refused by accelerate: remove it"
+    try:
+        read_json(str(engine["deepspeed_config_file"]))
+    except InputError as error:
+        yield ("deepspeed_config", "deepspeed_config_file"), str(error)
 
 
-def _check_deepspeed(path: Path) -> None:
-    content = read_json(path)
+def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
     for key in content.keys() - _DEEPSPEED_TOP:
         close = difflib.get_close_matches(key, _DEEPSPEED_TOP, n=1, cutoff=0.8)
         if close:
-            raise InputError(f"{path}: unknown key {key!r}, which DeepSpeed would ignore: did you mean {close[0]!r}?")
+            yield (key,), f"unknown key {key!r}, which DeepSpeed would ignore: did you mean {close[0]!r}?"
     try:
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -87,29 +186,65 @@ def _check_deepspeed(path: Path) -> None:
             DeepSpeedZeroOffloadParamConfig,
         )
     except ImportError as error:
-        raise InputError(
-            f"{path}: checking it needs DeepSpeed, which cannot be used here: {one_line(error)}"
-        ) from error
-    zero = content.get("zero_optimization", {})
-    for where, block, kind in (
-        ("zero_optimization", zero, DeepSpeedZeroConfig),
-        ("zero_optimization.offload_optimizer", zero.get("offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
-        ("zero_optimization.offload_param", zero.get("offload_param"), DeepSpeedZeroOffloadParamConfig),
-        ("bf16", content.get("bf16"), DeepSpeedBF16Config),
-        ("fp16", content.get("fp16"), DeepSpeedFP16Config),
+        yield (), f"checking it needs DeepSpeed, which cannot be used here: {one_line(error)}"
+        return
+    for keys, kind in (
+        (("zero_optimization",), DeepSpeedZeroConfig),
+        (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
+        (("zero_optimization", "offload_param"), DeepSpeedZeroOffloadParamConfig),
+        (("bf16",), DeepSpeedBF16Config),
+        (("fp16",), DeepSpeedFP16Config),
     ):
-        fields = kind.model_fields
-        known = {*fields, *(field.alias for field in fields.values() if field.alias)}
-        _refuse_unknown(f"{path}: {where}", {key: key for key in block or {}}, known)
+        yield from _block_faults(content, keys, kind)
 
 
-def _refuse_unknown(where: str, given: dict[str, str], known: Iterable[str]) -> None:
-    """`given` maps each key as written to the key as looked up."""
+def _block_faults(content: dict[str, Any], keys: tuple[str, ...], kind) -> _Found:
+    """What is wrong in one block of a DeepSpeed configuration.
+
+    Args:
+        kind: the pydantic model that DeepSpeed reads it by.
+    """
+    block: Any = content
+    for key in keys:
+        block = block.get(key) if isinstance(block, dict) else None
+    if block is None:
+        return
+    if not isinstance(block, dict):
+        yield keys, f"{'.'.join(keys)}={brief(block)} must be a mapping"
+        return
+    known = {*kind.model_fields, *(field.alias for field in kind.model_fields.values() if field.alias)}
+    yield from _unknown_keys(keys, {key: key for key in block}, known)
+    # "auto" is filled by transformers; the nested blocks have models of their own.
+    given = {key: value for key, value in block.items()
+             if key in known and value != "auto" and not isinstance(value, dict)}  # fmt: skip
+    yield from _pydantic_faults(keys, given, kind)
+
+
+def _pydantic_faults(keys: tuple[str, ...], given: dict[str, Any], kind) -> _Found:
+    from pydantic import ValidationError
+
+    try:
+        kind(**given)
+    except ValidationError as error:
+        for one in error.errors():
+            name = str(one["loc"][0]) if one["loc"] else ""
+            told = f"{'.'.join((*keys, name))}={brief(one['input'])}: " if name else ""
+            yield (*keys, name), f"{told}{one['msg']}"
+
+
+def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[str]) -> _Found:
+    """Keys that nobody reads.
+
+    Args:
+        keys: that lead to them.
+        given: maps each key as written to the key as looked up.
+    """
     known = sorted(known)
     for written, looked_up in given.items():
         if looked_up in known:
             continue
         ending = [name for name in known if name.endswith(f"_{looked_up}")]
-        close = ending or difflib.get_close_matches(looked_up, known, n=1, cutoff=0.5)
+        close = ending or difflib.get_close_matches(str(looked_up), known, n=1, cutoff=0.5)
         hint = f": did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"{where} has an unknown key {written!r}, which would be ignored{hint}")
+        where = f"{'.'.join(keys)} has an unknown key" if keys else "unknown key"
+        yield (*keys, written), f"{where} {brief(written)}, which would be ignored{hint}"

@@ -49,7 +49,7 @@ def _make(folder: Path) -> None:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        AutoModelForImageTextToText.from_config(config, trust_remote_code=False).save_pretrained(folder)
     settings = {
         "processor_class": "Qwen2_5_VLProcessor",
         "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": _SIZE},

@@ -4,8 +4,6 @@ import logging
 import re
 from typing import Any
 
-from jinja2 import TemplateError
-
 from hf_memopt.errors import InputError, one_line
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ class Chat:
             return self.processor.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is somebody's program: what it raises is its own
             raise InputError(f"{where}: the chat template does not take its messages ({one_line(error)})") from error
 
     def check(self, messages: list[dict], tools: list[dict] | None, where: str) -> None:

@@ -1,11 +1,14 @@
 """Where the rows come from: the embedded corpus, local files or a hub data set, split into training and held out."""
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_memopt.data.columns import FORMS, find_form, find_unused
+from hf_memopt.data.mixed_columns import exact_features, exact_rows, find_mixed, read_exactly
+from hf_memopt.data.row_files import explain, numbered_rows
 from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
 logger = logging.getLogger(__name__)
@@ -18,6 +21,7 @@ _FORMATS = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "paragraph"}),
 }
+_HELD_OUT_OF_STREAM = 200  # rows, at most, where held_out is a share
 
 
 def load_rows(source, config=None, split="train", held_out_split=None, held_out=0.05, streaming=False, buffer=10_000,
@@ -46,7 +50,7 @@ def load_rows(source, config=None, split="train", held_out_split=None, held_out=
     form = _columns(rows, source)
     _announce(find_unused(_column_names(rows, source), form, with_media), source)
     if streaming:
-        train, test = _set_aside_streaming(rows, test, held_out, buffer, seed)
+        train, test = _set_aside_streaming(rows, test, held_out, buffer, seed, source)
     else:
         train, test = _set_aside(rows, test, held_out, seed, source)
     return train, test, form
@@ -78,15 +82,10 @@ def _open(source, config, streaming) -> dict:
     if source in ("builtin:documents", "builtin:questions"):
         rows = _embedded(source)
         return {"train": rows.to_iterable_dataset() if streaming else rows}
-    path = Path(source).expanduser()
     with as_input_error(f"data set {source!r}", Exception):
+        path = Path(source).expanduser()
         if path.is_file():
-            if path.suffix not in _FORMATS:
-                raise InputError(f"{path}: unknown ending {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
-            if path.stat().st_size == 0:
-                raise InputError(f"data set {source!r} is empty: the file has no rows")
-            builder, options = _FORMATS[path.suffix]
-            return load_dataset(builder, data_files=str(path), streaming=streaming, **options)
+            return _open_file(path, source, streaming)
         if not path.exists() and (path.suffix in _FORMATS or str(source).startswith((".", "/", "~"))):
             raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -94,6 +93,67 @@ def _open(source, config, streaming) -> dict:
             splits = loaded if isinstance(loaded, dict) else {"train": loaded}
             return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
+
+
+def _open_file(path: Path, source, streaming: bool) -> dict:
+    """The rows of a local file.
+
+    Raises:
+        InputError: names the line that cannot be read.
+    """
+    from datasets import load_dataset
+
+    if path.suffix not in _FORMATS:
+        raise InputError(f"{path}: unknown ending {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
+    if path.stat().st_size == 0:
+        raise InputError(f"data set {source!r} is empty: the file has no rows")
+    builder, options = _FORMATS[path.suffix]
+    try:
+        if path.suffix == ".csv":
+            options = {**options, **_csv_options(path)}
+        splits = load_dataset(builder, data_files=str(path), streaming=streaming, **options)
+        if streaming:
+            return {name: _guarded(rows, path) for name, rows in splits.items()}
+        return {name: _exact(rows, path) for name, rows in splits.items()} if builder == "json" else splits
+    except InputError:
+        raise
+    except Exception as error:
+        raise explain(path, error) from error
+
+
+def _exact(rows, path: Path):
+    """Rows of a JSON file as they stand in it."""
+    rows.data.table.validate(full=True)  # Arrow's JSON reader takes bytes that are not UTF-8 for text
+    return read_exactly(path, rows.features) if find_mixed(rows.features) else rows
+
+
+def _csv_options(path: Path) -> dict:
+    """CSV has no types: pandas would read the answer `5` as a number, `None` as nothing, and `NA` too."""
+    from datasets import Features, Value
+
+    first = next(iter(numbered_rows(path)), (0, {}))[1]
+    return {"features": Features(dict.fromkeys(first, Value("string"))), "keep_default_na": False} if first else {}
+
+
+def _guarded(rows, path: Path):
+    """A stream that names the line at which it breaks, which may be hours after it was opened."""
+    from datasets import IterableDataset
+
+    rows = rows._resolve_features()  # by its first rows: datasets 5.2 knows those of a JSON list only when asked
+    mixed = find_mixed(rows.features) if path.suffix in (".json", ".jsonl") else ()
+    if not mixed:
+        arguments = {"rows": rows, "path": path}
+        return IterableDataset.from_generator(_explained, features=rows.features, gen_kwargs=arguments)
+    arguments = {"path": path, "names": tuple(rows.features), "mixed": mixed}  # a list would be taken for shards
+    features = exact_features(rows.features, mixed)
+    return IterableDataset.from_generator(exact_rows, features=features, gen_kwargs=arguments)
+
+
+def _explained(rows, path: Path):
+    try:
+        yield from rows
+    except Exception as error:
+        raise explain(path, error) from error
 
 
 def _embedded(source: str):
@@ -126,6 +186,8 @@ def _column_names(rows, source) -> list[str]:
 def _columns(rows, source) -> str:
     """The name of the first form whose columns the rows have."""
     names = _column_names(rows, source)
+    if not names:
+        raise InputError(f"data set {source!r} is empty: the split has no rows")
     form = find_form(names)
     if form is None:
         accepted = "; ".join(" + ".join(form.needed) for form in FORMS.values())
@@ -138,22 +200,40 @@ def _set_aside(rows, test, held_out: float, seed: int, source):
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     if test is not None:
         return rows, test
-    count = round(held_out * len(rows)) if held_out < 1 else int(held_out)
-    if count == 0 and held_out and len(rows) > 1:
-        count = 1
+    count = _count_held_out(held_out, len(rows))
     if count == 0:
         return rows, None
     if count >= len(rows):
-        raise InputError(
-            f"held_out={held_out} leaves none of the {len(rows)} rows of {source!r} to train on: lower it"
-        )
+        raise _nothing_left(held_out, len(rows), source)
     parts = rows.train_test_split(test_size=count, seed=seed, shuffle=True)
     return parts["train"], parts["test"]
 
 
-def _set_aside_streaming(rows, test, held_out: float, buffer: int, seed: int):
-    """The first rows of a stream are held out, since its length is not known; the rest pass through the buffer."""
-    count = int(held_out) if held_out >= 1 else (200 if held_out else 0)
-    if test is None and count:
+def _set_aside_streaming(rows, test, held_out: float, buffer: int, seed: int, source):
+    """The first rows of a stream are held out, since its length is not known; the rest pass through the buffer.
+
+    Raises:
+        InputError: the stream ends before there is a row to train on. An epoch without rows would be begun again
+            and again until max_steps.
+    """
+    count = int(held_out) if held_out >= 1 else (_HELD_OUT_OF_STREAM if held_out else 0)
+    count = 0 if test is not None else count
+    seen = sum(1 for _ in itertools.islice(rows, count + 1))
+    if seen == 0:
+        raise InputError(f"data set {source!r} is empty: the split has no rows")
+    if seen <= count and held_out < 1:
+        count = _count_held_out(held_out, seen)
+    if seen <= count:
+        raise _nothing_left(held_out, seen, source)
+    if count:
         test, rows = rows.take(count), rows.skip(count)
     return rows.shuffle(seed=seed, buffer_size=buffer), test
+
+
+def _count_held_out(held_out: float, rows: int) -> int:
+    count = round(held_out * rows) if held_out < 1 else int(held_out)
+    return 1 if count == 0 and held_out and rows > 1 else count
+
+
+def _nothing_left(held_out: float, rows: int, source) -> InputError:
+    return InputError(f"held_out={held_out} leaves none of the {rows} rows of {source!r} to train on: lower it")

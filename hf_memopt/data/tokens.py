@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 from hf_memopt.data.chat import Chat
 from hf_memopt.data.columns import SYSTEM, check_columns, row_number
+from hf_memopt.data.row_places import Place
 from hf_memopt.data.turns import joined_text, read_messages, read_tools
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, brief
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def packed(rows, columns: str, tokenizer, length: int, source: str = ""):
         tokenize, batched=True, with_indices=True, remove_columns=rows.column_names, **described("tokenizing")
     )
     blocks = tokenized.map(block, batched=True, remove_columns=["ids"], **described("packing"))
-    if hasattr(blocks, "__len__") and len(blocks) == 0:
+    if _has_none(blocks):
         raise InputError(
             f"data set {source!r} is shorter than one block of {length} tokens; lower max_length or add text"
         )
@@ -72,16 +73,12 @@ def answered(rows, columns: str, tokenizer, length: int, source: str = ""):
     kept = encoded.filter(
         lambda row: any(label != IGNORED for label in row["labels"]), **described("checking answers")
     )
-    if hasattr(kept, "__len__"):
-        if len(kept) == 0:
-            raise InputError(f"no row of data set {source!r} has an answer within {length} tokens; raise max_length")
-        if len(kept) < len(encoded):
-            logger.warning(
-                "%d of %d rows left out: no answer within max_length=%d",
-                len(encoded) - len(kept),
-                len(encoded),
-                length,
-            )
+    if _has_none(kept):
+        raise InputError(f"no row of data set {source!r} has an answer within {length} tokens; raise max_length")
+    if hasattr(kept, "__len__") and len(kept) < len(encoded):
+        logger.warning(
+            "%d of %d rows left out: no answer within max_length=%d", len(encoded) - len(kept), len(encoded), length
+        )
     return kept
 
 
@@ -152,10 +149,10 @@ def _reader(rows, form: str, tokenizer, plain: bool, source: str):
     """A function (row, its place among the rows) -> its text, and the character spans of the answers in it."""
     chat = Chat(tokenizer)
     numbers = getattr(rows, "_indices", None)
-    order = "" if hasattr(rows, "__len__") else " in the order that the stream is read"
+    streamed = not hasattr(rows, "__len__")
 
     def read(row: dict, index: int) -> tuple[str, list[tuple[int, int]]]:
-        where = f"{source or 'the data'}: row {row_number(numbers, index)}{order}"
+        where = Place(source, row_number(numbers, index), dict(row) if streamed else None)
         check_columns(row, form, where)
         if plain:
             return _plain_text(row, form, tokenizer.eos_token, where)
@@ -169,7 +166,9 @@ def _reader(rows, form: str, tokenizer, plain: bool, source: str):
 def _plain_text(row: dict, form: str, end: str | None, where: str) -> tuple[str, list[tuple[int, int]]]:
     """A text, all of which is trained, or a prompt and its completion, as they are."""
     if form == "text":
-        text = row["text"] or ""
+        text = row["text"]
+        if not isinstance(text, str):
+            raise InputError(f"{where}: text must be a text, not {brief(text)}")
         return text, [(0, len(text))]
     if read_tools(row, where):
         raise InputError(f"{where}: tools are for messages: write prompt and completion as lists of messages")
@@ -205,6 +204,11 @@ def _rows(batch: dict[str, list]) -> Iterable[dict]:
     names = list(batch)
     for values in zip(*batch.values(), strict=True):
         yield dict(zip(names, values, strict=True))
+
+
+def _has_none(samples) -> bool:
+    """Whether no sample came out. A stream is read up to its first: without one, its epochs would never end."""
+    return len(samples) == 0 if hasattr(samples, "__len__") else next(iter(samples), None) is None
 
 
 def _describe(rows):

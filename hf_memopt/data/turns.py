@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from hf_memopt.data.columns import SYSTEM, is_empty
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, brief
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
@@ -25,6 +25,8 @@ def read_messages(row: dict, form: str, where: str) -> list[dict]:
     turns = _turns(row, form, where)
     if not isinstance(turns, list | tuple):
         raise InputError(f"{where}: {form} must be a list of messages, not {_brief(turns)}")
+    if not turns:
+        raise InputError(f"{where}: {form} is empty: give it a question and an answer, or take the row out")
     messages = [_message(turn, where) for turn in turns]
     system = _system(row, where)
     if not system:
@@ -74,6 +76,8 @@ def joined_text(content, where: str) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list | tuple):
+        raise InputError(f"{where}: the content of a message must be a text or a list of parts, not {_brief(content)}")
     return "".join(part if isinstance(part, str) else _text_of(part, where) for part in content)
 
 
@@ -82,7 +86,10 @@ def _text_of(part, where: str) -> str:
     kind = given.get("type", "text")
     other = [key for key, value in given.items() if key not in ("type", "text") and not is_empty(value)]
     if kind == "text" and not other:
-        return given.get("text") or ""
+        text = given.get("text")
+        if text is not None and not isinstance(text, str):
+            raise InputError(f"{where}: a part of the content must have a text, not {_brief(text)}")
+        return text or ""
     name = kind if kind != "text" else other[0]
     raise InputError(f"{where}: the content has a part {name!r}, and this recipe trains on text alone "
                      "(videos and images: recipes/video_sft.py)")  # fmt: skip
@@ -92,15 +99,21 @@ def _turns(row: dict, form: str, where: str):
     if form in ("messages", "conversations"):
         return row[form]
     if form == "alpaca":
-        question = _text(row, "instruction", where) + (f"\n\n{row['input']}" if row.get("input") else "")
-        pairs = [*(row.get("history") or []), (question, _text(row, "output", where))]
-        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        more = "" if is_empty(row.get("input")) else f"\n\n{_text(row, 'input', where)}"
+        history = row.get("history") or []
+        pairs = [*(history if isinstance(history, list | tuple) else [history])]
+        pairs.append((_text(row, "instruction", where) + more, _text(row, "output", where)))
+        if not all(_is_pair(pair) for pair in pairs):
             raise InputError(f"{where}: history must be a list of pairs, a question and its answer")
         return [_turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*prompt, *completion]
     return [_turn("user", _text(row, "prompt", where)), _turn("assistant", _text(row, "completion", where))]
+
+
+def _is_pair(value) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _text(row: dict, name: str, where: str) -> str:
@@ -114,7 +127,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _system(row: dict, where: str) -> str | None:
-    found = {str(row[name]).strip(): row[name] for name in SYSTEM if not is_empty(row.get(name))}
+    found = {_text(row, name, where).strip(): row[name] for name in SYSTEM if not is_empty(row.get(name))}
     if len(found) > 1:
         raise InputError(f"{where}: the columns {' and '.join(SYSTEM)} differ")
     return next(iter(found.values()), None)
@@ -152,5 +165,5 @@ def _without_loss_keys(more: dict, role: str, where: str) -> dict:
 
 
 def _brief(value) -> str:
-    text = repr(value)
+    text = brief(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,6 +14,7 @@ from hf_memopt.data.chat import Chat
 from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, name_of, out_of_host_memory, read_clip
 from hf_memopt.data.columns import row_number
 from hf_memopt.data.conversations import Medium, conversation
+from hf_memopt.data.row_places import Place
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.data.turns import read_tools
 from hf_memopt.data.video_batch import TOKENS, join
@@ -300,9 +301,11 @@ class VideoSamples(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def where(self, number: int) -> str:
+    def where(self, number: int) -> Place | str:
         """What a row is called in messages."""
-        return f"{self.name} {row_number(getattr(self.rows, '_indices', None), number)}"
+        source, _, kind = self.name.rpartition(": ")
+        number = row_number(getattr(self.rows, "_indices", None), number)
+        return Place(source, number, kind=kind) if source else f"{kind} {number}"
 
     def check(self, looked_at: float = math.inf) -> None:
         """Raise where a row's form is not one that is trained on; no file is opened.

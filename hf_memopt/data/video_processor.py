@@ -25,7 +25,7 @@ def load_processor(name: str, config, trust_remote_code: bool = False):
     Raises:
         InputError: neither is possible for this model.
     """
-    with as_input_error(f"processor {name!r}", OSError, ValueError, KeyError, ImportError, RuntimeError):
+    with as_input_error(f"processor {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
         if importlib.util.find_spec("torchvision"):
             from transformers import AutoProcessor
 
@@ -50,7 +50,9 @@ def _without_torchvision(name: str, config, trust_remote_code: bool):
     own = {key: value for key, value in (whole or {}).items() if key not in nested}
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(name, backend="pil"),
+        "image_processor": AutoImageProcessor.from_pretrained(
+            name, backend="pil", trust_remote_code=trust_remote_code
+        ),
         "tokenizer": tokenizer,
         "video_processor": FramesToPixels(kind, settings),
         "chat_template": _chat_template(name, tokenizer),

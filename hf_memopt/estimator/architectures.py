@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from hf_memopt.errors import InputError, as_input_error, one_line
+from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.estimator.model_sizes import check_sizes
+from hf_memopt.field_values import check_value
 
 _FOLDER = Path(__file__).parent / "architectures"
 
@@ -16,23 +18,59 @@ def list_architectures() -> list[str]:
 def load_config(model):
     """The configuration of a bundled architecture's name, hub id, folder, config.json, or itself.
 
+    Code that comes with a model is never run, whatever stdin says.
+
     Raises:
-        InputError: nothing of that name can be read.
+        InputError: nothing of that name can be read, or it is not a model that can be.
     """
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import PretrainedConfig
 
     if isinstance(model, PretrainedConfig):
         return model
-    bundled = _bundled(str(model))
-    if bundled and not Path(model).exists():
-        return AutoConfig.from_pretrained(bundled)
-    if Path(model).exists() or "/" in str(model):
-        with as_input_error(f"model {model!r}", ValueError, KeyError):
-            try:
-                return AutoConfig.from_pretrained(model)
-            except OSError as error:
-                raise _unknown(model, one_line(error)) from error
+    try:
+        exists, bundled = Path(model).exists(), _bundled(str(model))
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise InputError(f"model {brief(str(model))}: {one_line(error)[:80]}") from error
+    if bundled and not exists:
+        return read_config(bundled)
+    if exists or "/" in str(model):
+        try:
+            return read_config(model)
+        except OSError as error:
+            raise _unknown(model, one_line(error)) from error
     raise _unknown(model, "no such folder or hub id")
+
+
+def read_config(model, trust_remote_code: bool = False):
+    """The configuration of a hub id, a folder or a config.json, with sizes that a model can have.
+
+    Args:
+        trust_remote_code: run code that comes with the model. transformers would ask on stdin where this is None.
+
+    Raises:
+        InputError: it is not a configuration, or needs code that must not be run.
+        OSError: it cannot be found or read.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    where = f"model {brief(str(model))}"
+    try:
+        content, _ = PretrainedConfig.get_config_dict(model)
+        kind = content.get("model_type")
+        if "AutoConfig" in (content.get("auto_map") or {}) and kind not in CONFIG_MAPPING and not trust_remote_code:
+            raise InputError(
+                f"{where} needs code that comes with it (auto_map in its config.json), which is not run: read that "
+                "code, then pass --trust_remote_code true to a recipe; estimate, plan and advise take models that "
+                "transformers itself has, and dry-run a script that loads it"
+            )
+        check_value("architectures", list[str] | None, content.get("architectures"), f"{where}: ")
+        check_sizes(content, where)
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (InputError, OSError):
+        raise
+    except Exception as error:  # what a configuration's class raises for values that it does not take is its own
+        raise InputError(f"{where}: its config.json cannot be used: {one_line(error)[:300]}") from error
 
 
 def _bundled(model: str) -> Path | None:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.video_parts import train_parts
+from hf_memopt.remote_code import is_trusted
 
 TASKS = ("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification")
 _AUTO_CLASSES = {
@@ -66,8 +67,8 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     if task not in TASKS:
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
-    with no_tie_weights() if spread else nullcontext():
-        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)),
+    with no_tie_weights() if spread else nullcontext(), _refused_configuration(config):
+        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), trust_remote_code=is_trusted(config),
                                  attn_implementation=attn_implementation)  # fmt: skip
     if spread is not None:
         model = spread(model)
@@ -87,6 +88,14 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
     if memory_args is not None:
         apply_levers(model, memory_args)
     return model
+
+
+@contextmanager
+def _refused_configuration(config) -> Iterator[None]:
+    """A model's constructor divides, indexes and multiplies by what its configuration says, and looks attention up by
+    name; whatever that raises is the input's fault."""
+    with as_input_error(f"model type {config.model_type!r} cannot be made", Exception):
+        yield
 
 
 @contextmanager

@@ -278,7 +278,9 @@ def traced(job: TracedJob) -> Books:
     """
     try:
         return trace(job)
-    except (ValueError, TypeError, ImportError, AssertionError) as error:
+    except InputError:
+        raise
+    except (ValueError, TypeError, ImportError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
         if found := _SWAPPED.fullmatch(one_line(error)):
             raise InputError(f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
                              f"weight, {found[1]} elements: set it to as many or more") from error  # fmt: skip

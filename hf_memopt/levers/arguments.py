@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
+from hf_memopt.field_values import check_value, hints_of
 
 # Shares of capacity: what to aim at, when to warn, when to act, when to free at once.
 PROFILES = {
@@ -132,6 +133,8 @@ class MemoryArguments:
     )
 
     def __post_init__(self) -> None:
+        for name, hint in hints_of(type(self)).items():
+            check_value(name, hint, getattr(self, name))
         if self.memory_profile not in PROFILES:
             raise choose("memory_profile", self.memory_profile, PROFILES)
         for name, usual in zip(THRESHOLDS, PROFILES[self.memory_profile], strict=True):

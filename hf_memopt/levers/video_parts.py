@@ -9,6 +9,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
+from hf_memopt.remote_code import is_trusted
 
 PARTS = ("vision", "projector")
 # What transformers calls the layers between tower and language model, beside the tower or within it.
@@ -95,7 +96,7 @@ def not_quantized(config, auto) -> list[str]:
     out by default.
     """
     with torch.device("meta"):
-        tower, projectors = vision_parts(auto.from_config(config))
+        tower, projectors = vision_parts(auto.from_config(config, trust_remote_code=is_trusted(config)))
     return [tower, *projectors, "lm_head"]
 
 

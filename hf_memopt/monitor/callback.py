@@ -150,7 +150,7 @@ class _Shown(TrainerCallback):
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
-    """Add a line to a run's memory_log.jsonl, without secrets. A disk that does not take it costs the line, not the run."""
+    """Add a line to a run's memory_log.jsonl, without secrets. A full disk costs the line, not the run."""
     path = Path(folder) / LOG_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from hf_memopt.estimator.model import task_of
 from hf_memopt.estimator.prediction import Job
 from hf_memopt.estimator.reference import job_of
 from hf_memopt.estimator.report import Estimate
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, GIB, gib
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
@@ -237,6 +238,9 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
 def _request(model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization,
              host_memory) -> Request:  # fmt: skip
     """The request of one method, checked."""
+    from transformers import TrainingArguments
+
+    fields = fit(hints_of(TrainingArguments), fields)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = seq_len or min(preset.seq_len, positions or preset.seq_len)
     devices = preset.processes

@@ -10,7 +10,8 @@ from hf_memopt.compatibility.launch import launched_strategy, parallel_sizes
 from hf_memopt.compatibility.launch import world_size as launched_world_size
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import check
-from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.errors import InputError, as_input_error, brief, choose
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.detect import counterpart, detect
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.environment import precision_set
@@ -31,7 +32,9 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
 
     values = resolve(preset, world_size, overrides)
     _check(preset, values)
-    refused = as_input_error("training arguments", ValueError, TypeError, ImportError)
+    # OSError and KeyError: of files that a field names, and of keys that are missing in them.
+    kinds = (ValueError, TypeError, ImportError, OSError, KeyError, AttributeError, NotImplementedError)
+    refused = as_input_error("training arguments", *kinds)
     with refused, precision_set(preset.environment):
         args = TrainingArguments(output_dir=output_dir, **values)
     if args.n_gpu > 1:
@@ -51,10 +54,24 @@ def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[s
     from transformers import TrainingArguments
 
     overrides = {OLD_NAMES.get(name, name): value for name, value in overrides.items()}
-    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    for name in overrides.keys() - fields - {"effective_batch_size"}:
-        raise choose("TrainingArguments field", name, fields)
+    hints = {**hints_of(TrainingArguments), "effective_batch_size": int | None}
+    for name in overrides.keys() - hints.keys():
+        raise choose("TrainingArguments field", str(name), hints.keys() - {"effective_batch_size"})
+    overrides = fit(hints, overrides)
+    _check_texts(overrides)
     return _merge(preset, overrides) | _batch(preset, world_size, overrides)
+
+
+def _check_texts(values: dict[str, Any]) -> None:
+    """Refuse texts that transformers takes apart when training begins, after the model was loaded."""
+    kwargs = values.get("lr_scheduler_kwargs")
+    if isinstance(kwargs, str) and not kwargs.startswith("{"):
+        raise InputError(f'lr_scheduler_kwargs={brief(kwargs)} must be a mapping, or its JSON: {{"num_cycles": 2}}')
+    for pair in (values.get("optim_args") or "").replace(" ", "").split(","):
+        if pair and pair.count("=") != 1:
+            raise InputError(f"optim_args: {brief(pair)} must be name=value, several with commas between them")
+    if values.get("output_dir") == "":
+        raise InputError("output_dir is empty: name a folder to write to")
 
 
 def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:

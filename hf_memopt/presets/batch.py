@@ -1,5 +1,7 @@
 """The effective batch as the invariant: micro-batch × accumulation × world size."""
 
+from math import isqrt
+
 from hf_memopt.errors import InputError
 
 
@@ -34,7 +36,7 @@ def batch_settings(
         given = micro or accumulation
         if share % given:
             name = "per_device_train_batch_size" if micro else "gradient_accumulation_steps"
-            divisors = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
+            divisors = ", ".join(map(str, _divisors(share)))
             raise InputError(
                 f"{name}={given} does not divide the {share} samples per process of the effective batch {effective}; "
                 f"use one of {divisors}, or set effective_batch_size too"
@@ -42,3 +44,9 @@ def batch_settings(
         return (micro, share // micro) if micro else (share // accumulation, accumulation)
     micro = max(n for n in range(1, min(preferred, share) + 1) if share % n == 0)
     return micro, share // micro
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, in order; in the time that half of them take, since a batch may have billions of samples."""
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})

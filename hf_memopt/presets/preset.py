@@ -1,7 +1,7 @@
 """A preset: named settings in Hugging Face vocabulary, turned into genuine objects when asked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +10,7 @@ from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.rules import BITSANDBYTES, CUT_UP, DTENSOR, SHARDED
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
@@ -179,10 +180,11 @@ class Preset:
             return None
         from peft import LoraConfig
 
-        known = [field.name for field in fields(LoraConfig)]
-        for key in overrides.keys() - set(known):
-            raise choose("key of lora", key, known)
-        with as_input_error("lora", ValueError, TypeError):
+        hints = hints_of(LoraConfig)
+        for key in overrides.keys() - hints.keys():
+            raise choose("key of lora", str(key), hints)
+        overrides = fit(hints, overrides, "lora.")
+        with as_input_error("lora", ValueError, TypeError, KeyError, AttributeError, ImportError):
             return LoraConfig(**{**self.lora(), **overrides})
 
     def accelerate_config(self, deepspeed_file: str | None = None) -> dict[str, Any]:

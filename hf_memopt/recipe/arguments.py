@@ -1,16 +1,17 @@
 """The recipes' arguments, from the command line and over a file; only what was really given."""
 
 import argparse
-import dataclasses
 import inspect
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets.arguments import OLD_NAMES
+from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.yaml_values import read_yaml, read_yaml_file
 
 _NESTED = ("lora", "quantization")
 _BATCH = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -116,27 +117,37 @@ def parse(argv: list[str] | None = None, description: str = "", own: type = Reci
 
     parser = _parser(description, own)
     argv, nested = _split_nested(sys.argv[1:] if argv is None else argv)
-    given, unknown = parser.parse_known_args(argv)
+    with as_input_error("arguments", ValueError, TypeError, KeyError, argparse.ArgumentError):
+        given, unknown = parser.parse_known_args(argv)
     actions = {action.dest: action for action in parser._actions}
     if unknown:
         raise choose("argument", unknown[0].lstrip("-").split("=")[0], actions.keys() - {"help"})
-    given = vars(given)
+    hints = _hints(own)
+    given = fit(hints, vars(given))
     if "config" in given:
-        from_file = _read(given["config"], actions)
+        from_file = _read(given["config"], actions, hints)
         nested = {name: {**from_file.pop(name, {}), **nested[name]} for name in _NESTED}
         given = {**_without_third(from_file, given), **given}
     given = {OLD_NAMES.get(name, name): value for name, value in given.items()}
     named = frozenset(given)
     profile = own.profile_of(given) if hasattr(own, "profile_of") else {}
     given = {**{name: value for name, value in profile.items() if name not in _BATCH}, **given}
-    _check_nested(nested)
-    training_fields = {item.name for item in dataclasses.fields(TrainingArguments)}
+    training_fields = hints_of(TrainingArguments).keys()
     memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
     other = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
     training = {name: value for name, value in given.items() if name in training_fields}
     if given_kwargs := training.get("activation_checkpointing_kwargs"):
         training["activation_checkpointing_kwargs"] = _checkpointing_kwargs(given_kwargs)
-    return Parsed(own(**other), MemoryArguments(**memory), training, **nested, given=named, profile=profile)
+    quantization = check_quantization(nested.pop("quantization"))
+    return Parsed(own(**other), MemoryArguments(**memory), training, **nested, quantization=quantization, given=named,
+                  profile=profile)  # fmt: skip
+
+
+def _hints(own: type) -> dict[str, Any]:
+    """Every argument's type."""
+    from transformers import TrainingArguments
+
+    return {**hints_of(TrainingArguments), **hints_of(MemoryArguments), **hints_of(own)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -184,8 +195,6 @@ def _or_none(kind):
 
 def _split_nested(argv: list[str]) -> tuple[list[str], dict[str, dict]]:
     """Take `--lora.r 8` and `--lora.r=8` out of the arguments."""
-    import yaml
-
     rest: list[str] = []
     nested: dict[str, dict] = {name: {} for name in _NESTED}
     words = iter(argv)
@@ -197,69 +206,54 @@ def _split_nested(argv: list[str]) -> tuple[list[str], dict[str, dict]]:
         key, equals, value = key.partition("=")
         if not equals and (value := next(words, None)) is None:
             raise InputError(f"argument --{section}.{key}: a value is missing")
-        nested[section][key] = yaml.safe_load(value)
+        nested[section][key] = read_yaml(value, f"argument --{section}.{key}")
     return rest, nested
 
 
-def _read(path: str, actions: dict[str, argparse.Action]) -> dict[str, Any]:
+def _read(path: str, actions: dict[str, argparse.Action], hints: dict[str, Any]) -> dict[str, Any]:
     """The file's arguments, each converted as the command line would convert it."""
-    import yaml
-
-    if not Path(path).is_file():
-        raise InputError(f"--config {path}: no such file")
-    with as_input_error(f"--config {path}", yaml.YAMLError, UnicodeDecodeError, OSError):
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    where = f"--config {path}"
+    content = read_yaml_file(path, where)
     if not isinstance(content, dict):
-        raise InputError(f"--config {path}: holds no `argument: value` lines")
+        raise InputError(f"{where}: holds no `argument: value` lines")
     values = {}
     for name, value in content.items():
         if name in _NESTED:
             if not isinstance(value, dict):
-                raise InputError(f"--config {path}: {name} must be a mapping, not {value!r}")
+                raise InputError(f"{where}: {name} must be a mapping, not {brief(value)}")
             values[name] = value
         elif name not in actions or name in ("help", "config"):
             raise choose(f"argument in {path}", str(name), [*actions.keys() - {"help", "config"}, *_NESTED])
         else:
             values[name] = _converted(path, name, value, actions[name])
-    return values
+    return fit(hints, values, f"{where}: ")
 
 
 def _converted(path: str, name: str, value: Any, action: argparse.Action) -> Any:
+    if action.choices and value is False and "no" in action.choices:
+        value = "no"  # which YAML reads as false
     # YAML reads 1e-4 as a string, and some fields want a list.
     wants_text = action.type in (None, str) and not action.choices
     if isinstance(value, str) and not wants_text:
         try:
             value = action.type(value)
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            raise InputError(f"--config {path}: {name}: {value!r} is not valid ({error})") from None
-    expected = {int: (int,), float: (int, float)}.get(action.type)
-    if expected and value is not None and not isinstance(value, list) and not isinstance(value, expected):
-        raise InputError(f"--config {path}: {name}: {value!r} is not a number")
+            raise InputError(
+                f"--config {path}: {name}: {brief(value)} is not valid ({one_line(error)[:200]})"
+            ) from None
     return value
 
 
 def _checkpointing_kwargs(value: Any) -> dict:
     """A mapping with only the keys that transformers and torch read; others would surface as a traceback, late."""
-    import yaml
     from torch.utils.checkpoint import checkpoint
 
     name = "activation_checkpointing_kwargs"
     if isinstance(value, str):
-        with as_input_error(name, yaml.YAMLError):
-            value = yaml.safe_load(value)
+        value = read_yaml(value, name)
     if not isinstance(value, dict):
-        raise InputError(f"{name} must be a mapping, not {value!r}")
+        raise InputError(f"{name} must be a mapping, not {brief(value)}")
     read_by_torch = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
     for key in value.keys() - read_by_torch - {"every_n_layers", "offload"}:
         raise choose(f"key of {name}", str(key), read_by_torch | {"every_n_layers", "offload"})
     return value
-
-
-def _check_nested(nested: dict[str, dict]) -> None:
-    """Refuse misspelt keys, which bitsandbytes would ignore (Preset.peft_config refuses those of lora)."""
-    if nested["quantization"]:
-        from transformers import BitsAndBytesConfig
-
-        known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
-        for key in nested["quantization"].keys() - known:
-            raise choose("key of quantization", key, known)

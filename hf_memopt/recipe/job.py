@@ -1,11 +1,14 @@
 """A recipe's job: what was asked for, resolved against the preset, and the model, tokenizer and data made from it."""
 
 import argparse
+import itertools
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from hf_memopt.compatibility import check_config_file, launched_config_file, resolve_engine, world_size
@@ -16,6 +19,7 @@ from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
 from hf_memopt.disk import claim
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.model import task_of
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
@@ -31,8 +35,9 @@ from hf_memopt.recipe.cpu_features import quick_cpu_info
 
 logger = logging.getLogger(__name__)
 
-# What the hub and the model code raise for a name that cannot be loaded.
-_LOADING = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+# What the hub, the model code and pickles raise for a name, a configuration or weights that cannot be loaded.
+_LOADING = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, ImportError,
+            RuntimeError, AssertionError, UnpicklingError)  # fmt: skip
 
 
 @dataclass
@@ -294,10 +299,8 @@ def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
 
 def load_config(job: Job):
     """The model's configuration, checked against the length of the samples."""
-    from transformers import AutoConfig
-
     with as_input_error(f"model {job.model_name!r}", *_LOADING):
-        return AutoConfig.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code)
+        return read_config(job.model_name, job.recipe.trust_remote_code)
 
 
 def sequence_length(job: Job, config, usual: int | None = None) -> int:
@@ -328,7 +331,7 @@ def load_tokenizer(job: Job):
     from transformers import AutoTokenizer
 
     name = job.recipe.tokenizer_name or job.model_name
-    with as_input_error(f"tokenizer {name!r}", *_LOADING):
+    with as_input_error(f"tokenizer {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=job.recipe.trust_remote_code)
     if not tokenizer.is_fast:
         raise InputError(f"tokenizer {name!r} is a slow one, which cannot tell where an answer lies: use a fast one")
@@ -344,7 +347,28 @@ def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, columns = load_job_rows(job, source)
         train = encode(train, columns, tokenizer, length, source)
+        if recipe.streaming:
+            _check_stream(train, job.args, source)
         return train, None if held_out is None else encode(held_out, columns, tokenizer, length, source)
+
+
+def _check_stream(samples, args, source: str) -> None:
+    """Raise where a stream ends before its first optimizer step.
+
+    The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a
+    step is dropped. An epoch shorter than one step would be begun again and again, without a word.
+
+    Raises:
+        InputError: too few samples.
+    """
+    batch = args.per_device_train_batch_size * args.world_size
+    needed = batch * (args.gradient_accumulation_steps - 1) + (batch if args.dataloader_drop_last else 1)
+    found = sum(1 for _ in itertools.islice(samples, needed))
+    if found < needed:
+        raise InputError(
+            f"data set {source!r} streams {found} samples, and a step of {args.gradient_accumulation_steps} batches "
+            f"of {batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
+        )
 
 
 def load_job_rows(job: Job, source: str, with_media: bool = False):
@@ -371,6 +395,7 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
         InputError: the model cannot be loaded or does not take the tokenizer.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
     auto = auto or AutoModelForCausalLM
@@ -387,7 +412,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
         skipped = {"llm_int8_skip_modules": not_quantized(config, auto)} if frozen else {}
         settings = {**job.preset.quantization(), **skipped, **job.quantization}
         kwargs["quantization_config"] = BitsAndBytesConfig(**settings)
-    with as_input_error(f"model {job.model_name!r}", *_LOADING), quick_cpu_info(job.args):  # ZeRO-3 shards right away
+    # ZeRO-3 shards right away
+    with as_input_error(f"model {job.model_name!r}", *_LOADING, SafetensorError), quick_cpu_info(job.args):
         if job.from_scratch:
             if len(tokenizer) > config.get_text_config().vocab_size:
                 config.get_text_config().vocab_size = len(tokenizer)
@@ -402,7 +428,7 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
         )
     if job.args.deepspeed_plugin is not None:
         preflight.check_sharded(model, job.args.deepspeed_plugin.zero_stage)
-    with as_input_error("lora", ValueError):
+    with as_input_error("lora", ValueError, TypeError, LookupError, AttributeError, NotImplementedError, re.error):
         if frozen:
             return train_parts(model, job.peft_config, frozen)
         return model if job.peft_config is None else add_adapters(model, job.peft_config)

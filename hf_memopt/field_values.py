@@ -1,0 +1,242 @@
+"""Whether values fit the types and bounds of a dataclass's fields: one check of every setting that a user gives.
+
+Dataclasses check nothing themselves: transformers' and peft's meet a wrong value long after it was given, or never.
+"""
+
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from enum import Enum
+from functools import cache
+from numbers import Integral, Real
+from typing import Any
+
+from hf_memopt.errors import InputError, brief
+
+Hints = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a field takes.
+
+    Attributes:
+        least, most: the smallest and the largest.
+        open: `least` itself is too small.
+        instead: what to write for the meaning that a number outside is given elsewhere.
+    """
+
+    least: float
+    most: float = math.inf
+    open: bool = False
+    instead: str = ""
+
+    def hold(self, value: float) -> bool:
+        """Whether a number lies within."""
+        return value <= self.most and (value > self.least if self.open else value >= self.least)
+
+    def wanted(self, value: float) -> str:
+        """What a number outside must be."""
+        if self.most == 1:
+            text = f"lie between {self.least:g} and 1"
+        elif value > self.most:
+            text = f"be at most {self.most}"
+        else:
+            text = f"be {'above' if self.open else 'at least'} {self.least:g}"
+        return f"{text} ({self.instead})" if self.instead else text
+
+
+_POSITIVE = Bounds(0, open=True)
+_COUNT = Bounds(1)
+_NOT_NEGATIVE = Bounds(0)
+_SHARE = Bounds(0, 1)
+_BATCH = Bounds(1, 2**31 - 1)  # torch's samplers and DeepSpeed's batch sizes are far below; divisors are still found
+_SEED = Bounds(0, 2**32 - 1)  # numpy.random.seed, which transformers.set_seed calls
+
+# By name: no two of the dataclasses that are checked give a name two meanings.
+BOUNDS = {
+    # TrainingArguments
+    "per_device_train_batch_size": _BATCH,
+    "per_device_eval_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "num_train_epochs": _POSITIVE,
+    "max_steps": Bounds(-1, 2**62, instead="-1 trains num_train_epochs"),
+    "learning_rate": _NOT_NEGATIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _SHARE,
+    "adam_beta2": _SHARE,
+    "adam_epsilon": _NOT_NEGATIVE,
+    "max_grad_norm": Bounds(0, instead="0 clips nothing"),
+    "label_smoothing_factor": _SHARE,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
+    "torch_empty_cache_steps": _COUNT,
+    "logging_steps": Bounds(0, instead="logging_strategy no logs nothing"),
+    "eval_steps": Bounds(0, instead="eval_strategy no evaluates nothing"),
+    "eval_delay": _NOT_NEGATIVE,
+    "eval_accumulation_steps": _COUNT,
+    "save_steps": Bounds(0, open=True, instead="save_strategy no saves nothing"),
+    "save_total_limit": Bounds(0, instead="0 keeps all"),
+    "seed": _SEED,
+    "data_seed": _SEED,
+    "dataloader_num_workers": Bounds(0, 1024),  # each is a process
+    "dataloader_prefetch_factor": _COUNT,
+    "ddp_bucket_cap_mb": _COUNT,
+    "ddp_timeout": Bounds(1, 10**9),  # seconds, which datetime.timedelta holds
+    "local_rank": Bounds(-1),
+    # the recipes' own
+    "effective_batch_size": _BATCH,
+    "held_out": _NOT_NEGATIVE,
+    "max_length": Bounds(2),
+    "tp_size": _COUNT,
+    "fsdp_size": _COUNT,
+    "shuffle_buffer_size": Bounds(1, 10**9),
+    "samples": _NOT_NEGATIVE,
+    "max_frames": _POSITIVE,
+    "video_fps": _POSITIVE,
+    "max_pixels_per_frame": _POSITIVE,
+    "max_video_tokens": _POSITIVE,
+    "max_bad_videos": _NOT_NEGATIVE,
+    "answer_tokens": _COUNT,
+    # LoraConfig and BitsAndBytesConfig
+    "r": Bounds(1, 2**20),
+    "lora_alpha": _POSITIVE,
+    "lora_dropout": _SHARE,
+    "qalora_group_size": _COUNT,
+    "llm_int8_threshold": _NOT_NEGATIVE,
+}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+}
+_LARGEST = 2**63 - 1  # what torch, numpy and Arrow hold
+
+
+# TrainingArguments (transformers 5.23) takes more than these annotations say: its __post_init__ itself sets fsdp=True,
+# and makes an AcceleratorConfig of a dict.
+_WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": Any}
+
+
+@cache
+def hints_of(kind: type) -> Hints:
+    """The annotations of a dataclass's fields, resolved."""
+    hints = typing.get_type_hints(kind)
+    return {item.name: _hint(item, hints[item.name]) for item in fields(kind) if item.init}
+
+
+def _hint(item: Field, annotation: Any) -> Any:
+    """A field's type; of one with choices for the command line (transformers' log_level), these."""
+    if choices := item.metadata.get("choices"):
+        return typing.Literal[tuple(choices)]
+    return _WIDER.get(item.name, annotation)
+
+
+def fit(hints: Hints, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The values as their fields take them.
+
+    YAML reads `1e-4` as a text, and a name such as 2024 as a number: both are what the field wants.
+
+    Args:
+        hints: name -> type. Names without one pass.
+        where: begins an error's message.
+
+    Raises:
+        InputError: names the field, its value and what it takes.
+    """
+    fitted = {name: _converted(hints.get(name, Any), value) for name, value in values.items()}
+    for name, value in fitted.items():
+        check_value(name, hints.get(name, Any), value, where)
+    return fitted
+
+
+def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
+    """Raise where a value is not of a field's type, or outside its bounds.
+
+    Raises:
+        InputError: names the field, its value and what it takes.
+    """
+    said = f"{where}{name}={brief(value)}"
+    if not _accepts(hint, value):
+        quotes = "; YAML reads an unquoted no, off or yes as one" if isinstance(value, bool) else ""
+        raise InputError(f"{said} must be {_described(hint)}{_named(value)}{quotes}")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return
+    if (isinstance(value, Integral) and abs(value) > _LARGEST) or not math.isfinite(value):
+        raise InputError(f"{said} must be a finite number of at most 64 bits")
+    if name in BOUNDS and not BOUNDS[name].hold(value):
+        raise InputError(f"{said} must {BOUNDS[name].wanted(value)}")
+
+
+def _named(value: Any) -> str:
+    """What YAML or Python call the type of a value that is no plain text or number."""
+    names = {bool: "true or false", list: "a list", dict: "a mapping", type(None): "nothing"}
+    return f", not {names[type(value)]}" if type(value) in names else ""
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    if isinstance(value, str) and not _accepts(hint, value):
+        for kind in (int, float):
+            if _accepts(hint, kind()):
+                try:
+                    return kind(value)
+                except ValueError:
+                    continue
+    if type(value) is int and abs(value) <= _LARGEST and _accepts(hint, "") and not _accepts(hint, value):
+        return str(value)
+    return value
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    """Whether a value is of a type; a whole number is a number, true and false are not."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_accepts(one, value) for one in inner)
+    if origin is typing.Literal:
+        # peft writes a pattern among its names: 'pissa_niter_[number of iters]'.
+        patterns = any("[" in str(one) for one in inner)
+        return any(type(value) is type(one) and (patterns or value == one) for one in inner)
+    if hint in (None, type(None)):
+        return value is None
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers are these too
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str | os.PathLike)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return isinstance(value, hint | str)  # which of them, the dataclass itself checks
+    return _accepts_container(origin or hint, inner, value)
+
+
+def _accepts_container(kind: Any, inner: tuple, value: Any) -> bool:
+    if kind in (list, tuple):
+        items = [one for one in inner if one is not Ellipsis]
+        each = items[0] if items and len(set(items)) == 1 else Any
+        return isinstance(value, list | tuple) and all(_accepts(each, item) for item in value)
+    if kind is dict:
+        key, item = inner or (Any, Any)
+        return isinstance(value, Mapping) and all(_accepts(key, k) and _accepts(item, v) for k, v in value.items())
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _described(hint: Any) -> str:
+    """A type in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None))) or "none"
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(str(one.value) for one in hint)}"
+    if origin in (list, tuple):
+        return f"a list of {_described(inner[0])}s" if inner else "a list"
+    return _WORDS.get(origin or hint) or f"a {getattr(hint, '__name__', hint)}"

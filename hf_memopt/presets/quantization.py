@@ -1,0 +1,49 @@
+"""The fields of BitsAndBytesConfig, which its constructor takes unchecked."""
+
+import inspect
+from typing import Any
+
+from hf_memopt.errors import InputError, choose
+from hf_memopt.field_values import fit
+
+# BitsAndBytesConfig.__init__ (transformers 5.23) has no annotations, looks a dtype's name up in torch by getattr, and
+# leaves the values of the other fields to bitsandbytes.
+_HINTS = {
+    "load_in_8bit": bool,
+    "load_in_4bit": bool,
+    "llm_int8_threshold": float,
+    "llm_int8_skip_modules": list[str] | None,
+    "llm_int8_enable_fp32_cpu_offload": bool,
+    "llm_int8_has_fp16_weight": bool,
+    "bnb_4bit_compute_dtype": str | None,
+    "bnb_4bit_quant_type": str,
+    "bnb_4bit_use_double_quant": bool,
+    "bnb_4bit_quant_storage": str | None,
+}
+_CHOICES = {
+    "bnb_4bit_compute_dtype": ("float32", "float16", "bfloat16", "float64"),
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
+    "bnb_4bit_quant_storage": ("float16", "float32", "int8", "uint8", "float64", "bfloat16"),
+}
+
+
+def check_quantization(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of BitsAndBytesConfig that a user set, as it takes them.
+
+    Raises:
+        InputError: an unknown key, or a value that the field does not take.
+    """
+    if not given:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
+    for key in given.keys() - known:
+        raise choose("key of quantization", str(key), known)
+    fitted = fit(_HINTS, given, "quantization.")
+    for name, names in _CHOICES.items():
+        if fitted.get(name) not in (None, *names):
+            raise choose(f"quantization.{name}", fitted[name], names)
+    if not fitted.get("load_in_4bit", True) or fitted.get("load_in_8bit"):
+        raise InputError("method=qlora trains on 4-bit weights: leave quantization.load_in_4bit and load_in_8bit out")
+    return fitted

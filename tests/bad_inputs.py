@@ -1,0 +1,682 @@
+"""Bad inputs, one table: what is given, and a fragment of the one line that refuses it.
+
+Most entries are generated: every field of every dataclass that a user fills × every kind of value that it does not
+take, every form of a row × every way to spoil it, every kind of file × every way to break it. A new field or form is
+in the table by itself.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import shutil
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+from hf_memopt.errors import InputError
+
+HUGE = 10**30
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One entry.
+
+    Attributes:
+        name: of the test.
+        act: what the user does, given an empty folder for the files that it needs.
+        expected: a fragment of the error; None where either an error or working on is right.
+    """
+
+    name: str
+    act: Callable[[Path], Any]
+    expected: str | None = None
+
+
+# ---- settings: every field × the values that it does not take
+
+VALUES = {
+    "nan": math.nan,
+    "inf": math.inf,
+    "minus inf": -math.inf,
+    "huge": HUGE,
+    "a word": "abc",
+    "an empty text": "",
+    "a switch": True,
+    "a fraction": 1.5,
+    "a list": [1],
+    "an empty list": [],
+    "a mapping": {"a": 1},
+    "minus one": -1,
+    "zero": 0,
+    "nothing": None,
+}
+# What none of the fields of a type takes; anything else may be right for one of them.
+REFUSED = {
+    float: ("nan", "inf", "minus inf", "huge", "a word", "an empty text", "a switch", "a list", "a mapping"),
+    int: ("nan", "inf", "minus inf", "huge", "a word", "an empty text", "a switch", "a fraction", "a list",
+          "a mapping"),
+    bool: ("nan", "inf", "huge", "a word", "a fraction", "a list", "an empty list", "a mapping", "minus one"),
+    str: ("nan", "inf", "a switch", "a fraction", "a mapping"),
+}  # fmt: skip
+_LISTS = {"a list", "an empty list"}
+
+
+def settings() -> Iterator[BadInput]:
+    """Every field of a recipe's `--config` file."""
+    from transformers import TrainingArguments
+
+    from hf_memopt.levers.arguments import MemoryArguments
+    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.recipe.video import VideoArguments
+
+    seen: set[str] = {"config"}
+    for kind in (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments):
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            if field.name in seen or not field.init:
+                continue
+            seen.add(field.name)
+            for name, value in VALUES.items():
+                refused = _refuses(hints[field.name], name)
+                yield BadInput(f"{field.name}: {name}", _in_file(field.name, value), field.name if refused else None)
+
+
+def _refuses(hint: Any, name: str) -> bool:
+    """Whether every type of a union refuses a value."""
+    kinds = [one for one in typing.get_args(hint) or (hint,) if one is not type(None)]
+    if not all(one in REFUSED for one in kinds):
+        return False
+    return all(name in REFUSED[one] for one in kinds)
+
+
+def _in_file(name: str, value: Any) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        (folder / "run.yaml").write_text(yaml.safe_dump({name: value}))
+        return built(["--config", str(folder / "run.yaml")], folder)
+
+    return act
+
+
+def built(argv: list[str], folder: Path):
+    """TrainingArguments as a recipe on the CPU builds them."""
+    from hf_memopt.presets import get_preset
+    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.video import VideoArguments
+
+    parsed = parse(argv, own=VideoArguments)
+    fields = {"output_dir": str(folder / "out"), "use_cpu": True, **parsed.training}
+    if parsed.recipe.effective_batch_size is not None:
+        fields["effective_batch_size"] = parsed.recipe.effective_batch_size
+    preset = get_preset("cpu", "qlora")
+    preset.peft_config(**parsed.lora)
+    return preset.training_arguments(world_size=1, **fields)
+
+
+def command_line() -> Iterator[BadInput]:
+    """Every number and switch as a word of the command line."""
+    from transformers import TrainingArguments
+
+    from hf_memopt.levers.arguments import MemoryArguments
+
+    for kind in (TrainingArguments, MemoryArguments):
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            kinds = {one for one in typing.get_args(hints[field.name]) or (hints[field.name],)} - {type(None)}
+            for word in ("nan", "inf", "abc", "") if kinds <= {int, float} else ("abc",) if kinds == {bool} else ():
+                argv = [f"--{field.name}={word}"]
+                yield BadInput(f"--{field.name}={word}", lambda folder, argv=argv: built(argv, folder), field.name)
+
+
+def nested() -> Iterator[BadInput]:
+    """Fields of LoraConfig and BitsAndBytesConfig, and words that are not YAML."""
+    bad = {
+        "lora.r": ("abc", "0", "-8", ".nan", "1.5", "true", "[8]", "1e30", "null"),
+        "lora.lora_alpha": ("abc", "-1", ".inf", "[16]", "true"),
+        "lora.lora_dropout": ("abc", "-0.1", "1.5", ".nan"),
+        "lora.target_modules": ("true", "{a: 1}", "[1, 2]"),
+        "lora.use_dora": ("abc", "5", "[true]"),
+        "lora.bias": ("some", "5"),
+        "lora.modules_to_save": ("5", "true"),
+        "lora.rank_pattern": ("abc", "[1]"),
+        "quantization.load_in_4bit": ("abc", "5", "[1]", "false"),
+        "quantization.bnb_4bit_quant_type": ("nf5", "5.5", "[nf4]"),
+        "quantization.bnb_4bit_compute_dtype": ("float99", "[1]", "true"),
+        "quantization.bnb_4bit_use_double_quant": ("abc", "5"),
+        "quantization.llm_int8_threshold": (".nan", "abc", "-1"),
+    }
+    not_yaml = (
+        "[",
+        "{a: ",
+        "a: b: c",
+        "!!python/object:os.system x",
+        "*alias",
+        "\x00",
+        "2024-13-45",
+        "'open",
+        "@",
+        "`",
+    )
+    for key, texts in bad.items():
+        field = key.partition(".")[2]
+        for text in (*texts, *(not_yaml if key in ("lora.r", "quantization.load_in_4bit") else ())):
+            argv = [f"--{key}={text}"]
+            yield BadInput(f"--{key}={text!r}", lambda folder, argv=argv: built(argv, folder), field)
+    yield BadInput("--lora.r without a value", lambda folder: built(["--lora.r"], folder), "a value is missing")
+    for text in not_yaml:
+        yield BadInput(f"--set learning_rate={text!r}", lambda folder, text=text: _set(f"learning_rate={text}"),
+                       "learning_rate")  # fmt: skip
+    for word in ("max_frames=abc", "max_frames=true", "dtype=float99", "dtype=null", "padded=abc", "frame_size=[1]",
+                 "max_pixels_per_frame=.nan", "answer_tokens=0", "loss_chunk_size=abc", "checkpoint_ratio=.nan",
+                 "oom_recovery=5", "max_memory_gib=.inf", "quantization.nf5=1"):  # fmt: skip
+        name = word.partition("=")[0].rpartition(".")[2]
+        yield BadInput(f"--set {word}", lambda folder, word=word: _set(word), name)
+
+
+def _set(word: str):
+    from hf_memopt.cli.estimate import split_settings
+    from hf_memopt.presets import get_preset
+    from hf_memopt.presets.arguments import resolve
+
+    return resolve(get_preset("cpu"), 1, split_settings([word])[0])
+
+
+# ---- rows: every form × every way to spoil it, in every format that can hold it
+
+ASK, SAY = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
+GOOD = {
+    "messages": {"messages": [ASK, SAY]},
+    "conversations": {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4."}]},
+    "prompt/completion": {"prompt": "Two plus two?", "completion": " Four."},
+    "alpaca": {"instruction": "Two plus two?", "output": "Four."},
+    "text": {"text": "Two plus two is four."},
+}
+_WRONG = {"null": None, "a number": 5, "a switch": True, "a mapping": {"a": 1}, "a list of numbers": [5]}
+_MESSAGES = {
+    "an empty list": [],
+    "a message that is null": [None],
+    "a message that is a text": ["Hello"],
+    "no role": [{"content": "Hello"}],
+    "a role that is null": [{"role": None, "content": "Hello"}],
+    "a role that is a number": [{"role": 5, "content": "Hello"}],
+    "an unknown role": [{"role": "asistant", "content": "Hello"}, SAY],
+    "content that is a number": [ASK, {"role": "assistant", "content": 5}],
+    "content that is a mapping": [ASK, {"role": "assistant", "content": {"a": 1}}],
+    "a part with a picture": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, SAY],
+    "a part whose text is a number": [{"role": "user", "content": [{"type": "text", "text": 5}]}, SAY],
+    "a part that is a number": [{"role": "user", "content": [5]}, SAY],
+    "an answer first": [SAY],
+}
+
+
+def spoilt_rows() -> Iterator[tuple[str, str, dict]]:
+    """Form, what is wrong, and the row."""
+    for form, good in GOOD.items():
+        for column in good:
+            for name, value in _WRONG.items():
+                yield form, f"{column} is {name}", {**good, column: value}
+    for name, messages in _MESSAGES.items():
+        yield "messages", name, {"messages": messages}
+        turns = [{"from": one.get("role"), "value": one.get("content")} if isinstance(one, dict) else one
+                 for one in messages]  # fmt: skip
+        yield "conversations", name, {"conversations": turns}
+    for name, value in {"a number": 5, "a list": ["Be brief."], "a mapping": {"a": 1}}.items():
+        yield "messages", f"system is {name}", {**GOOD["messages"], "system": value}
+        yield "alpaca", f"input is {name}", {**GOOD["alpaca"], "input": value}
+        yield "alpaca", f"history is {name}", {**GOOD["alpaca"], "history": value}
+        yield "messages", f"tools are {name}", {**GOOD["messages"], "tools": value}
+
+
+def rows() -> Iterator[BadInput]:
+    """Rows that are read and cannot be trained on: file and line stand in the error."""
+    for form, wrong, row in spoilt_rows():
+        yield BadInput(f"{form}.jsonl: {wrong}", _trained(form, row), "rows.jsonl: line 2")
+        yield BadInput(f"{form}, streamed: {wrong}", _trained(form, row, streaming=True), "rows.jsonl: line 2")
+        if (table := _table(GOOD[form], row)) is not None:
+            yield BadInput(f"{form}.parquet: {wrong}", _trained_table(table), "rows.parquet: row")
+
+
+def _trained(form: str, row: dict, streaming: bool = False) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in (GOOD[form], row)))
+        return samples(path, streaming)
+
+    return act
+
+
+def _table(good: dict, row: dict):
+    """A good row and another as Arrow's table; the other alone where a column would have two types; None where it has
+    two in itself, which no table can hold."""
+    import pyarrow
+
+    names = dict.fromkeys([*good, *row])
+    for pair in ([good, row], [row]):
+        try:
+            return pyarrow.Table.from_pylist([{name: one.get(name) for name in names} for one in pair])
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
+            continue
+    return None
+
+
+def _trained_table(table) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        from pyarrow import parquet
+
+        parquet.write_table(table, folder / "rows.parquet")
+        return samples(folder / "rows.parquet")
+
+    return act
+
+
+def samples(path: Path, streaming: bool = False) -> list:
+    """The samples of a file, by a recipe's whole way from file to tokens."""
+    from transformers import AutoTokenizer
+
+    from hf_memopt.data.builtin_model import builtin_model
+    from hf_memopt.data.sources import load_rows
+    from hf_memopt.data.tokens import answered
+
+    loaded, _, form = load_rows(str(path), held_out=0, streaming=streaming)
+    tokenizer = AutoTokenizer.from_pretrained(builtin_model())
+    return list(answered(loaded, form, tokenizer, 128, str(path)))
+
+
+# ---- files: every kind × every way to break it
+
+_TEXT = '{"text": "A sentence that is long enough to be cut."}\n'
+ROW_FILES: dict[str, dict[str, tuple[bytes, str | None]]] = {
+    ".jsonl": {
+        "empty": (b"", "is empty"),
+        "blank": (b"\n\n", "is empty"),
+        "truncated": ((_TEXT * 2).encode()[:-12], "line 2 is not JSON"),
+        "a trailing comma": (_TEXT.encode() + b'{"text": "b",}\n', "line 2 is not JSON"),
+        "no quotes": (_TEXT.encode() + b"{text: b}\n", "line 2 is not JSON"),
+        "a number as row": (_TEXT.encode() + b"5\n", "line 2 holds 5"),
+        "null as row": (_TEXT.encode() + b"null\n", "line 2"),
+        "nan": (_TEXT.encode() + b'{"text": NaN}\n', "line 2"),
+        "latin-1": (_TEXT.encode() + '{"text": "Größe"}\n'.encode("latin-1"), "line 2 is not UTF-8"),
+        "utf-16": (_TEXT.encode("utf-16"), "UTF-16"),
+        "binary": (bytes(range(1, 256)) * 8, "line 1"),
+        "zeros": (bytes(4096), "line 1"),
+        "half a surrogate": (rb'{"text": "\ud800"}' + b"\n", "surrogate"),
+        "nested too deeply": (b"[" * 100_000, "line 1 is not JSON"),
+        "other columns": (b'{"body": "a"}\n', "has the columns body; accepted are"),
+        "a list of lists": (b"[[1], [2]]", "text must be a text"),
+    },
+    ".json": {
+        "empty": (b"", "is empty"),
+        "truncated": (b'[{"text": "a"}, {"te', "line 1 is not JSON"),
+        "a mapping of rows": (b'{"data": [{"text": "a"}]}', "accepted are"),
+        "numbers": (b"[1, 2]", "text must be a text"),
+        "a row that is null": (b'[{"text": "a"}, null]', "text must be a text, not None"),
+        "latin-1": ('[{"text": "Größe"}]'.encode("latin-1"), "line 1 is not UTF-8"),
+    },
+    ".csv": {
+        "empty": (b"", "is empty"),
+        "a header alone": (b"text\n", "is empty"),
+        "too many cells": (b"text,id\na,1\nb,2,3\n", "line 3 has 3 cells"),
+        "an open quote": (b'text\n"abc\n', "line 2 is not CSV"),
+        "latin-1": ("text\nGröße\n".encode("latin-1"), "line 2 is not UTF-8"),
+        "utf-16": ("text\na\n".encode("utf-16"), "UTF-16"),
+        "other columns": (b"a,b\n1,2\n", "accepted are"),
+        "binary": (bytes(range(1, 256)) * 8, "line"),
+    },
+    ".txt": {
+        "empty": (b"", "is empty"),
+        "latin-1": ("Größe".encode("latin-1"), "line 1 is not UTF-8"),
+        "utf-16": ("abc".encode("utf-16"), "UTF-16"),
+        "zeros": (bytes(4096), None),
+    },
+    ".parquet": {
+        "empty": (b"", "is empty"),
+        "truncated": (b"PAR1" + bytes(64), "not a whole parquet file"),
+        "binary": (bytes(range(256)) * 8, "not a whole parquet file"),
+        "text": (_TEXT.encode(), "not a whole parquet file"),
+    },
+    ".xlsx": {"an unknown ending": (b"PK", "unknown ending '.xlsx'")},
+}
+
+
+def row_files() -> Iterator[BadInput]:
+    """Data files that cannot be read."""
+    for ending, ways in ROW_FILES.items():
+        for name, (content, expected) in ways.items():
+            for streaming in (False, True):
+                how = ", streamed" if streaming else ""
+                yield BadInput(f"data{ending}{how}: {name}", _with_file(f"data{ending}", content, samples, streaming),
+                               expected)  # fmt: skip
+    for ending in ROW_FILES:
+        yield BadInput(f"data{ending}: no such file", lambda folder, ending=ending: samples(folder / f"no{ending}"),
+                       "no such file")  # fmt: skip
+    yield BadInput("data: an empty folder", lambda folder: samples(folder), "data set")
+    yield BadInput("data: a folder named like a file", _in_folder("data.jsonl", samples), "data.jsonl")
+
+
+def _with_file(name: str, content: bytes, act: Callable, *more) -> Callable[[Path], Any]:
+    def do(folder: Path):
+        (folder / name).write_bytes(content)
+        return act(folder / name, *more)
+
+    return do
+
+
+def _in_folder(name: str, act: Callable) -> Callable[[Path], Any]:
+    def do(folder: Path):
+        (folder / name).mkdir()
+        return act(folder / name)
+
+    return do
+
+
+def _unreadable(name: str, act: Callable) -> Callable[[Path], Any]:
+    def do(folder: Path):
+        (folder / name).write_text("{}")
+        os.chmod(folder / name, 0)
+        return act(folder / name)
+
+    return do
+
+
+BROKEN = {
+    "empty": b"",
+    "truncated": b'{"a": [1, {"b": ',
+    "binary": bytes(range(1, 256)),
+    "zeros": bytes(512),
+    "latin-1": "name: Größe\n".encode("latin-1"),
+    "utf-16": "a: 1\n".encode("utf-16"),
+    "a list": b"[1, 2]\n",
+    "a word": b"word\n",
+    "null": b"null\n",
+    "tabs": b"a:\n\t- b\n",
+    "an alias to nothing": b"a: *b\n",
+    "nested too deeply": b"[" * 20_000,
+    "many aliases": b"a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + b"".join(
+        b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 30)
+    ),
+    "huge": b"# " + b"x" * (2 * 2**20) + b"\na: 1\n",
+    "keys of other kinds": b"1: 2\nnull: 3\n? [a, b]\n: 4\n",
+    "an impossible date": b"a: 2024-13-45\n",
+    "a number of many digits": b"a: " + b"9" * 10_000 + b"\n",
+}  # fmt: skip
+
+
+def configuration_files() -> Iterator[BadInput]:
+    """Files of settings, of accelerate and of DeepSpeed."""
+    from hf_memopt.compatibility import check_config_file
+
+    def config(path: Path):
+        return built(["--config", str(path)], path.parent)
+
+    for name, act in (("run.yaml", config), ("run.json", config), ("accelerate.yaml", check_config_file),
+                      ("deepspeed.json", check_config_file)):  # fmt: skip
+        for how, content in BROKEN.items():
+            yield BadInput(f"{name} ({act.__name__}): {how}", _with_file(name, content, act), name)
+        yield BadInput(f"{name} ({act.__name__}): a folder", _in_folder(name, act), "is a folder")
+        yield BadInput(f"{name} ({act.__name__}): missing", lambda folder, act=act, name=name: act(folder / name),
+                       "no such file")  # fmt: skip
+        if os.name == "posix" and os.geteuid():  # root reads everything
+            yield BadInput(f"{name} ({act.__name__}): unreadable", _unreadable(name, act), "cannot be read")
+
+
+ACCELERATE = {
+    "num_processes: many": "num_processes",
+    "num_processes: 1.5": "num_processes",
+    "num_processes: [8]": "num_processes",
+    "num_processes: .nan": "num_processes",
+    "mixed_precision: no": "mixed_precision",
+    "use_cpu: maybe": "use_cpu",
+    "distributed_type: MULTI_GPUS": "MULTI_GPUS",
+    "fsdp_config: 5": "fsdp_config",
+    "deepspeed_config: [1]": "deepspeed_config",
+    "num_proceses: 8": "did you mean 'num_processes'",
+    "fsdp_config: {fsdp_versio: 2}": "did you mean",
+    "deepspeed_config: {deepspeed_config_file: 5}": "no such file",
+}
+DEEPSPEED: dict[str, tuple[Any, str]] = {
+    "a stage that is a word": ({"zero_optimization": {"stage": "three"}}, "stage"),
+    "no such stage": ({"zero_optimization": {"stage": 7}}, "stage"),
+    "a block that is a number": ({"zero_optimization": 3}, "zero_optimization=3 must be a mapping"),
+    "a switch as block": ({"bf16": True}, "bf16=True must be a mapping"),
+    "a misspelt key": ({"zero_optimization": {"stag": 3}}, "did you mean 'stage'"),
+    "a negative bucket": ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size"),
+    "an unknown device": ({"zero_optimization": {"offload_optimizer": {"device": "tape"}}}, "device"),
+}
+
+
+def engine_files() -> Iterator[BadInput]:
+    """Single wrong values in files of accelerate and DeepSpeed."""
+    from hf_memopt.compatibility import check_config_file
+
+    for line, expected in ACCELERATE.items():
+        start = "" if line.startswith("distributed_type") else "distributed_type: MULTI_GPU\n"
+        start += "" if line.startswith("num_processes") else "num_processes: 2\n"
+        content = f"{start}{line}\n".encode()
+        yield BadInput(f"accelerate.yaml: {line}", _with_file("accelerate.yaml", content, check_config_file), expected)
+    for name, (content, expected) in DEEPSPEED.items():
+        act = _with_file("deepspeed.json", json.dumps(content).encode(), check_config_file)
+        yield BadInput(f"deepspeed.json: {name}", act, expected)
+
+
+# ---- models
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+          "vocab_size")  # fmt: skip
+_BAD_SIZES = {"zero": 0, "negative": -4, "a word": "big", "huge": 10**12, "a fraction": 1.5, "a switch": True,
+              "a billion": 10**9, "a mapping": {"a": 1}}  # fmt: skip
+
+
+OTHER = {"hidden_act": 5, "rms_norm_eps": "x", "rope_parameters": 5, "tie_word_embeddings": "x",
+         "attention_dropout": "x", "attention_bias": "x", "max_position_embeddings": "x"}  # fmt: skip
+# What a configuration's class takes, and a model's does not.
+TRACED = {
+    "head_dim": 0,
+    "hidden_act": "nope",
+    "rope_theta": "x",
+    "pad_token_id": 10**9,
+    "attention_dropout": 5.0,
+    "is_encoder_decoder": True,
+    "text_config": 5,
+    "quantization_config": {},
+    "num_hidden_layers": 10**9,
+}
+
+
+def _estimated(content: dict) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        (folder / "config.json").write_text(json.dumps(content))
+        typed("estimate", str(folder), "--preset", "cpu", "--seq-len", "32")
+
+    return act
+
+
+def models() -> Iterator[BadInput]:
+    """config.json with sizes that no model has, and files that are none."""
+    from hf_memopt.estimator.architectures import load_config
+
+    def config(content: Any):
+        return _with_file("config.json", json.dumps(content).encode(), lambda path: load_config(str(path.parent)))
+
+    for size in _SIZES:
+        for name, value in _BAD_SIZES.items():
+            yield BadInput(f"config.json: {size} is {name}", config({**LLAMA, size: value}), size)
+    for name, value in {"zero": 0, "huge": 10**12}.items():
+        nested = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 10**9, "hidden_size": value}}
+        yield BadInput(f"config.json: vision_config.hidden_size is {name}", config(nested), "vision_config")
+    for value in (5, [5], [None], "LlamaForCausalLM", {"a": 1}):
+        yield BadInput(f"config.json: architectures is {value!r}", config({**LLAMA, "architectures": value}),
+                       "architectures")  # fmt: skip
+    for name, value in OTHER.items():
+        yield BadInput(f"config.json: {name} is {value!r}", config({**LLAMA, name: value}), name)
+    for name, value in TRACED.items():
+        yield BadInput(f"estimate: {name} is {value!r}", _estimated({**LLAMA, name: value}), "")
+    yield BadInput("config.json: heads that do not divide", config({**LLAMA, "num_attention_heads": 7}), "7")
+    yield BadInput("config.json: shared heads that do not divide", config({**LLAMA, "num_key_value_heads": 3}), "3")
+    yield BadInput("config.json: no model type", config({"hidden_size": 64}), "model_type")
+    yield BadInput("config.json: an unknown model type", config({**LLAMA, "model_type": "lama"}), "lama")
+    yield BadInput("config.json: a model type that is a list", config({**LLAMA, "model_type": ["llama"]}), "config")
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    yield BadInput("config.json: code of its own", config(own), "code that comes with it")
+    for name, content in BROKEN.items():
+        act = _with_file("config.json", content, lambda path: load_config(str(path.parent)))
+        yield BadInput(f"config.json: {name}", act, "model")
+    for name in ("nowhere", "nowhere/at-all", "a" * 5000, "a\0b", "", "~/nowhere", "../..", "llama-3.1-8", "🤖"):
+        yield BadInput(f"model {name[:20]!r}", lambda folder, name=name: load_config(name), "model")
+
+
+# ---- commands
+
+
+COMMANDS = {
+    "estimate gpt2 --seq-len 0": "--seq-len",
+    "estimate gpt2 --seq-len -5": "--seq-len",
+    "estimate gpt2 --seq-len abc": "--seq-len",
+    "estimate gpt2 --seq-len 1.5": "--seq-len",
+    "estimate gpt2 --world-size 0": "--world-size",
+    "estimate gpt2 --world-size nan": "--world-size",
+    "plan gpt2 --seq-len 0": "--seq-len",
+    "plan gpt2 --effective-batch-size 0": "--effective-batch-size",
+    "plan gpt2 --effective-batch-size 1000000000000": "--effective-batch-size",
+    "plan gpt2 --memory 0": "--memory",
+    "plan gpt2 --memory nan": "--memory",
+    "plan gpt2 --memory inf": "--memory",
+    "plan gpt2 --memory -1": "--memory",
+    "plan gpt2 --host-memory nan": "--host-memory",
+    "plan gpt2 --rung top": "rung",
+    "advise log --seq-len 0": "--seq-len",
+    "dry-run no.py --world-size 0": "--world-size",
+    "export cpu_x2 run --sequence-parallel -8": "--sequence-parallel",
+    "export cpu_x2 run --sequence-parallel 0": "--sequence-parallel",
+    "export cpu_x2 run --machines 0": "--machines",
+    "export cpu_x2 run --machines -1": "--machines",
+    "monitor --interval 0": "--interval",
+    "monitor --interval -1": "--interval",
+    "monitor --interval nan": "--interval",
+    "monitor --interval inf": "--interval",
+    "snapshot file --top 0": "--top",
+    "snapshot file --top -3": "--top",
+    "show nothing": "unknown preset",
+    "show cpu --precision fp9": "unknown precision",
+    "presets --method fully": "unknown method",
+}
+
+
+def commands() -> Iterator[BadInput]:
+    """Options of the command line."""
+    for line, expected in COMMANDS.items():
+        yield BadInput(line, lambda folder, line=line: typed(*line.split()), expected)
+
+
+def typed(*words: str) -> None:
+    """hf-memopt in this process.
+
+    Raises:
+        InputError: it ended with exit code 2; the text is what it wrote to stderr.
+    """
+    from hf_memopt.cli import main
+
+    said = io.StringIO()
+    with mock.patch.object(sys, "argv", ["hf-memopt", *words]), redirect_stderr(said), redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as ended:
+            if ended.code != 2 or not said.getvalue().startswith("error: "):
+                raise RuntimeError(f"ended with {ended.code}: {said.getvalue()[-300:]}") from ended
+            raise InputError(said.getvalue()) from ended
+
+
+# ---- a model's other files
+
+
+TEMPLATES = (
+    "{{ 1 / 0 }}",
+    "{{ messages.x.y }}",
+    "{{ raise_exception('no') }}",
+    "{% for %}",
+    "{{ messages[99].role }}",
+    "{{ range(10**9) | list }}",
+    "{{ messages | nope }}",
+    "{{ 'a' * 10**15 }}",
+    "{{ [] + 5 }}",
+)
+
+
+def model_files() -> Iterator[BadInput]:
+    """Folders of models whose tokenizer, weights or chat template cannot be used."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for name in ("empty", "truncated", "binary", "zeros", "a list", "null"):
+            yield BadInput(f"{file}: {name}", _spoilt_model(file, BROKEN[name], _loads_tokenizer), "tokenizer")
+    for name, content in {"empty": b"", "truncated": None, "binary": BROKEN["binary"], "zeros": bytes(4096)}.items():
+        yield BadInput(
+            f"model.safetensors: {name}", _spoilt_model("model.safetensors", content, _loads_model), "model"
+        )
+    for template in TEMPLATES:
+        yield BadInput(f"chat template {template}", _templated(template), "chat template")
+
+
+def _spoilt_model(file: str, content: bytes | None, act: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def do(folder: Path):
+        from hf_memopt.data.builtin_model import builtin_model
+
+        model = folder / "model"
+        shutil.copytree(builtin_model(), model)
+        whole = (model / file).read_bytes() if (model / file).exists() else b""
+        (model / file).write_bytes(whole[: len(whole) // 2] if content is None else content)
+        return act(model)
+
+    return do
+
+
+def _job(model: Path, *words: str):
+    from hf_memopt.recipe import job as jobs
+
+    out = str(model.parent / "out")
+    return jobs.start("", ["--preset", "cpu", "--model_name_or_path", str(model), "--output_dir", out, *words])
+
+
+def _loads_tokenizer(model: Path):
+    from hf_memopt.recipe import job as jobs
+
+    return jobs.load_tokenizer(_job(model))
+
+
+def _loads_model(model: Path):
+    from hf_memopt.recipe import job as jobs
+
+    job = _job(model)
+    return jobs.load_model(job, jobs.load_config(job), jobs.load_tokenizer(job))
+
+
+def _templated(template: str) -> Callable[[Path], Any]:
+    def act(folder: Path):
+        from transformers import AutoTokenizer
+
+        from hf_memopt.data.builtin_model import builtin_model
+        from hf_memopt.data.chat import Chat
+
+        tokenizer = AutoTokenizer.from_pretrained(builtin_model())
+        tokenizer.chat_template = template
+        return Chat(tokenizer).text_and_answers([ASK, SAY])
+
+    return act
+
+
+def everything() -> list[BadInput]:
+    """The whole table."""
+    makers = (settings, command_line, nested, rows, row_files, configuration_files, engine_files, models, commands,
+              model_files)  # fmt: skip
+    return [entry for maker in makers for entry in maker()]
