@@ -1,6 +1,7 @@
 """Tokens, keys and passwords are in nothing that is printed or written."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -208,3 +209,11 @@ def test_advice_quotes_no_secret(command, tmp_path):
 def test_written_json_holds_none(tmp_path):
     write_json(tmp_path / "a.json", {"api_key": SECRET})
     assert json.loads((tmp_path / "a.json").read_text()) == {"api_key": REDACTED}
+
+
+def test_a_recipes_token_is_not_among_the_arguments_that_checkpoints_hold(tmp_path, monkeypatch):
+    from hf_memopt.recipe.job import start
+
+    monkeypatch.setenv("HF_TOKEN", "of somebody else")
+    job = start("", ["--preset", "cpu", "--hub_token", SECRET, "--output_dir", str(tmp_path)])
+    assert job.args.hub_token is None and os.environ["HF_TOKEN"] == SECRET

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -159,6 +160,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
     job.args = job.preset.training_arguments(world_size=world_size(), **training)
+    _keep_token_out_of_files(job.args)
     job.profile = _profile_changes(job, parsed, before)
     if job.args.deepspeed_plugin is not None and job.preset.sequence_parallel > 1 and job.args.device.type == "cpu":
         with quick_cpu_info(job.args):
@@ -168,6 +170,13 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     if job.args.should_save and not recipe.dry_run:
         claim(job.args.output_dir)
     return job
+
+
+def _keep_token_out_of_files(args) -> None:
+    """The Trainer pickles its arguments into every checkpoint, hub_token included (transformers 5.23, save_model), and
+    uploads that file too. huggingface_hub reads the token from the environment as well."""
+    if args.hub_token:
+        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
 
 
 def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
