@@ -64,9 +64,16 @@ def _figure(size: tuple[float, float]):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False,
-                "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
-                "text.parse_math": False}  # fmt: skip
+    settings = {
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "text.parse_math": False,
+    }
     with matplotlib.rc_context(settings):
         made, axes = pyplot.subplots(figsize=size, layout="constrained")
         try:
@@ -140,8 +147,13 @@ def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], ki
     there = [kind for kind in kinds if any(sizes.get(kind) for _, sizes in timeline)]
     rows = [[sizes.get(kind, 0) / GIB for _, sizes in timeline] for kind in there]
     if rows:
-        axes.stackplot([at for at, _ in timeline], rows, labels=[kind.replace("_", " ") for kind in there],
-                       colors=[COLOURS[kind] for kind in there], lw=0)  # fmt: skip
+        axes.stackplot(
+            [at for at, _ in timeline],
+            rows,
+            labels=[kind.replace("_", " ") for kind in there],
+            colors=[COLOURS[kind] for kind in there],
+            lw=0,
+        )
     axes.set(xlabel="seconds", ylabel="GiB")
     axes.set_ylim(bottom=0)
     _legend(axes, 2 if narrow else 4)

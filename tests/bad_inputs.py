@@ -63,11 +63,21 @@ VALUES = {
 # What none of the fields of a type takes; anything else may be right for one of them.
 REFUSED = {
     float: ("nan", "inf", "minus inf", "huge", "a word", "an empty text", "a switch", "a list", "a mapping"),
-    int: ("nan", "inf", "minus inf", "huge", "a word", "an empty text", "a switch", "a fraction", "a list",
-          "a mapping"),
+    int: (
+        "nan",
+        "inf",
+        "minus inf",
+        "huge",
+        "a word",
+        "an empty text",
+        "a switch",
+        "a fraction",
+        "a list",
+        "a mapping",
+    ),
     bool: ("nan", "inf", "huge", "a word", "a fraction", "a list", "an empty list", "a mapping", "minus one"),
     str: ("nan", "inf", "a switch", "a fraction", "a mapping"),
-}  # fmt: skip
+}
 _LISTS = {"a list", "an empty list"}
 
 
@@ -173,11 +183,24 @@ def nested() -> Iterator[BadInput]:
             yield BadInput(f"--{key}={text!r}", lambda folder, argv=argv: built(argv, folder), field)
     yield BadInput("--lora.r without a value", lambda folder: built(["--lora.r"], folder), "a value is missing")
     for text in not_yaml:
-        yield BadInput(f"--set learning_rate={text!r}", lambda folder, text=text: _set(f"learning_rate={text}"),
-                       "learning_rate")  # fmt: skip
-    for word in ("max_frames=abc", "max_frames=true", "dtype=float99", "dtype=null", "padded=abc", "frame_size=[1]",
-                 "max_pixels_per_frame=.nan", "answer_tokens=0", "loss_chunk_size=abc", "checkpoint_ratio=.nan",
-                 "oom_recovery=5", "max_memory_gib=.inf", "quantization.nf5=1"):  # fmt: skip
+        yield BadInput(
+            f"--set learning_rate={text!r}", lambda folder, text=text: _set(f"learning_rate={text}"), "learning_rate"
+        )
+    for word in (
+        "max_frames=abc",
+        "max_frames=true",
+        "dtype=float99",
+        "dtype=null",
+        "padded=abc",
+        "frame_size=[1]",
+        "max_pixels_per_frame=.nan",
+        "answer_tokens=0",
+        "loss_chunk_size=abc",
+        "checkpoint_ratio=.nan",
+        "oom_recovery=5",
+        "max_memory_gib=.inf",
+        "quantization.nf5=1",
+    ):
         name = word.partition("=")[0].rpartition(".")[2]
         yield BadInput(f"--set {word}", lambda folder, word=word: _set(word), name)
 
@@ -226,8 +249,10 @@ def spoilt_rows() -> Iterator[tuple[str, str, dict]]:
                 yield form, f"{column} is {name}", {**good, column: value}
     for name, messages in _MESSAGES.items():
         yield "messages", name, {"messages": messages}
-        turns = [{"from": one.get("role"), "value": one.get("content")} if isinstance(one, dict) else one
-                 for one in messages]  # fmt: skip
+        turns = [
+            {"from": one.get("role"), "value": one.get("content")} if isinstance(one, dict) else one
+            for one in messages
+        ]
         yield "conversations", name, {"conversations": turns}
     for name, value in {"a number": 5, "a list": ["Be brief."], "a mapping": {"a": 1}}.items():
         yield "messages", f"system is {name}", {**GOOD["messages"], "system": value}
@@ -353,11 +378,15 @@ def row_files() -> Iterator[BadInput]:
         for name, (content, expected) in ways.items():
             for streaming in (False, True):
                 how = ", streamed" if streaming else ""
-                yield BadInput(f"data{ending}{how}: {name}", _with_file(f"data{ending}", content, samples, streaming),
-                               expected)  # fmt: skip
+                yield BadInput(
+                    f"data{ending}{how}: {name}", _with_file(f"data{ending}", content, samples, streaming), expected
+                )
     for ending in ROW_FILES:
-        yield BadInput(f"data{ending}: no such file", lambda folder, ending=ending: samples(folder / f"no{ending}"),
-                       "no such file")  # fmt: skip
+        yield BadInput(
+            f"data{ending}: no such file",
+            lambda folder, ending=ending: samples(folder / f"no{ending}"),
+            "no such file",
+        )
     yield BadInput("data: an empty folder", lambda folder: samples(folder), "data set")
     yield BadInput("data: a folder named like a file", _in_folder("data.jsonl", samples), "data.jsonl")
 
@@ -400,14 +429,13 @@ BROKEN = {
     "tabs": b"a:\n\t- b\n",
     "an alias to nothing": b"a: *b\n",
     "nested too deeply": b"[" * 20_000,
-    "many aliases": b"a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + b"".join(
-        b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 30)
-    ),
+    "many aliases": b"a0: &a0 [x,x,x,x,x,x,x,x,x]\n"
+    + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 30)),
     "huge": b"# " + b"x" * (2 * 2**20) + b"\na: 1\n",
     "keys of other kinds": b"1: 2\nnull: 3\n? [a, b]\n: 4\n",
     "an impossible date": b"a: 2024-13-45\n",
     "a number of many digits": b"a: " + b"9" * 10_000 + b"\n",
-}  # fmt: skip
+}
 
 
 def configuration_files() -> Iterator[BadInput]:
@@ -417,13 +445,18 @@ def configuration_files() -> Iterator[BadInput]:
     def config(path: Path):
         return built(["--config", str(path)], path.parent)
 
-    for name, act in (("run.yaml", config), ("run.json", config), ("accelerate.yaml", check_config_file),
-                      ("deepspeed.json", check_config_file)):  # fmt: skip
+    for name, act in (
+        ("run.yaml", config),
+        ("run.json", config),
+        ("accelerate.yaml", check_config_file),
+        ("deepspeed.json", check_config_file),
+    ):
         for how, content in BROKEN.items():
             yield BadInput(f"{name} ({act.__name__}): {how}", _with_file(name, content, act), name)
         yield BadInput(f"{name} ({act.__name__}): a folder", _in_folder(name, act), "is a folder")
-        yield BadInput(f"{name} ({act.__name__}): missing", lambda folder, act=act, name=name: act(folder / name),
-                       "no such file")  # fmt: skip
+        yield BadInput(
+            f"{name} ({act.__name__}): missing", lambda folder, act=act, name=name: act(folder / name), "no such file"
+        )
         if os.name == "posix" and os.geteuid():  # root reads everything
             yield BadInput(f"{name} ({act.__name__}): unreadable", _unreadable(name, act), "cannot be read")
 
@@ -470,18 +503,45 @@ def engine_files() -> Iterator[BadInput]:
 # ---- models
 
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
     "max_position_embeddings": 128,
-}  # fmt: skip
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-          "vocab_size")  # fmt: skip
-_BAD_SIZES = {"zero": 0, "negative": -4, "a word": "big", "huge": 10**12, "a fraction": 1.5, "a switch": True,
-              "a billion": 10**9, "a mapping": {"a": 1}}  # fmt: skip
+}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_BAD_SIZES = {
+    "zero": 0,
+    "negative": -4,
+    "a word": "big",
+    "huge": 10**12,
+    "a fraction": 1.5,
+    "a switch": True,
+    "a billion": 10**9,
+    "a mapping": {"a": 1},
+}
 
 
-OTHER = {"hidden_act": 5, "rms_norm_eps": "x", "rope_parameters": 5, "tie_word_embeddings": "x",
-         "attention_dropout": "x", "attention_bias": "x", "max_position_embeddings": "x"}  # fmt: skip
+OTHER = {
+    "hidden_act": 5,
+    "rms_norm_eps": "x",
+    "rope_parameters": 5,
+    "tie_word_embeddings": "x",
+    "attention_dropout": "x",
+    "attention_bias": "x",
+    "max_position_embeddings": "x",
+}
 # What a configuration's class takes, and a model's does not.
 TRACED = {
     "head_dim": 0,
@@ -518,8 +578,9 @@ def models() -> Iterator[BadInput]:
         nested = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 10**9, "hidden_size": value}}
         yield BadInput(f"config.json: vision_config.hidden_size is {name}", config(nested), "vision_config")
     for value in (5, [5], [None], "LlamaForCausalLM", {"a": 1}):
-        yield BadInput(f"config.json: architectures is {value!r}", config({**LLAMA, "architectures": value}),
-                       "architectures")  # fmt: skip
+        yield BadInput(
+            f"config.json: architectures is {value!r}", config({**LLAMA, "architectures": value}), "architectures"
+        )
     for name, value in OTHER.items():
         yield BadInput(f"config.json: {name} is {value!r}", config({**LLAMA, name: value}), name)
     for name, value in TRACED.items():
@@ -677,6 +738,16 @@ def _templated(template: str) -> Callable[[Path], Any]:
 
 def everything() -> list[BadInput]:
     """The whole table."""
-    makers = (settings, command_line, nested, rows, row_files, configuration_files, engine_files, models, commands,
-              model_files)  # fmt: skip
+    makers = (
+        settings,
+        command_line,
+        nested,
+        rows,
+        row_files,
+        configuration_files,
+        engine_files,
+        models,
+        commands,
+        model_files,
+    )
     return [entry for maker in makers for entry in maker()]

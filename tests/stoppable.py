@@ -15,8 +15,15 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_memopt import MemoryTrainer
 
-FIELDS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-2,
-          "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}  # fmt: skip
+FIELDS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 6,
+    "learning_rate": 1e-2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "optim": "adamw_torch",
+}
 
 
 class Waiting(TrainerCallback):

@@ -38,8 +38,11 @@ def walk(entries, tmp_path, monkeypatch) -> list[str]:
     here = tmp_path / "working folder"
     here.mkdir()
     monkeypatch.chdir(here)
-    return [f"{entry.name}: {wrong}" for number, entry in enumerate(entries)
-            if (wrong := _ends_badly(entry, tmp_path / str(number), here))]  # fmt: skip
+    return [
+        f"{entry.name}: {wrong}"
+        for number, entry in enumerate(entries)
+        if (wrong := _ends_badly(entry, tmp_path / str(number), here))
+    ]
 
 
 def _ends_badly(entry, folder, here) -> str | None:
@@ -65,10 +68,22 @@ def _ends_badly(entry, folder, here) -> str | None:
 
 @pytest.mark.parametrize(
     ("maker", "every"),
-    [("settings", 4), ("command_line", 1), ("nested", 1), ("configuration_files", 1), ("engine_files", 1),
-     ("models", 1), ("commands", 1), ("model_files", 1), ("rows", 7), ("row_files", 2),
-     slow("settings", 1), slow("rows", 1), slow("row_files", 1)],
-)  # fmt: skip
+    [
+        ("settings", 4),
+        ("command_line", 1),
+        ("nested", 1),
+        ("configuration_files", 1),
+        ("engine_files", 1),
+        ("models", 1),
+        ("commands", 1),
+        ("model_files", 1),
+        ("rows", 7),
+        ("row_files", 2),
+        slow("settings", 1),
+        slow("rows", 1),
+        slow("row_files", 1),
+    ],
+)
 def test_bad_inputs_end_as_one_line(
     maker, every, tmp_path, monkeypatch, quiet_parser, no_progress_bars, builtin_model
 ):
@@ -100,8 +115,18 @@ def test_a_recipe_ends_with_code_2(words, expected, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}) + '\n{"text": 5,}\n')
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "What?", "completion": " That."}) + "\n")
     batch = ["--effective_batch_size", 4, "--per_device_train_batch_size", 2]
-    done = run("python", ROOT / "recipes" / "sft.py", "--preset", "cpu", "--output_dir", tmp_path / "out", *batch,
-               *(word.format(folder=tmp_path) for word in words), cwd=tmp_path, timeout=120)  # fmt: skip
+    done = run(
+        "python",
+        ROOT / "recipes" / "sft.py",
+        "--preset",
+        "cpu",
+        "--output_dir",
+        tmp_path / "out",
+        *batch,
+        *(word.format(folder=tmp_path) for word in words),
+        cwd=tmp_path,
+        timeout=120,
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert expected in line and not (tmp_path / "out").exists()
@@ -119,8 +144,14 @@ def test_a_model_s_own_code_is_never_run_whatever_stdin_says(command, tmp_path):
 
     (tmp_path / "config.json").write_text(json.dumps(OWN_CODE))
     (tmp_path / "configuration_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    done = subprocess.run([BIN / "hf-memopt", command, tmp_path], input="y\n" * 9, capture_output=True, text=True,
-                          cwd=tmp_path, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [BIN / "hf-memopt", command, tmp_path],
+        input="y\n" * 9,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
     assert done.returncode == 2 and "code that comes with it" in done.stderr and not (tmp_path / "ran").exists()
 
 
@@ -180,9 +211,13 @@ def test_doctor_lists_every_fault_with_its_line(tmp_path, command):
     code, out, err = command("doctor", tmp_path / "bad.yaml", tmp_path / "bad.json")
     lines = err.splitlines()
     assert code == 2 and not out and all(line.startswith("error: ") for line in lines)
-    expected = [("bad.yaml: line 2", "did you mean 'num_processes'"), ("bad.yaml: line 3", "mixed_precision"),
-                ("bad.yaml: line 5", "did you mean 'version'"), ("bad.json: line 3", "did you mean 'stage'"),
-                ("bad.json: line 4", "stage")]  # fmt: skip
+    expected = [
+        ("bad.yaml: line 2", "did you mean 'num_processes'"),
+        ("bad.yaml: line 3", "mixed_precision"),
+        ("bad.yaml: line 5", "did you mean 'version'"),
+        ("bad.json: line 3", "did you mean 'stage'"),
+        ("bad.json: line 4", "stage"),
+    ]
     assert len(lines) == len(expected)
     for line, (place, said) in zip(lines, expected, strict=True):
         assert place in line and said in line

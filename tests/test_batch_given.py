@@ -97,8 +97,20 @@ QUICK = ["--preset", "cpu", "--max_length", "32", "--held_out", "0", "--dry_run"
 )
 def test_the_first_lines_say_what_a_step_takes(rows, more, said, recipe, jsonl, tmp_path, capsys):
     data = jsonl([{"prompt": f"{n}?", "completion": f" {n}."} for n in range(rows)])
-    recipe("sft")([*QUICK, *more, "--dataset_name", data, "--output_dir", str(tmp_path / "out"), f"--{MICRO}", "4",
-                   f"--{ACCUMULATION}", "8"])  # fmt: skip
+    recipe("sft")(
+        [
+            *QUICK,
+            *more,
+            "--dataset_name",
+            data,
+            "--output_dir",
+            str(tmp_path / "out"),
+            f"--{MICRO}",
+            "4",
+            f"--{ACCUMULATION}",
+            "8",
+        ]
+    )
     printed = capsys.readouterr().out
     assert said in re.search(r"batch  (.*)", printed)[1], printed
 

@@ -249,6 +249,7 @@ def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
     )
     if not Path("/proc/self/statm").exists():
         pytest.skip("needs Linux, which limits address space")
-    done = subprocess.run([sys.executable, "-c", script, str(path), str(limit_mib), "400"], capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path), str(limit_mib), "400"], capture_output=True, text=True
+    )
     assert done.stdout.startswith("refused") and "memory" in done.stdout, done.stdout + done.stderr

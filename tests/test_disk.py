@@ -118,8 +118,13 @@ def _no_folder(tmp_path: Path) -> str:
     return str(tmp_path / "file")
 
 
-PLACES = {"a file": _no_folder, "below a file": lambda path: _no_folder(path) + "/out", "empty": lambda path: " ",
-          "no file system": lambda path: "/proc/hf_memopt", "full": lambda path: "/dev/full/out"}  # fmt: skip
+PLACES = {
+    "a file": _no_folder,
+    "below a file": lambda path: _no_folder(path) + "/out",
+    "empty": lambda path: " ",
+    "no file system": lambda path: "/proc/hf_memopt",
+    "full": lambda path: "/dev/full/out",
+}
 
 
 @pytest.mark.parametrize("place", PLACES)

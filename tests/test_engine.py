@@ -175,8 +175,9 @@ def tiny(four_bit: bool = False):
     """A language model; one whose weights are 4-bit only by name."""
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                         vocab_size=64)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
     model = LlamaForCausalLM(config)
     if four_bit:
         model.is_loaded_in_4bit = True

@@ -348,8 +348,16 @@ def test_the_command_line(model_folder, command):
     assert set(found["breakdown"]) == set(KINDS)
     assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"] < found["device_bytes"]
     assert found["host_bytes"] > 0 and found["levers"] == []
-    code, shown, _ = command("estimate", model_folder, "--preset", "rtx_3070", "--set", "effective_batch_size=4096",
-                             "--set", "per_device_train_batch_size=2048")  # fmt: skip
+    code, shown, _ = command(
+        "estimate",
+        model_folder,
+        "--preset",
+        "rtx_3070",
+        "--set",
+        "effective_batch_size=4096",
+        "--set",
+        "per_device_train_batch_size=2048",
+    )
     assert code == 1 and "does not fit" in shown
     assert "what would save most" in shown and "per_device_train_batch_size=1024" in shown
 

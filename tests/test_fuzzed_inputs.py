@@ -12,21 +12,39 @@ from hf_memopt.errors import InputError
 
 # Bounded and the same on every machine: a failure in CI can be repeated.
 BOUNDED = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None,
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
 MESSAGES = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "from", "value", "weight", "name"]),
-                    st.sampled_from(["user", "assistant", "system", "tool", "gpt"]) | VALUES, max_size=4),
+    st.dictionaries(
+        st.sampled_from(["role", "content", "from", "value", "weight", "name"]),
+        st.sampled_from(["user", "assistant", "system", "tool", "gpt"]) | VALUES,
+        max_size=4,
+    ),
     max_size=4,
-)  # fmt: skip
-COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "input", "history", "text",
-           "system", "tools", "id")  # fmt: skip
+)
+COLUMNS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "output",
+    "input",
+    "history",
+    "text",
+    "system",
+    "tools",
+    "id",
+)
 ROWS = st.lists(st.dictionaries(st.sampled_from(COLUMNS), MESSAGES | VALUES, max_size=4), max_size=4)
 
 
@@ -90,8 +108,12 @@ def _fields() -> list[str]:
     from hf_memopt.levers.arguments import MemoryArguments
     from hf_memopt.recipe.arguments import RecipeArguments
 
-    return [field.name for kind in (TrainingArguments, MemoryArguments, RecipeArguments)
-            for field in dataclasses.fields(kind) if field.name != "config"]  # fmt: skip
+    return [
+        field.name
+        for kind in (TrainingArguments, MemoryArguments, RecipeArguments)
+        for field in dataclasses.fields(kind)
+        if field.name != "config"
+    ]
 
 
 SETTINGS = st.deferred(

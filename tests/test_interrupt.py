@@ -54,10 +54,15 @@ class Process:
         environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{HERE}"}
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=environment, start_new_session=True,
+            [str(word) for word in words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # the tests may ignore it
-        )  # fmt: skip
+        )
         self._news = threading.Condition()
         self._ended = False
         threading.Thread(target=self._read, daemon=True).start()
@@ -123,8 +128,13 @@ def test_the_step_is_finished_and_saved(tmp_path):
 @pytest.mark.slow
 def test_the_end_of_a_run_is_not_taken_for_a_finished_one(tmp_path):
     """save_total_limit=1 with a best model deletes the last checkpoint when training finishes; epochs end, too."""
-    fields = {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2,
-              "metric_for_best_model": "loss"}  # fmt: skip
+    fields = {
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+    }
     struck(tmp_path / "best", Struck(2), **fields)
     assert (tmp_path / "best" / "checkpoint-3").is_dir()
     trainer, _ = struck(tmp_path / "epoch", Struck(2), save_strategy="epoch", eval_strategy="epoch")
@@ -151,8 +161,13 @@ def test_an_evaluation_is_not_waited_for(tmp_path):
     """The step before it is saved, as it would have been after it."""
     plain = build(tmp_path / "plain", eval_strategy="steps", eval_steps=3)
     plain.train()
-    trainer, stopped = struck(tmp_path / "run", Struck(3, "on_prediction_step"), eval_strategy="steps", eval_steps=3,
-                              per_device_eval_batch_size=2)  # fmt: skip
+    trainer, stopped = struck(
+        tmp_path / "run",
+        Struck(3, "on_prediction_step"),
+        eval_strategy="steps",
+        eval_steps=3,
+        per_device_eval_batch_size=2,
+    )
     assert stopped.step == 3 and checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
     assert not [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     resumed = build(tmp_path / "run", eval_strategy="steps", eval_steps=3)
@@ -229,8 +244,14 @@ def test_data_loaders_workers_live_through_it(tmp_path):
 @pytest.mark.engines
 @pytest.mark.parametrize("whom", ["the launcher", "one process"])
 def test_two_processes_stop_at_the_same_step(whom, tmp_path):
-    launcher = ["accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2.yaml",
-                "--main_process_port", 0]  # fmt: skip
+    launcher = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / "cpu_x2.yaml",
+        "--main_process_port",
+        0,
+    ]
     process = started(tmp_path, 3, *launcher)
     pid = process.process.pid if whom == "the launcher" else int(process.wait_for("waiting")[1].split()[-1])
     os.kill(pid, signal.SIGINT)
@@ -248,10 +269,32 @@ def test_two_processes_stop_at_the_same_step(whom, tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_continues_by_the_same_command(tmp_path):
-    command = [sys.executable, ROOT / "recipes" / "pretrain.py", "--preset", "cpu", "--max_length", "32",
-               "--effective_batch_size", "4", "--held_out", "8", "--samples", "1", "--save_strategy", "steps",
-               "--save_steps", "500", "--logging_steps", "1", "--max_steps", "20000", "--eval_strategy", "no",
-               "--output_dir", tmp_path / "out"]  # fmt: skip
+    command = [
+        sys.executable,
+        ROOT / "recipes" / "pretrain.py",
+        "--preset",
+        "cpu",
+        "--max_length",
+        "32",
+        "--effective_batch_size",
+        "4",
+        "--held_out",
+        "8",
+        "--samples",
+        "1",
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "500",
+        "--logging_steps",
+        "1",
+        "--max_steps",
+        "20000",
+        "--eval_strategy",
+        "no",
+        "--output_dir",
+        tmp_path / "out",
+    ]
     process = Process(*command)
     process.wait_for("'loss':")
     process.process.send_signal(signal.SIGINT)

@@ -323,9 +323,27 @@ def test_a_recipe_that_runs_out_of_memory_ends_with_75(tmp_path):
     """The code for relaunchers, a diagnosis without a traceback, both reports, and a checkpoint of the last step."""
     (tmp_path / "never_fits.py").write_text(NEVER_FITS)
     out = tmp_path / "out"
-    done = run("python", tmp_path / "never_fits.py", ROOT / "recipes" / "pretrain.py", "--preset", "cpu",
-               "--max_steps", 8, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2,
-               "--max_length", 32, "--eval_strategy", "no", "--eval_on_start", "no", "--output_dir", out)  # fmt: skip
+    done = run(
+        "python",
+        tmp_path / "never_fits.py",
+        ROOT / "recipes" / "pretrain.py",
+        "--preset",
+        "cpu",
+        "--max_steps",
+        8,
+        "--per_device_train_batch_size",
+        2,
+        "--gradient_accumulation_steps",
+        2,
+        "--max_length",
+        32,
+        "--eval_strategy",
+        "no",
+        "--eval_on_start",
+        "no",
+        "--output_dir",
+        out,
+    )
     assert done.returncode == 75, done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "out of memory in forward of step" in done.stderr
     ended = json.loads((out / "oom_report.json").read_text())

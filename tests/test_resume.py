@@ -55,8 +55,15 @@ def other_bytes(file: Path) -> None:
 
 
 DAMAGE = {"cut short": cut, "missing": Path.unlink, "changed": other_bytes}
-FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json",
-         "memory_state.json")  # fmt: skip
+FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+    "config.json",
+    "memory_state.json",
+)
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -128,8 +135,15 @@ def test_weights_of_other_names_are_not_taken_for_this_models(kind, run):
 
 
 def wider():
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).double()
 
 
@@ -204,8 +218,9 @@ def test_metadata_of_a_distributed_checkpoint_run_nothing(tmp_path):
 def test_zero_checkpoints_are_read_without_running_what_is_in_them(stage, tmp_path):
     """A real DeepSpeed process saves, resumes, and meets a checkpoint with code in it."""
     script = Path(__file__).with_name("zero_resume.py")
-    done = command("torchrun", "--nproc_per_node", 1, "--master_port", 0, script, tmp_path / "out", tmp_path / "proof",
-                   stage)  # fmt: skip
+    done = command(
+        "torchrun", "--nproc_per_node", 1, "--master_port", 0, script, tmp_path / "out", tmp_path / "proof", stage
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1]) == {"resumed": 4, "refused": True}
     assert not (tmp_path / "proof").exists()

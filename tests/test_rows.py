@@ -93,12 +93,12 @@ def test_tools_reach_the_chat_template(form, given, encoded):
     [
         ({**FORMS["messages"], "tools": [TOOL]}, None, "chat template does not use tools"),
         ({**FORMS["messages"], "tools": "add"}, TOOL_TEMPLATE, "tools is not JSON"),
-        ({**FORMS["messages"], "tools": [{"name": "add"}]}, TOOL_TEMPLATE, "tools.*\"function\""),
+        ({**FORMS["messages"], "tools": [{"name": "add"}]}, TOOL_TEMPLATE, 'tools.*"function"'),
         ({**FORMS["prompts of text"], "tools": [TOOL]}, TOOL_TEMPLATE, "tools"),
         ({"text": "Two plus two is four.", "tools": [TOOL]}, TOOL_TEMPLATE, "tools"),
         ({"text": "Two plus two is four.", "system": "Be brief."}, None, "system"),
     ],
-)  # fmt: skip
+)
 def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
     with pytest.raises(InputError, match=rf"rows\.jsonl: line 1, row 0: .*{said}"):
         encoded(row, template=template)
@@ -107,12 +107,25 @@ def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("images", ["a.png"]), ("image", "a.png"), ("videos", ["a.mp4"]), ("video", "a.mp4"), ("audios", ["a.wav"]),
-        ("audio", "a.wav"), ("chosen", "Four."), ("rejected", "Five."), ("label", False), ("weight", 0.5),
-        ("mask", [0, 1]), ("input", "2 + 2"), ("history", [["Hi", "Hello"]]), ("rejected_response", "Five."),
-        ("chat_template_kwargs", {"enable_thinking": True}), ("input_ids", [1, 2]), ("video_url", "http://a/b.mp4"),
+        ("images", ["a.png"]),
+        ("image", "a.png"),
+        ("videos", ["a.mp4"]),
+        ("video", "a.mp4"),
+        ("audios", ["a.wav"]),
+        ("audio", "a.wav"),
+        ("chosen", "Four."),
+        ("rejected", "Five."),
+        ("label", False),
+        ("weight", 0.5),
+        ("mask", [0, 1]),
+        ("input", "2 + 2"),
+        ("history", [["Hi", "Hello"]]),
+        ("rejected_response", "Five."),
+        ("chat_template_kwargs", {"enable_thinking": True}),
+        ("input_ids", [1, 2]),
+        ("video_url", "http://a/b.mp4"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_columns_that_mean_something_are_refused(column, value, streaming, encoded):
     place = r"row \d in the order that the stream is read" if streaming else "row 1"
@@ -176,7 +189,7 @@ def test_parts_of_text_are_joined(encoded):
         ({**ASK, "content": {"text": "a"}}, None, "content"),
         ("Hello", None, "message"),
     ],
-)  # fmt: skip
+)
 def test_messages_that_cannot_be_used(message, template, said, encoded):
     with pytest.raises(InputError, match=rf"rows\.jsonl: line 1, row 0: .*{said}") as caught:
         encoded({"messages": [ASK, SAY, ASK, message]}, template=template)
@@ -268,7 +281,7 @@ def asked(*parts):
         (asked({"type": "image", "image": "data:image;base64,AAAA"}), "data:.*"),
         ({**CLIP, "video_path": "b.mp4"}, "video_path"),
     ],
-)  # fmt: skip
+)
 def test_video_rows_that_cannot_be_used(row, said):
     with pytest.raises(InputError, match=f"row 7: .*{said}") as caught:
         conversation(row, "row 7")
@@ -276,8 +289,10 @@ def test_video_rows_that_cannot_be_used(row, said):
 
 
 def test_tags_in_parts_of_text_are_tags():
-    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "<video>\nWhat?"}]}, SAY],
-           "videos": ["file:///clips/a.mp4"]}  # fmt: skip
+    row = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "<video>\nWhat?"}]}, SAY],
+        "videos": ["file:///clips/a.mp4"],
+    }
     messages, media = conversation(row, "row 0")
     assert messages[0]["content"] == [{"type": "video"}, {"type": "text", "text": "What?"}]
     assert media == [("video", "/clips/a.mp4")]
@@ -317,7 +332,20 @@ def test_no_row_of_another_form_is_a_bad_video(recipe, tmp_path, encoder):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match=r"rows\.jsonl: line 11, row 10: .*https://a\.b/c\.mp4.*download"):
-        recipe("video_sft")(["--preset", "cpu", "--model_name_or_path", str(folder / "qwen2_5_vl"), "--dataset_name",
-                             str(data), "--max_bad_videos", "9", "--held_out", "4", "--output_dir",
-                             str(tmp_path / "out")])  # fmt: skip
+        recipe("video_sft")(
+            [
+                "--preset",
+                "cpu",
+                "--model_name_or_path",
+                str(folder / "qwen2_5_vl"),
+                "--dataset_name",
+                str(data),
+                "--max_bad_videos",
+                "9",
+                "--held_out",
+                "4",
+                "--output_dir",
+                str(tmp_path / "out"),
+            ]
+        )
     assert not (tmp_path / "out").exists()

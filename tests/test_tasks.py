@@ -42,19 +42,37 @@ def vit():
 def t5():
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=40,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return transformers.T5ForConditionalGeneration(config).double()
 
 
 def segformer():
     torch.manual_seed(0)
     config = transformers.SegformerConfig(
-        num_encoder_blocks=1, depths=[1], sr_ratios=[1], hidden_sizes=[16], num_attention_heads=[1], patch_sizes=[3],
-        strides=[2], mlp_ratios=[2], decoder_hidden_size=16, num_labels=4, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
-    )  # fmt: skip
+        num_encoder_blocks=1,
+        depths=[1],
+        sr_ratios=[1],
+        hidden_sizes=[16],
+        num_attention_heads=[1],
+        patch_sizes=[3],
+        strides=[2],
+        mlp_ratios=[2],
+        decoder_hidden_size=16,
+        num_labels=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    )
     return transformers.SegformerForSemanticSegmentation(config).double()
 
 
@@ -117,9 +135,15 @@ def spans(last):
 def train(folder, model, data, kind=Trainer, memory=True, strikes=None, collator=collate, prepare=None, **fields):
     """A short run; its trainer and weights."""
     fields = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 0.05,
-        "optim": "sgd", "remove_unused_columns": False, **QUIET, **fields,
-    }  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "remove_unused_columns": False,
+        **QUIET,
+        **fields,
+    }
     if memory:
         kind = type(f"Memory{kind.__name__}", (MemoryTrainerMixin, kind), {})
     args = TrainingArguments(str(folder), **fields)

@@ -97,8 +97,14 @@ def test_the_order_of_the_batches_alone_follows_the_seed():
 def test_workers_are_seeded_as_the_trainers(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True, remove_unused_columns=False, report_to="none",
-                             dataloader_num_workers=2, dataloader_in_order=False)  # fmt: skip
+    args = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        remove_unused_columns=False,
+        report_to="none",
+        dataloader_num_workers=2,
+        dataloader_in_order=False,
+    )
     given = {"model": llama(), "args": args, "train_dataset": Rows(), "data_collator": collate}
     plain = Trainer(**given).get_train_dataloader()
     ours = MemoryTrainer(**given, memory_args=MemoryArguments(**BUDGET)).get_train_dataloader()

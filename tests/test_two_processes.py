@@ -30,8 +30,15 @@ RESUMED = {**PLAIN, "name": "resumed", "resumed": "end-1-2"}
 
 def run(folder, *cases) -> None:
     lines = "\n".join(map(json.dumps, cases))
-    subprocess.run([sys.executable, HERE / "two_processes.py", folder], input=lines, text=True, check=True, cwd=HERE,
-                   capture_output=True, timeout=3000)  # fmt: skip
+    subprocess.run(
+        [sys.executable, HERE / "two_processes.py", folder],
+        input=lines,
+        text=True,
+        check=True,
+        cwd=HERE,
+        capture_output=True,
+        timeout=3000,
+    )
 
 
 def told(folder, case) -> dict:
@@ -158,8 +165,10 @@ STAGES = {
     "clipping twice": {"recovers": False, "phase": "clipping", "times": 2},
     "data": {"recovers": False},
 }
-AFTER_A_STEP = {"eval": {"fields": {"eval_strategy": "steps", "eval_steps": 3}},
-                "save": {"fields": {"save_strategy": "steps", "save_steps": 3}}}  # fmt: skip
+AFTER_A_STEP = {
+    "eval": {"fields": {"eval_strategy": "steps", "eval_steps": 3}},
+    "save": {"fields": {"save_strategy": "steps", "save_steps": 3}},
+}
 
 
 def _case(stage: str, rank: int, step: int, **about) -> dict:

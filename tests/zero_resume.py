@@ -16,9 +16,14 @@ from hf_memopt import MemoryTrainer
 from hf_memopt.errors import InputError
 
 FOLDER, PROOF, STAGE = sys.argv[1:]
-ZERO = {"zero_optimization": {"stage": int(STAGE)}, "bf16": {"enabled": True}, "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+ZERO = {
+    "zero_optimization": {"stage": int(STAGE)},
+    "bf16": {"enabled": True},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_force_ds_cpu_optimizer": False,
+}
 ROWS = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 
 
@@ -28,8 +33,16 @@ class Runs:
 
 
 def trainer(steps: int) -> MemoryTrainer:
-    args = TrainingArguments(FOLDER, max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to="none",
-                             use_cpu=True, bf16=True, deepspeed=ZERO)  # fmt: skip
+    args = TrainingArguments(
+        FOLDER,
+        max_steps=steps,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        report_to="none",
+        use_cpu=True,
+        bf16=True,
+        deepspeed=ZERO,
+    )
     return MemoryTrainer(model=llama(torch.float32), args=args, train_dataset=ROWS)
 
 

@@ -84,10 +84,17 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
     text = page(
-        "snapshot", reason=found.about.get("reason", plain(Path(file).name)), verdict=verdict(found),
-        failed=bool(found.out_of_memory), made=charts.both(draw, "kinds"), colours=charts.COLOURS,
-        by_kind=found.by_kind, modules=[(module, size(taken)) for module, taken in found.by_module.items()],
-        largest=found.largest, fragmentation=_fragments(found), growth=list(_grown(found)),
-    )  # fmt: skip
+        "snapshot",
+        reason=found.about.get("reason", plain(Path(file).name)),
+        verdict=verdict(found),
+        failed=bool(found.out_of_memory),
+        made=charts.both(draw, "kinds"),
+        colours=charts.COLOURS,
+        by_kind=found.by_kind,
+        modules=[(module, size(taken)) for module, taken in found.by_module.items()],
+        largest=found.largest,
+        fragmentation=_fragments(found),
+        growth=list(_grown(found)),
+    )
     with as_input_error(f"plot {path}", OSError):
         write_whole(path, text)

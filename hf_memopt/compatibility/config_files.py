@@ -112,8 +112,11 @@ class _Lines:
 
         node, line = self._root, None
         for key in keys:
-            found = next((pair for pair in node.value if pair[0].value == key), None) if isinstance(
-                node, yaml.MappingNode) else None  # fmt: skip
+            found = (
+                next((pair for pair in node.value if pair[0].value == key), None)
+                if isinstance(node, yaml.MappingNode)
+                else None
+            )
             if found is None:
                 return line
             line, node = found[0].start_mark.line + 1, found[1]
@@ -215,8 +218,9 @@ def _block_faults(content: dict[str, Any], keys: tuple[str, ...], kind) -> _Foun
     known = {*kind.model_fields, *(field.alias for field in kind.model_fields.values() if field.alias)}
     yield from _unknown_keys(keys, {key: key for key in block}, known)
     # "auto" is filled by transformers; the nested blocks have models of their own.
-    given = {key: value for key, value in block.items()
-             if key in known and value != "auto" and not isinstance(value, dict)}  # fmt: skip
+    given = {
+        key: value for key, value in block.items() if key in known and value != "auto" and not isinstance(value, dict)
+    }
     yield from _pydantic_faults(keys, given, kind)
 
 

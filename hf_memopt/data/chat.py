@@ -12,8 +12,22 @@ logger = logging.getLogger(__name__)
 _USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
 # One thing under several names, which transformers fills from each other. Templates drop it from earlier turns.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_METADATA = ("id", "message_id", "turn", "turn_id", "index", "timestamp", "created_at", "language", "lang", "source",
-             "model", "score", "toxic", "redacted")  # fmt: skip
+_METADATA = (
+    "id",
+    "message_id",
+    "turn",
+    "turn_id",
+    "index",
+    "timestamp",
+    "created_at",
+    "language",
+    "lang",
+    "source",
+    "model",
+    "score",
+    "toxic",
+    "redacted",
+)
 _TOOLS = ("", "tools")  # in place of a role and its key
 _LETTER = {"type": "text", "text": "x"}
 

@@ -60,8 +60,19 @@ SAMPLING = {
 # Columns that mean something to other trainers -> why they are not used here.
 _REFUSED = {
     **dict.fromkeys(
-        (*MEDIA, "video_path", "video_paths", "video_url", "video_urls", "video_file", "image_path", "image_paths",
-         "image_url", "image_urls", "image_file"),
+        (
+            *MEDIA,
+            "video_path",
+            "video_paths",
+            "video_url",
+            "video_urls",
+            "video_file",
+            "image_path",
+            "image_paths",
+            "image_url",
+            "image_urls",
+            "image_file",
+        ),
         _NEEDS_VIDEO_RECIPE,
     ),
     **dict.fromkeys(("audio", "audios", "audio_path", "audio_url", "speech"), _NO_AUDIO),
@@ -70,8 +81,17 @@ _REFUSED = {
         _NOT_ANSWERS,
     ),
     **dict.fromkeys(
-        ("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "mask", "loss_mask", "completion_mask",
-         "assistant_masks"),
+        (
+            "weight",
+            "weights",
+            "sample_weight",
+            "loss_weight",
+            "loss_scale",
+            "mask",
+            "loss_mask",
+            "completion_mask",
+            "assistant_masks",
+        ),
         _WEIGHTS,
     ),
     **dict.fromkeys(("input", "history"), _OTHER_FORM),
@@ -79,7 +99,7 @@ _REFUSED = {
     **dict.fromkeys(("input_ids", "labels", "attention_mask", "segments"), _TOKENIZED),
     **dict.fromkeys((*SYSTEM, "tools"), "a text has no messages: use `messages`, or put it into the text"),
     "objects": "boxes and references are not put into the text",
-}  # fmt: skip
+}
 _HARMLESS_FOR_TEXT = ("label", "labels", "documents", "input", "history")  # of a classification set, for one
 
 

@@ -74,9 +74,9 @@ def _parts(part, where: str) -> list[dict]:
         return _parts_of_text(part.get("text") or "", where)
     if kind not in _KINDS:
         raise InputError(
-            f"{where}: unknown part {kind!r}. Write {{\"type\": \"text\", \"text\": …}}, {{\"type\": \"video\", "
-            f"\"video\": \"clips/door.mp4\"}} or {{\"type\": \"image\", \"image\": \"door.png\"}}"
-        )  # fmt: skip
+            f'{where}: unknown part {kind!r}. Write {{"type": "text", "text": …}}, {{"type": "video", '
+            f'"video": "clips/door.mp4"}} or {{"type": "image", "image": "door.png"}}'
+        )
     _check_keys(part, ("type", kind, "path", "url"), where)
     given = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
     return [{"type": kind, "given": given} if given is not None else {"type": kind}]

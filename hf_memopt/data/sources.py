@@ -24,8 +24,18 @@ _FORMATS = {
 _HELD_OUT_OF_STREAM = 200  # rows, at most, where held_out is a share
 
 
-def load_rows(source, config=None, split="train", held_out_split=None, held_out=0.05, streaming=False, buffer=10_000,
-              seed=42, ignore: Sequence[str] = (), with_media: bool = False):  # fmt: skip
+def load_rows(
+    source,
+    config=None,
+    split="train",
+    held_out_split=None,
+    held_out=0.05,
+    streaming=False,
+    buffer=10_000,
+    seed=42,
+    ignore: Sequence[str] = (),
+    with_media: bool = False,
+):
     """Training rows, held-out rows and the form of their columns (a name in columns.FORMS).
 
     Args:

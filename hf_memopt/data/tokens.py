@@ -156,8 +156,10 @@ def _reader(rows, form: str, tokenizer, plain: bool, source: str):
         check_columns(row, form, where)
         if plain:
             return _plain_text(row, form, tokenizer.eos_token, where)
-        messages = [{**message, "content": joined_text(message["content"], where)}
-                    for message in read_messages(row, form, where)]  # fmt: skip
+        messages = [
+            {**message, "content": joined_text(message["content"], where)}
+            for message in read_messages(row, form, where)
+        ]
         return chat.text_and_answers(messages, read_tools(row, where), where)
 
     return read

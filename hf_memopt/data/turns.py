@@ -91,8 +91,10 @@ def _text_of(part, where: str) -> str:
             raise InputError(f"{where}: a part of the content must have a text, not {_brief(text)}")
         return text or ""
     name = kind if kind != "text" else other[0]
-    raise InputError(f"{where}: the content has a part {name!r}, and this recipe trains on text alone "
-                     "(videos and images: recipes/video_sft.py)")  # fmt: skip
+    raise InputError(
+        f"{where}: the content has a part {name!r}, and this recipe trains on text alone "
+        "(videos and images: recipes/video_sft.py)"
+    )
 
 
 def _turns(row: dict, form: str, where: str):

@@ -374,10 +374,27 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     mesh = mesh_of(strategy, world_size) if engine == "mesh" else None
     method = "qlora" if quantization_config is not None else "full" if peft_config is None else "lora"
     _check_combination(fields, engine, strategy, mesh, method, dtype, quantization_config)
-    return Job(config, fields, seq_len, device, peft_config, quantization_config, dtype, attn_implementation, padded,
-               world_size, engine, task or task_of(config), kbit_preparation, memory_args, packed, video,
-               tuple(frozen), neediest_rank(fields, engine, world_size) if rank is None else rank,
-               mesh)  # fmt: skip
+    return Job(
+        config,
+        fields,
+        seq_len,
+        device,
+        peft_config,
+        quantization_config,
+        dtype,
+        attn_implementation,
+        padded,
+        world_size,
+        engine,
+        task or task_of(config),
+        kbit_preparation,
+        memory_args,
+        packed,
+        video,
+        tuple(frozen),
+        neediest_rank(fields, engine, world_size) if rank is None else rank,
+        mesh,
+    )
 
 
 def _check_combination(fields, engine, strategy, mesh, method, dtype, quantization) -> None:

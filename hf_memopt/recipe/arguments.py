@@ -139,8 +139,15 @@ def parse(argv: list[str] | None = None, description: str = "", own: type = Reci
     if given_kwargs := training.get("activation_checkpointing_kwargs"):
         training["activation_checkpointing_kwargs"] = _checkpointing_kwargs(given_kwargs)
     quantization = check_quantization(nested.pop("quantization"))
-    return Parsed(own(**other), MemoryArguments(**memory), training, **nested, quantization=quantization, given=named,
-                  profile=profile)  # fmt: skip
+    return Parsed(
+        own(**other),
+        MemoryArguments(**memory),
+        training,
+        **nested,
+        quantization=quantization,
+        given=named,
+        profile=profile,
+    )
 
 
 def _hints(own: type) -> dict[str, Any]:

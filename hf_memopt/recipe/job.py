@@ -37,8 +37,19 @@ from hf_memopt.recipe.cpu_features import quick_cpu_info
 logger = logging.getLogger(__name__)
 
 # What the hub, the model code and pickles raise for a name, a configuration or weights that cannot be loaded.
-_LOADING = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, ImportError,
-            RuntimeError, AssertionError, UnpicklingError)  # fmt: skip
+_LOADING = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    ImportError,
+    RuntimeError,
+    AssertionError,
+    UnpicklingError,
+)
 
 
 @dataclass

@@ -125,8 +125,14 @@ class EvalRecovery:
             self._ending.exhausted("eval", found, why="the evaluation batch is one sample")
         self.args.per_device_eval_batch_size = before // 2
         getattr(self, "_eval_dataloaders", {}).clear()
-        self._event("oom_recovered", stage="eval", cause=found.cause, message=found.message,
-                    micro_batch_before=before, micro_batch_after=before // 2)  # fmt: skip
+        self._event(
+            "oom_recovered",
+            stage="eval",
+            cause=found.cause,
+            message=found.message,
+            micro_batch_before=before,
+            micro_batch_after=before // 2,
+        )
 
     def _close_bars(self) -> None:
         """A progress bar of the attempt that failed would count on beyond its end."""

@@ -199,8 +199,9 @@ class SafeResume:
 
     # ---- what is said
 
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint,
-                             trial):  # fmt: skip
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
         """The arguments' intervals count, as every other argument does.
 
         transformers 5.23 takes those of the checkpoint's trainer_state.json and warns that the arguments differ.
@@ -218,8 +219,11 @@ class SafeResume:
     def _announce_resume(self, checkpoint, before: dict[str, int]) -> None:
         state = self.state
         logger.warning("resuming from %s (step %d of %d)", checkpoint, state.global_step, state.max_steps)
-        changed = [f"{name}={getattr(state, name)} (before: {steps})" for name, steps in before.items()
-                   if getattr(state, name) != steps]  # fmt: skip
+        changed = [
+            f"{name}={getattr(state, name)} (before: {steps})"
+            for name, steps in before.items()
+            if getattr(state, name) != steps
+        ]
         if changed:
             logger.warning("from here on %s", ", ".join(changed))
 
