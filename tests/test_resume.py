@@ -1,15 +1,19 @@
 """Checkpoints that are damaged, of another model, or hostile: what resumes, from where, and what is refused."""
 
+import contextlib
 import json
 import os
 import pickle
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import run as command
 from conftest import slow
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_memory_trainer import llama, train
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
@@ -99,6 +103,14 @@ def test_training_resumes_from_the_intact_one_to_the_same_weights(run, tmp_path)
     assert newest_intact(folder) == folder / "checkpoint-4"
 
 
+def test_a_finished_run_takes_no_further_step(run, tmp_path, caplog):
+    """A relauncher starts the same command again; plain Trainer trains a step beyond max_steps then."""
+    wanted = train(tmp_path / "wanted", kind=Trainer, **SAVING)
+    found = train(run(), resume=True, **SAVING)
+    assert found.step == 4 and torch.equal(found.weights, wanted.weights)
+    assert "all 4 steps are done already" in caplog.text
+
+
 def test_nothing_intact_is_refused_and_nothing_at_all_is_none(run, tmp_path):
     folder = run()
     for checkpoint in folder.glob("checkpoint-*"):
@@ -118,6 +130,31 @@ def test_a_damaged_note_of_batches_is_refused(content, run):
         (checkpoint / "memory_state.json").write_text(content)
     with pytest.raises(InputError, match=r"memory_state\.json"):
         train(folder, resume=True, **SAVING)
+
+
+_CONTENT = sorted([*FILES, "training_args.bin", "generation_config.json", "memory_manifest.json"])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(name=st.sampled_from(_CONTENT), at=st.floats(0, 1), content=st.binary(max_size=40), keep=st.booleans())
+@pytest.mark.parametrize("manifest", [True, slow(False)])
+def test_any_damage_is_refused_or_harmless(manifest, saved, name, at, content, keep):
+    """Any bytes anywhere in any file: with a manifest the older checkpoint resumes; without one, training ends as it
+    should have or in one sentence."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(shutil.copytree(saved / "memory", Path(temporary) / "run"))
+        file = folder / "checkpoint-4" / name
+        before = file.read_bytes()
+        place = int(at * len(before))
+        file.write_bytes(before[:place] + content + (before[place + len(content) :] if keep else b""))
+        changed = file.read_bytes() != before
+        if not manifest:
+            (folder / "checkpoint-4" / "memory_manifest.json").unlink(missing_ok=True)
+        else:
+            fits = not changed or (name == "memory_manifest.json" and newest_intact(folder).name == "checkpoint-4")
+            assert newest_intact(folder) == folder / ("checkpoint-4" if fits else "checkpoint-2")
+        with contextlib.suppress(InputError):
+            assert train(folder, resume=True, **SAVING | {"max_steps": 5}).step == 5
 
 
 # ---- of another model or optimizer

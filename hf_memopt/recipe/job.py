@@ -178,7 +178,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
             _start_deepspeed()
     output = Path(job.args.output_dir)
     job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
-    if job.args.should_save and not recipe.dry_run:
+    if job.args.process_index == 0 and not recipe.dry_run:
         claim(job.args.output_dir)
     return job
 

@@ -6,10 +6,17 @@ import tempfile
 from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.trainer import manifest
 
 _FSDP = "pytorch_model_fsdp_0"  # accelerate's FSDP_MODEL_NAME, of the first model
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "merges.*")  # configuration and tokenizer
-_OF_THE_RUN = ("trainer_state.json", "training_args.json", "model.safetensors.index.json")
+_OF_THE_RUN = (
+    "trainer_state.json",
+    "training_args.json",
+    "model.safetensors.index.json",
+    manifest.FILE,
+    "memory_state.json",
+)
 _FAILURES = (
     OSError, ValueError, KeyError, RuntimeError, AssertionError, IndexError, EOFError, pickle.UnpicklingError,
 )  # fmt: skip

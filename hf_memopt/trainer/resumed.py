@@ -103,6 +103,14 @@ class SafeResume:
             gradient_accumulation_steps=args.gradient_accumulation_steps,
         )
 
+    def _run_epoch(self, *args, **kwargs):
+        """Nothing, where the checkpoint is of the last step: transformers 5.23 would take one step more."""
+        if self.state.global_step >= self.state.max_steps:
+            logger.warning("all %d steps are done already: nothing is left to train", self.state.max_steps)
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     # ---- weights and states
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):

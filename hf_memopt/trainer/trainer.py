@@ -197,7 +197,7 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = self._agree_on_checkpoint(self._checkpoint_to_resume(resume_from_checkpoint))
-        own = claimed(self.args.output_dir) if self.args.should_save else contextlib.nullcontext()
+        own = claimed(self.args.output_dir) if self.args.process_index == 0 else contextlib.nullcontext()
         self.add_callback(self._ending.updates)
         try:
             with own, settings_of_run(self), interruptible(self), self._peers.watching(self._ending.save_for_peer):
