@@ -153,6 +153,7 @@ class SafeResume:
                 f"the checkpoint lacks {len(missing)} of the model's {len(weights)} weights ({missing[0]}, …): "
                 "it is of another model"
             )
+        load_result.missing_keys[:] = set(load_result.missing_keys) - absent  # what is tied is there
         super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
