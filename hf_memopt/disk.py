@@ -88,6 +88,21 @@ def release(output_dir: str | Path) -> None:
         os.close(handle)
 
 
+def check_writable(output_dir: str | Path) -> None:
+    """Raise where claim() would; nothing that was not there before is left.
+
+    Raises:
+        InputError: the folder cannot be written to, or another process that is alive uses it.
+    """
+    folder = Path(output_dir).expanduser().resolve()
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    with claimed(output_dir):
+        pass
+    for place in new:
+        with contextlib.suppress(OSError):  # another run has begun to write there
+            place.rmdir()
+
+
 @contextlib.contextmanager
 def claimed(output_dir: str | Path) -> Iterator[None]:
     """claim() for a while."""

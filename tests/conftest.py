@@ -55,6 +55,14 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def nothing_frozen():
+    """Garbage collection as a user's process has it: what it finds, and when, shows in a trace's order of events."""
+    gc.unfreeze()
+    yield
+    freeze_imports()
+
+
 def pytest_collection_finish(session):
     freeze_imports()
 

@@ -62,6 +62,7 @@ def test_what_is_named_is_not_planned(sft, free):
     assert trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps == 8
 
 
+@pytest.mark.slow
 def test_nothing_fits(sft, free):
     main, arguments = sft
     free(2**20)

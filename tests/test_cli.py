@@ -108,6 +108,7 @@ def test_export_writes_what_the_preset_says(arguments, tmp_path):
     assert checked.returncode == 0 and "a sound accelerate configuration" in checked.stdout
 
 
+@pytest.mark.slow
 def test_doctor_as_json():
     done = run("hf-memopt", "doctor", "--json")
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up_ends_in_one_sentence_and_the_checkpoint_before_it_
         trainer._save_whole = limited
 
     with pytest.raises(
-        InputError, match=r"no checkpoint can be written to .*: make room .* resumes from checkpoint-2"
+        InputError, match=r"no checkpoint can be written to .*\. Make room .* resumes from checkpoint-2"
     ):
         train(tmp_path, prepare=fills_up, **SAVING)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2"]

@@ -337,6 +337,7 @@ def model_folder(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_the_command_line(model_folder, command):
     done = run("hf-memopt", "estimate", model_folder, "--preset", "a100_80gb", "--method", "lora", "--seq-len", 256,
                "--set", "per_device_train_batch_size=2", "--set", "lora.r=4", "--json")  # fmt: skip

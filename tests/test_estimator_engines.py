@@ -95,6 +95,7 @@ def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
         assert extended[phase] == pytest.approx(whole[phase], rel=0.03), phase
 
 
+@pytest.mark.slow
 def test_sharding_divides_what_it_says():
     """Bytes a weight in fp32 with AdamW: 4 for the weight, 8 for two states; ZeRO-2 keeps the weights whole."""
     fields = {"bf16": True, "per_device_train_batch_size": 1}

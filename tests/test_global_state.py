@@ -128,13 +128,10 @@ def test_what_only_looks_changes_nothing(call, own_settings, tmp_path):
     unchanged(before)
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_nothing_is_left_frozen_either(tmp_path):
-    gc.unfreeze()
-    try:
-        estimate(config(1), FIELDS, SEQ_LEN, "cpu")
-        assert not gc.get_freeze_count()
-    finally:
-        freeze_imports()
+    estimate(config(1), FIELDS, SEQ_LEN, "cpu")
+    assert not gc.get_freeze_count()
 
 
 class Broken(Exception):

@@ -66,7 +66,7 @@ def rows(jsonl, builtin_model) -> tuple[str, int]:
     return jsonl(texts), len(packed(Dataset.from_list(texts), "text", tokenizer, TOKENS))
 
 
-SHIPPED = [slow("cpu", "cpu"), ("cpu_x2", "cpu_x2"), slow("cpu_x2_zero2", "cpu_x2")]  # zero3: below
+SHIPPED = [slow("cpu", "cpu"), slow("cpu_x2", "cpu_x2"), slow("cpu_x2_zero2", "cpu_x2")]  # zero3: below
 EXPORTED = [
     pytest.param("zero2_offload_cpu", marks=pytest.mark.needs_compiler),
     pytest.param("zero3_offload_cpu", marks=pytest.mark.needs_compiler),

@@ -15,7 +15,7 @@ from conftest import slow
 from faults import Strikes, struck
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
 from hf_memopt.errors import run
@@ -584,6 +584,19 @@ def test_data_that_run_out_of_memory_end_the_run_with_a_report(prepare, fields, 
     assert report["stage"] == "data" and report["cause"].startswith(cause)
     assert report["checkpoint"] == str(tmp_path / "out" / f"checkpoint-{report['step']}")
     assert torch.allclose(train(tmp_path / "out", resume=True).weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):
+    class Average(TrainerCallback):
+        """An average of the weights, for which there is no room from the third step on."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise torch.OutOfMemoryError(OOM)
+
+    with pytest.raises(TrainingOutOfMemory, match="out of memory in callbacks of step 4"):
+        train(tmp_path, prepare=lambda trainer: trainer.add_callback(Average()))
+    assert json.loads((tmp_path / "oom_report.json").read_text())["checkpoint"] == str(tmp_path / "checkpoint-3")
 
 
 def test_clipping_that_never_fits_ends_the_run(tmp_path):

@@ -62,6 +62,7 @@ def test_a_preset_cut_up():
             get_preset(name, method, strategy)
 
 
+@pytest.mark.slow
 def test_gradients_stay_sharded_between_micro_batches():
     """transformers' own Trainer keeps all of them in fp32, four bytes a weight, where there are no replicas."""
     config = AutoConfig.for_model("llama", hidden_size=256, intermediate_size=704, num_hidden_layers=6,

@@ -153,6 +153,7 @@ def test_activation_memory_comes_from_the_estimator():
     assert plain["effective_memory_bytes"] > 14 * 4 * 12 * 256 * 512 * 2
 
 
+@pytest.mark.slow
 def test_optimizations_are_tracked(tmp_path):
     from transformers import LlamaConfig
 

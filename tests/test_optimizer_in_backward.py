@@ -54,7 +54,7 @@ def test_with_adam_mini_and_resumed(tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [slow("forward"), "backward"])
 def test_running_out_ends_the_run(phase, tmp_path):
     """Weights are changed on the way back: nothing can be taken again; before that, the last good step is saved."""
     with pytest.raises(TrainingOutOfMemory, match="optimizer_in_backward cannot take a step again") as end:

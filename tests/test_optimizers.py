@@ -273,7 +273,7 @@ def undisturbed(tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize("manner", ["before", "midway", "after"])
+@pytest.mark.parametrize("manner", ["midway", slow("before"), slow("after")])
 @pytest.mark.parametrize(
     "case",
     [

@@ -93,6 +93,7 @@ def test_every_rung_is_the_fastest_that_fits_of_all_choices(search, every):
     assert not made.ladder[-1].choice.levers  # nothing is pulled where memory is plenty
 
 
+@pytest.mark.slow
 def test_sketches_are_near_estimates(search, every):
     """On the CPU, of every choice; docs/plans.md says so."""
     _, found = search
@@ -137,6 +138,7 @@ def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
     assert "full fine-tuning needs" in made.rejected[0].reason and "at least" in made.rejected[0].reason
 
 
+@pytest.mark.slow
 def test_nothing_fits_but_a_shorter_sequence_would():
     request = request_for(config(2, vocab_size=200), seq_len=512)
     needed, shorter = least(request), least(dataclasses.replace(request, seq_len=256))
@@ -209,6 +211,7 @@ def test_what_the_user_sets_stays():
         assert rung.estimate.training_arguments["optim"] == "adafactor" and rung.memory_args.loss_chunk_size == 64
 
 
+@pytest.mark.slow
 def test_what_is_given_of_the_batch_decides_the_effective_batch():
     small = config(2)
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
@@ -273,6 +276,7 @@ def test_what_engines_exchange():
     assert seconds(ddp, slower) == pytest.approx(10 * seconds(ddp, search.sketch))
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_traces_in_copies_of_the_process_are_the_same(search):
     request, found = search
     jobs = [request.job(choice) for choice in found.choices[:3]]
@@ -438,6 +442,7 @@ def test_an_exported_plan_trains(command, tmp_path, builtin_model, jsonl):
     assert report["estimate"]["training_arguments"]["per_device_train_batch_size"] == 8
 
 
+@pytest.mark.slow
 def test_for_people(command):
     code, out, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--seq-len", 512, "--method", "lora")
     assert code == 0
@@ -446,6 +451,7 @@ def test_for_people(command):
     assert "tracing" in err and "estimating" in err
 
 
+@pytest.mark.slow
 def test_nothing_fits_exits_with_1(command, tmp_path):
     config(2).save_pretrained(tmp_path)
     code, out, _ = command("plan", tmp_path, "--hardware", "cpu", "--seq-len", 128, "--memory", "0.001", "--method",

@@ -53,6 +53,7 @@ def test_smaller_frames_leave_room_for_more(job):
     assert fits[0].max_frames == 6 < fits[1].max_frames < fits[2].max_frames
 
 
+@pytest.mark.slow
 def test_the_command_line(folder, command):
     code, out, err = command("plan", folder, "--hardware", "rtx_3070", "--method", "lora", "--frames", "max", "--set",
                              "frame_size=56x56", "--json")  # fmt: skip

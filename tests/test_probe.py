@@ -65,6 +65,7 @@ def test_the_probe_picks_the_micro_batch(tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_what_can_never_fit_ends_before_the_first_step(tmp_path):
     strikes = Strikes({"optimizer": set(range(1, 1000))})
     with pytest.raises(TrainingOutOfMemory) as end:

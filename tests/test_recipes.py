@@ -94,6 +94,7 @@ def test_the_callback_names_weights_without_gradient(recipe, jsonl, tmp_path, ca
     assert "2 trainable parameters got no gradient" in caplog.text and "unused.weight" in caplog.text
 
 
+@pytest.mark.slow
 def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     recipe("pretrain")([*QUICK, "--max_steps", "12", "--eval_steps", "6", "--output_dir", str(out)])
@@ -131,6 +132,7 @@ def test_a_run_can_be_repeated(method, recipe, jsonl, tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 def test_command_line_over_file_over_preset(recipe, tmp_path, builtin_model):
     config = tmp_path / "run.yaml"
     config.write_text(

@@ -18,7 +18,7 @@ from hf_memopt.compatibility.launch import LAUNCHER
 from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
-from hf_memopt.disk import claim
+from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.model import task_of
@@ -178,8 +178,8 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
             _start_deepspeed()
     output = Path(job.args.output_dir)
     job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
-    if job.args.process_index == 0 and not recipe.dry_run:
-        claim(job.args.output_dir)
+    if job.args.process_index == 0:
+        check_writable(job.args.output_dir)
     return job
 
 

@@ -1,5 +1,6 @@
 """What a recipe tells: the job before it starts, and memory, loss and samples when it ends."""
 
+import contextlib
 import copy
 import platform
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.tokens import IGNORED
+from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.files import write_json
 from hf_memopt.monitor.readers import peak_resident
@@ -112,6 +114,11 @@ def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Cal
         estimated: what announce() returned.
         show: prints samples at the end, given what sample() is given, in its place.
     """
+    with claimed(job.args.output_dir) if job.args.process_index == 0 else contextlib.nullcontext():
+        _train(job, trainer, resume, tokenizer, estimated, show)
+
+
+def _train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Callable | None) -> None:
     from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss, PhasePeaks
 
     losses, peaks = HeldOutLoss(), PhasePeaks()

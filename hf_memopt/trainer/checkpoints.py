@@ -101,7 +101,7 @@ class SafeCheckpoints:
         newest = self.newest_checkpoint()
         resumes = f"resumes from {Path(newest).name}" if newest else "begins anew: there is no checkpoint yet"
         raise InputError(
-            f"no checkpoint can be written to {self.args.output_dir} ({reason}): make room or set save_total_limit, "
+            f"no checkpoint can be written to {self.args.output_dir}: {reason}. Make room or set save_total_limit, "
             f"and the same command {resumes}"
         ) from error
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 from hf_memopt.errors import TrainingOutOfMemory
 from hf_memopt.files import write_whole
 from hf_memopt.monitor.snapshots import SnapshotCallback
-from hf_memopt.oom.classify import Diagnosis
+from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose
 from hf_memopt.oom.report import oom_report
 from hf_memopt.reports.events import told
 from hf_memopt.trainer.distributed import Peers
@@ -31,7 +31,7 @@ class Ending:
         """Save the last good step, write oom_report.json and raise. The other processes wait for the former only.
 
         Args:
-            stage: data, forward, backward, clipping, optimizer, eval or save.
+            stage: data, forward, backward, clipping, optimizer, eval, save or callbacks.
             micro: the micro-batch that failed; None where none was running.
             why: no smaller batch helps; by default it is one sample.
             intact: weights and optimizer states are those of the last good step.
@@ -52,6 +52,28 @@ class Ending:
         report = oom_report(trainer, stage, found, tensor_shapes(inputs), indices, why) | {"checkpoint": checkpoint}
         self._write(report)
         raise TrainingOutOfMemory(told(report), report)
+
+    def explains(self, error: Exception) -> bool:
+        """Whether an error that ends training is about memory, and has not been explained yet."""
+        if isinstance(error, TrainingOutOfMemory) or not self._trainer.memory_args.oom_recovery:
+            return False
+        return diagnose(error).kind is not OomKind.NOT_MEMORY
+
+    def elsewhere(self, found: Diagnosis, stage: str = "") -> NoReturn:
+        """Memory ran out where no smaller micro-batch helps: in what makes the batches, or in a callback.
+
+        A data loading worker that the system kills shows anywhere: torch raises in its handler of SIGCHLD.
+
+        Args:
+            stage: by default what the failure itself says.
+
+        Raises:
+            TrainingOutOfMemory: always.
+        """
+        stage = stage or ("data" if "DataLoader worker" in found.message else "callbacks")
+        what = "what makes the batches" if stage == "data" else "what runs between the steps"
+        intact = holds_whole_model(self._trainer) and not self.updates.running
+        self.exhausted(stage, found, why=f"no smaller micro-batch helps {what}", intact=intact)
 
     def save_for_peer(self, elements: int | None) -> None:
         """What a process does when another one cannot continue: its part of the last good step's checkpoint.

@@ -49,8 +49,11 @@ class TrainingTerminated(_Stopped, Terminated):
 
 
 @contextlib.contextmanager
-def interruptible(trainer) -> Iterator[None]:
+def interruptible(trainer) -> Iterator["_StopAtStepEnd"]:
     """While it lasts, Ctrl-C and SIGTERM stop training at the end of a step.
+
+    Yields:
+        What has the attribute `signal`: the one that came, or None.
 
     Handlers are installed in the main thread alone (Python allows no other), and put back at the end.
 
@@ -61,7 +64,7 @@ def interruptible(trainer) -> Iterator[None]:
     trainer.add_callback(stop)
     try:
         with _handled(stop.request):
-            yield
+            yield stop
     except Exception as error:
         # A data loader's worker that the same signal has ended, or a process that has left already.
         if stop.signal is None:

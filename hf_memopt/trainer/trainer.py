@@ -24,7 +24,7 @@ from hf_memopt.levers.token_budget import TokenBudgetBatches
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.snapshots import SnapshotCallback
-from hf_memopt.oom.classify import OomKind, diagnose
+from hf_memopt.oom.classify import diagnose
 from hf_memopt.reports.events import told
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints
@@ -36,7 +36,7 @@ from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.pressure import Pressure
 from hf_memopt.trainer.probe import probe
 from hf_memopt.trainer.process import settings_of_run
-from hf_memopt.trainer.recoverability import holds_whole_model, recoverability
+from hf_memopt.trainer.recoverability import recoverability
 from hf_memopt.trainer.resumed import SafeResume
 from hf_memopt.trainer.sample_order import batch_indices
 from hf_memopt.trainer.sharded_states import states_saved_here
@@ -200,8 +200,20 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         own = claimed(self.args.output_dir) if self.args.process_index == 0 else contextlib.nullcontext()
         self.add_callback(self._ending.updates)
         try:
-            with own, settings_of_run(self), interruptible(self), self._peers.watching(self._ending.save_for_peer):
-                return super().train(checkpoint, *args, **kwargs)
+            with (
+                own,
+                settings_of_run(self),
+                interruptible(self) as stop,
+                self._peers.watching(self._ending.save_for_peer),
+            ):
+                try:
+                    return super().train(checkpoint, *args, **kwargs)
+                except Exception as error:
+                    if stop.signal is not None or not self._ending.explains(error):
+                        raise
+                    found = diagnose(error)
+                    traceback.clear_frames(error.__traceback__)
+                self._ending.elsewhere(found)
         finally:
             self.remove_callback(self._ending.updates)
 
@@ -251,12 +263,11 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         try:
             return super().get_batch_samples(*args, **kwargs)
         except Exception as error:
-            found = diagnose(error)
-            if found.kind is OomKind.NOT_MEMORY or not self.memory_args.oom_recovery:
+            if not self._ending.explains(error):
                 raise
+            found = diagnose(error)
             traceback.clear_frames(error.__traceback__)
-        why = "no smaller micro-batch helps what makes the batches"
-        self._ending.exhausted("data", found, why=why, intact=holds_whole_model(self))
+        self._ending.elsewhere(found, "data")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         return self._runner.run(super().training_step, model, inputs, num_items_in_batch)

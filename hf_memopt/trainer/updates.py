@@ -27,6 +27,11 @@ class Updates(TrainerCallback):
         if self._lock.locked():
             self._lock.release()
 
+    @property
+    def running(self) -> bool:
+        """Whether an update has begun that has not ended."""
+        return self._lock.locked()
+
     @contextmanager
     def kept_out(self) -> Iterator[bool]:
         """No update begins while it lasts, and none is running; False where one did not end."""
