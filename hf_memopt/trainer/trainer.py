@@ -198,7 +198,8 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = self._agree_on_checkpoint(self._checkpoint_to_resume(resume_from_checkpoint))
         own = claimed(self.args.output_dir) if self.args.process_index == 0 else contextlib.nullcontext()
-        self.add_callback(self._ending.updates)
+        # The first of all: a step is finished, also where another callback fails at its end.
+        self.callback_handler.callbacks.insert(0, self._ending.updates)
         try:
             with (
                 own,
