@@ -30,10 +30,10 @@ class SafeCheckpoints:
     _newest: Path | None = None  # of the checkpoints that this run wrote or resumed from
 
     def _save_checkpoint(self, model, trial):
-        """Write a checkpoint aside and move it to its place when it is whole.
+        """Write a checkpoint aside and move it to its place when it is complete.
 
         Where memory runs out, it is written again in small shards; where that fails too, it is left out and training
-        goes on.
+        continues.
         """
         if self._probes_saving:
             return self._probe_saving(model, trial)

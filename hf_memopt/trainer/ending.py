@@ -1,12 +1,11 @@
 """The end of a run that memory cannot hold: saved first, then explained, then raised."""
 
-import json
 import logging
 from pathlib import Path
 from typing import NoReturn
 
 from hf_memopt.errors import TrainingOutOfMemory
-from hf_memopt.files import write_whole
+from hf_memopt.files import write_json
 from hf_memopt.monitor.snapshots import SnapshotCallback
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose
 from hf_memopt.oom.report import oom_report
@@ -72,7 +71,8 @@ class Ending:
         """
         stage = stage or ("data" if "DataLoader worker" in found.message else "callbacks")
         what = "what makes the batches" if stage == "data" else "what runs between the steps"
-        intact = holds_whole_model(self._trainer) and not self.updates.running
+        updating = self.updates.running or changes_weights_in_backward(self._trainer)
+        intact = holds_whole_model(self._trainer) and not updating
         self.exhausted(stage, found, why=f"no smaller micro-batch helps {what}", intact=intact)
 
     def save_for_peer(self, elements: int | None) -> None:
@@ -111,6 +111,6 @@ class Ending:
         path = Path(self._trainer.args.output_dir) / "oom_report.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(report, indent=2, default=str) + "\n")
+            write_json(path, report)
         except OSError as error:  # the end is explained above, and is not to be hidden behind a full disk
             logger.error("%s cannot be written: %s", path, error.strerror)
