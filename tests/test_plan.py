@@ -147,6 +147,7 @@ def test_nothing_fits_but_a_shorter_sequence_would():
     assert any(change.startswith("--seq-len 256") for change in made.nearest), made.nearest
 
 
+@pytest.mark.slow
 def test_a_lack_of_host_memory_rules_choices_out():
     request = request_for(config(2), hardware="rtx_3060")
     search = request.search(lambda text: None)
@@ -158,6 +159,7 @@ def test_a_lack_of_host_memory_rules_choices_out():
     assert not search._fits(found, found.device_bytes)
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_be_estimated_says_why():
     search = request_for(config(2)).search(lambda text: None)
     search.build = lambda choice: dataclasses.replace(search.sketch.job, attn_implementation="flash_attention_9")
@@ -175,6 +177,7 @@ def test_a_job_that_cannot_be_estimated_says_why():
     model=st.sampled_from(list_architectures()), method=st.sampled_from(["full", "lora", "qlora"]),
     chunked=st.booleans(),
 )  # fmt: skip
+@pytest.mark.slow
 def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, model, method, chunked):
     preset = preset_of(f"{hardware}x{devices}", method)
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)

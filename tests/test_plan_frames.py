@@ -30,6 +30,7 @@ def with_frames(job, frames: int):
     return dataclasses.replace(job, video=dataclasses.replace(job.video, frames=frames))
 
 
+@pytest.mark.slow
 def test_the_answer_fits_and_two_more_do_not(job):
     room = estimate_job(with_frames(job, 40)).device_bytes + 1000
     (fit,) = most_frames(job, room)  # frames of 56 × 56 are below every cap

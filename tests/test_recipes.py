@@ -197,6 +197,7 @@ def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypa
     assert json.loads((out / "config.json").read_text())["use_cache"] is True
 
 
+@pytest.mark.slow
 def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp_path, caplog):
     out = tmp_path / "out"
     arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(out), "--save_strategy", "steps",
@@ -254,7 +255,7 @@ def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp
         (["--config", "nowhere.yaml"], "no such file"),
         (["--bf16", "true", "--fp16", "true"], "fp16 and bf16"),
         (["--effective_batch_size", "7", "--per_device_train_batch_size", "2"], "does not divide"),
-        (["--attn_implementation", "flash_attention_2"], "use attn_implementation='sdpa'"),
+        slow(["--attn_implementation", "flash_attention_2"], "use attn_implementation='sdpa'"),
         (["--held_out", "-1"], "held_out"),
         (["--dtype", "bfloat"], "Did you mean 'bfloat16'"),
     ],

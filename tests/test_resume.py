@@ -135,7 +135,7 @@ def test_a_damaged_note_of_batches_is_refused(content, run):
 _CONTENT = sorted([*FILES, "training_args.bin", "generation_config.json", "memory_manifest.json"])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.sampled_from(_CONTENT), at=st.floats(0, 1), content=st.binary(max_size=40), keep=st.booleans())
 @pytest.mark.parametrize("manifest", [True, slow(False)])
 def test_any_damage_is_refused_or_harmless(manifest, saved, name, at, content, keep):

@@ -257,7 +257,7 @@ class ByAttribute(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-@pytest.mark.parametrize("kind", list(BATCHES))
+@pytest.mark.parametrize("kind", ["BatchEncoding", *(slow(kind) for kind in BATCHES if kind != "BatchEncoding")])
 def test_batches_keep_their_type(kind, tmp_path):
     kinds = []
 
@@ -285,6 +285,7 @@ class Weighted(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_first_batches_do_not_show(tmp_path):
     def fields(generator, at, length):
         return one_of(5)(generator, at, length) | {"weight": torch.tensor(1.0 if at < 8 else 0.1 * at).double()}
@@ -307,6 +308,7 @@ class PerSample(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_weighted_samples_and_strings(tmp_path):
     def fields(generator, at, length):
         more = {"weight": torch.tensor(0.1 * at).double(), "text": f"sample {at}"}
@@ -385,6 +387,7 @@ class Stateful(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_memory(tmp_path):
     assert attack(tmp_path, *TASKS["one label"], Stateful)
 
@@ -420,7 +423,7 @@ class Tuples(Trainer):
         return (outputs[0], outputs) if return_outputs else outputs[0]
 
 
-@pytest.mark.parametrize("kind", [Focal, Distilled, Tuples])
+@pytest.mark.parametrize("kind", [Focal, slow(Distilled), slow(Tuples)])
 def test_losses_over_samples(kind, tmp_path):
     assert not attack(tmp_path, *TASKS["one label"], kind)
 

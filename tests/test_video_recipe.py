@@ -101,7 +101,7 @@ def test_the_demo_looks_at_its_clips(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", slow("llava_onevision")])
-@pytest.mark.parametrize("method", [slow("full"), "lora", "qlora"])
+@pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
 def test_what_is_trained(name, method, recipe, clips, tmp_path):
     """The tower stays as it is and in its precision; projector and language model get gradients."""
     arguments = [*FAST, "--model_name_or_path", str(clips / name), "--dataset_name", str(clips / "rows.jsonl"),
