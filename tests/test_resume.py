@@ -94,6 +94,14 @@ def test_the_same_without_a_manifest(name, how, run):
     assert newest_intact(folder) == folder / "checkpoint-2"
 
 
+@pytest.mark.parametrize("change", [{"global_step": "4"}, {"global_step": None}, {"globl_step": 4}])
+def test_a_state_of_another_form_is_damage(change, run):
+    folder = run("plain")
+    file = folder / "checkpoint-4" / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert newest_intact(folder) == folder / "checkpoint-2"
+
+
 def test_training_resumes_from_the_intact_one_to_the_same_weights(run, tmp_path):
     wanted = train(tmp_path / "wanted", kind=Trainer, **SAVING)
     folder = run()

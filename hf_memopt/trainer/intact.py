@@ -76,6 +76,8 @@ def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
     for file in sorted(checkpoint.glob("*.json")):
         if fault := _json_fault(file):
             return fault
+    if fault := _state_fault(checkpoint / "trainer_state.json"):
+        return fault
     if any(checkpoint.glob("global_step*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
         return ""  # an engine's own folders; the engine checks them when it loads
     patterns = ("model*.safetensors", "adapter_model.safetensors", "*/adapter_model.safetensors")
@@ -110,6 +112,17 @@ def _json_fault(file: Path) -> str:
     except (OSError, ValueError) as error:
         return f"{file.name}: {one_line(error)}"
     return "" if isinstance(content, dict) else f"{file.name} holds a {type(content).__name__}, not an object"
+
+
+def _state_fault(file: Path) -> str:
+    from transformers import TrainerState
+
+    try:
+        state = TrainerState.load_from_json(str(file))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"{file.name}: {one_line(error)}"
+    steps = state.global_step
+    return "" if isinstance(steps, int) and steps >= 0 else f"{file.name}: global_step is {steps!r}"
 
 
 def _safetensors_fault(file: Path) -> str:
