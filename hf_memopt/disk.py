@@ -9,30 +9,36 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_memopt.errors import InputError, chain
+from hf_memopt.errors import InputError
 
 _LOCK = ".lock"
 _held: dict[Path, int] = {}  # locked folders of this process, and the open files that hold the locks
 # What a disk refuses with, as errno; whatever else an OSError says is not about writing.
-_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
-# The same in the words of libraries whose errors are no OSError: safetensors (Rust) and torch's PyTorchStreamWriter,
-# which does not pass the system's reason on.
-_TEXTS = re.compile(
-    r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied|File too large|"
-    r"Input/output error|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos",
-)
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM}  # of a file; without one it may be a socket, or a process
+# The same in the words of two libraries whose errors are no OSError: safetensors (Rust), and torch's
+# PyTorchStreamWriter, which does not pass the system's reason on.
+_SAFETENSORS = re.compile(r"I/O error: (.+?) \(os error \d+\)")
+_TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos")
 
 
-def write_failure(error: BaseException) -> str | None:
+def write_failure(error: BaseException | None) -> str | None:
     """Why a disk did not take a file; None where an error, and what it was raised from, is about something else."""
-    for link in chain(error):
-        if isinstance(link, OSError) and link.errno in _REFUSALS:
-            return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
-        if not isinstance(link, OSError) and (found := _TEXTS.search(str(link))):
-            text = found[0]
-            return (
-                "the disk did not take all of it (is it full?)" if "unexpected pos" in text or "Py" in text else text
-            )
+    while error is not None:
+        if reason := _refusal(error):
+            return reason
+        error = error.__cause__  # not its context: what fails while a refusal is handled is a fault of its own
+    return None
+
+
+def _refusal(error: BaseException) -> str | None:
+    if isinstance(error, OSError):
+        if error.errno in _REFUSALS or (error.errno in _FORBIDDEN and error.filename):
+            return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif type(error).__name__ == "SafetensorError" and (found := _SAFETENSORS.search(str(error))):
+        return found[1]
+    elif isinstance(error, RuntimeError) and _TORCH.search(str(error)):
+        return "the disk did not take all of it (is it full?)"
     return None
 
 

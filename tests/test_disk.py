@@ -100,6 +100,9 @@ def test_an_end_is_explained_on_a_full_disk(tmp_path, caplog):
         (OSError(errno.ENOENT, "No such file or directory"), None),
         (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), "the disk did not take"),
         (ValueError("a batch of 3 samples"), None),
+        (PermissionError(errno.EACCES, "Permission denied"), None),  # of a process or a socket
+        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), "Permission denied: /a/file"),
+        (RuntimeError("Error building extension: Permission denied"), None),
     ],
 )
 def test_what_a_disk_refuses_is_told_from_other_errors(error, reason):
@@ -108,6 +111,8 @@ def test_what_a_disk_refuses_is_told_from_other_errors(error, reason):
     wrapped = RuntimeError("saving failed")
     wrapped.__cause__ = error
     assert write_failure(wrapped) == found
+    wrapped.__cause__, wrapped.__context__ = None, error  # it was handled, and then something else failed
+    assert write_failure(wrapped) is None
 
 
 # ---- the folder

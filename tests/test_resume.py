@@ -84,12 +84,14 @@ def test_damage_is_named_and_the_older_checkpoint_resumes(name, how, run, caplog
 
 @pytest.mark.parametrize("how", ["cut short", "missing"])
 @pytest.mark.parametrize("name", FILES[:-1])
-def test_the_same_without_a_manifest(name, how, run):
+def test_the_same_without_a_manifest(name, how, run, caplog):
     """What plain Trainer wrote: a changed byte cannot be seen."""
     folder = run("plain")
     assert newest_intact(folder) == folder / "checkpoint-4"
     DAMAGE[how](folder / "checkpoint-4" / name)
-    if (name, how) == ("config.json", "missing"):  # a model without one is no fault
+    if how == "missing" and name in ("config.json", "rng_state.pth"):  # a model may have none; Trainer takes the other
+        assert newest_intact(folder) == folder / "checkpoint-4"
+        assert ("has no rng_state.pth" in caplog.text) == (name == "rng_state.pth")
         return
     assert newest_intact(folder) == folder / "checkpoint-2"
 
@@ -159,10 +161,34 @@ def test_any_damage_is_refused_or_harmless(manifest, saved, name, at, content, k
         if not manifest:
             (folder / "checkpoint-4" / "memory_manifest.json").unlink(missing_ok=True)
         else:
-            fits = not changed or (name == "memory_manifest.json" and newest_intact(folder).name == "checkpoint-4")
-            assert newest_intact(folder) == folder / ("checkpoint-4" if fits else "checkpoint-2")
+            found = newest_intact(folder).name
+            if changed and name in ("memory_manifest.json", "trainer_state.json"):  # it may be as good as before
+                assert found in ("checkpoint-4", "checkpoint-2")
+            else:
+                assert found == ("checkpoint-2" if changed else "checkpoint-4")
         with contextlib.suppress(InputError):
             assert train(folder, resume=True, **SAVING | {"max_steps": 5}).step == 5
+
+
+def test_what_another_trainer_wrote_over_it_is_not_damage(run, saved):
+    """Plain Trainer, or MemoryTrainer that pushes to the hub, writes into the old folder and leaves the manifest."""
+    folder = run()
+    for file in (saved / "plain" / "checkpoint-4").iterdir():
+        shutil.copyfile(file, folder / "checkpoint-4" / file.name)
+    state = folder / "checkpoint-4" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"total_flos": 1.0}))
+    os.utime(state, ns=(2**62, 2**62))
+    assert newest_intact(folder) == folder / "checkpoint-4"
+
+
+def test_a_second_training_knows_nothing_of_the_first(tmp_path):
+    def twice(trainer):
+        assert trainer._ending.updates._lock is None, "Ray Tune pickles a trainer before it trains"
+        trainer._newest = tmp_path / "checkpoint-7"
+        trainer._runner.resume_states = {7: None}
+
+    assert train(tmp_path, prepare=twice, max_steps=1).step == 1
+    assert not (tmp_path / "checkpoint-7").exists()
 
 
 # ---- of another model or optimizer
@@ -214,6 +240,20 @@ def test_tied_weights_are_saved_once_and_resume(tmp_path, caplog):
     found = train(tmp_path, model=tied, resume=True, **SAVING)
     assert "missing keys" not in caplog.text
     assert torch.equal(found.weights, wanted.weights)
+
+
+def test_weights_that_a_model_computes_are_not_missing(tmp_path):
+    """transformers leaves Marian's positions out of its files."""
+
+    def computes():
+        model = llama()
+        model._keys_to_ignore_on_save = ["model.norm.weight"]
+        return model
+
+    wanted = train(tmp_path, model=computes, **SAVING)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    found = train(tmp_path, model=computes, resume=True, **SAVING)
+    assert found.step == wanted.step == 4
 
 
 # ---- hostile

@@ -13,8 +13,7 @@ from hf_memopt.disk import write_failure
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.oom.classify import diagnose, free_memory
-from hf_memopt.trainer import sharded_states
-from hf_memopt.trainer.manifest import write_manifest
+from hf_memopt.trainer import manifest, sharded_states
 from hf_memopt.trainer.recoverability import holds_whole_model
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,8 @@ class SafeCheckpoints:
                              "smaller per_device_train_batch_size")  # fmt: skip
 
     def _save_whole(self, model, trial) -> None:
-        if self.args.push_to_hub:  # which reads the folder while training goes on
+        if self.args.push_to_hub:  # which reads the folder while training continues
+            self._forget_notes(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
             super()._save_checkpoint(model, trial)
             self._newest = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             return
@@ -88,6 +88,12 @@ class SafeCheckpoints:
             self._discard_unfinished(trial)
             done = "checkpoint left out" if attempt != "whole" else "written again in small shards"
             self._event("oom_recovered", stage="save", message=found.message, remedy=done)
+
+    def _forget_notes(self, place: Path) -> None:
+        """An older run's checkpoint of this step is written over file by file: its manifest would call that damage."""
+        if self.args.should_save:
+            for name in (manifest.FILE, STATE_FILE):
+                (place / name).unlink(missing_ok=True)
 
     def _check_disk(self, error: Exception, trial) -> None:
         """Raise where a disk did not take a checkpoint. The half-written one is deleted, which makes room.
@@ -126,14 +132,17 @@ class SafeCheckpoints:
         run = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         self._name_best(run)
-        if self.args.should_save:
-            self._finish(run / UNFINISHED / name, run / name)
+        # A node with a disk of its own has what its processes wrote, their shards and random states, and nothing of
+        # the first process. It looks before that one moves its folder: a network disk may show it for a while longer.
+        written = run / UNFINISHED / name
+        on_own_disk = self.accelerator.is_local_main_process and not self.args.should_save
+        on_own_disk = on_own_disk and written.is_dir() and not (written / "trainer_state.json").is_file()
         self.accelerator.wait_for_everyone()
-        # A node with a disk of its own still has what its processes wrote: their shards and random states.
-        on_own_disk = self.accelerator.is_local_main_process and (run / UNFINISHED / name).is_dir()
+        if self.args.should_save:
+            self._finish(written, run / name)
         if on_own_disk:
-            write_manifest(run / UNFINISHED / name)
-            _replace(run / UNFINISHED / name, run / name)
+            manifest.write_manifest(written)
+            _replace(written, run / name)
         if self.args.should_save or on_own_disk:
             rotate_checkpoints(
                 output_dir=str(run),
@@ -154,7 +163,7 @@ class SafeCheckpoints:
         """Complete a written checkpoint, and rename it."""
         self.state.save_to_json(str(written / "trainer_state.json"))
         write_whole(written / STATE_FILE, json.dumps(self._memory_state(), indent=2) + "\n")
-        write_manifest(written)
+        manifest.write_manifest(written)
         _replace(written, place)
 
     def _memory_state(self) -> dict:

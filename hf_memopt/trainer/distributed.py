@@ -58,8 +58,11 @@ class Peers:
         return None if int(found) == _NO_LIMIT else int(found)
 
     def announce(self, message: str, elements: int | None) -> None:
-        """Tell the others that this process has no memory to continue, and what limit would have helped."""
-        if not self.alone:
+        """Tell the others that this process has no memory to continue, and what limit would have helped.
+
+        Outside of train() nobody watches, and the store would keep the message for the next one.
+        """
+        if not self.alone and self._watched:
             said = {"process": self.rank, "message": message, "elements": elements}
             self._store.set(_ENDED, json.dumps(said))
 

@@ -73,9 +73,10 @@ def _newest_first(folder: Path) -> list[Path]:
 def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
     if not (checkpoint / "trainer_state.json").is_file():
         return "no trainer_state.json"
-    for file in sorted(checkpoint.glob("*.json")):
-        if fault := _json_fault(file):
-            return fault
+    for pattern in ("*config.json", "*.index.json", "memory_state.json"):  # what is read when a run resumes
+        for file in sorted(checkpoint.glob(pattern)):
+            if fault := _json_fault(file):
+                return fault
     if fault := _state_fault(checkpoint / "trainer_state.json"):
         return fault
     if any(checkpoint.glob("global_step*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
@@ -100,8 +101,8 @@ def _faults_of_states(checkpoint: Path):
         if not (checkpoint / name).is_file():
             yield f"no {name}"
     random_states = list(checkpoint.glob("rng_state*.pth"))
-    if not random_states:
-        yield "no rng_state.pth"
+    if not random_states:  # Ray Tune's trials save none
+        logger.warning("%s has no rng_state.pth: dropout will not be what it would have been", checkpoint)
     for file in (*checkpoint.glob("*.pt"), *random_states):
         yield _tensors_fault(file)
 

@@ -8,6 +8,7 @@ from typing import Any
 from hf_memopt.files import write_whole
 
 FILE = "memory_manifest.json"
+_STATE = "trainer_state.json"
 # Bytes of a file that are hashed: all of most files, and of large safetensors the header with the tensors' names.
 # Reading all of a large model twice would double the time of a save.
 _HASHED = 16 * 2**20
@@ -23,16 +24,32 @@ def manifest_fault(checkpoint: Path) -> str | None:
     """What is missing or changed since the checkpoint was written, by file.
 
     Returns:
-        "" where nothing is; None where there is no manifest.
+        "" where nothing is; None where there is no manifest, or a stale one.
     """
     try:
-        noted = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
-        files = dict(noted["files"])
+        files = _read(checkpoint)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
         return f"{FILE} cannot be read"
+    if is_stale(checkpoint):
+        return None
     return next((fault for name, entry in files.items() if (fault := _fault(checkpoint / name, name, entry))), "")
+
+
+def is_stale(checkpoint: Path) -> bool:
+    """Whether somebody has written the checkpoint anew since then, as plain Trainer does in the same folder, or has
+    edited its state: another trainer_state.json than the noted one, and newer."""
+    state = checkpoint / _STATE
+    try:
+        newer = state.stat().st_mtime_ns > (checkpoint / FILE).stat().st_mtime_ns
+        return newer and _read(checkpoint)[_STATE] != _entry(state)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    return dict(json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["files"])
 
 
 def _files(checkpoint: Path):

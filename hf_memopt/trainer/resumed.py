@@ -13,6 +13,7 @@ from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
 from hf_memopt.trainer import sharded_states
 from hf_memopt.trainer.checkpoints import STATE_FILE
 from hf_memopt.trainer.intact import check_intact, newest_intact
+from hf_memopt.trainer.manifest import is_stale
 from hf_memopt.trainer.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.recoverability import holds_whole_model
 from hf_memopt.trainer.renamed_weights import load_renamed
@@ -46,14 +47,22 @@ class SafeResume:
         """The same checkpoint on every process: machines without a shared disk may have lost different ones.
 
         Raises:
-            InputError: the oldest that a process chose is missing or damaged on this one.
+            InputError: some processes have a checkpoint and others none, or the oldest that a process chose is
+                missing or damaged on this one.
         """
-        if self.args.world_size == 1 or checkpoint is None:
+        if self._peers.alone:
             return checkpoint
-        step = Path(checkpoint).name.removeprefix("checkpoint-")
-        if not step.isdecimal():
+        number = Path(checkpoint or "").name.removeprefix("checkpoint-")
+        step = -1 if checkpoint is None else int(number) if number.isdecimal() else 0
+        oldest, newest = self._peers.smallest(step), -self._peers.smallest(-step)
+        if oldest == newest:
             return checkpoint
-        agreed = Path(checkpoint).with_name(f"checkpoint-{self._peers.smallest(int(step))}")
+        if oldest < 0:
+            raise InputError(
+                f"resume_from_checkpoint: some machines have a checkpoint in {self.args.output_dir} and others none: "
+                "copy it to all of them, or start afresh with --resume_from_checkpoint no"
+            )
+        agreed = Path(checkpoint).with_name(f"checkpoint-{oldest}")
         check_intact(agreed, self.args.save_only_model)
         return str(agreed)
 
@@ -69,7 +78,7 @@ class SafeResume:
         Raises:
             InputError: no accumulation gives the effective batch.
         """
-        if not file.is_file():
+        if not file.is_file() or is_stale(file.parent):
             return
         before = _read_state(file)
         self.limit.agree(before.get("piece_elements"))
@@ -145,7 +154,8 @@ class SafeResume:
             InputError: a weight is missing that is not tied to another one.
         """
         weights = dict(self.model.named_parameters(remove_duplicate=False))
-        absent = set(load_result.missing_keys) & weights.keys()
+        computed = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())  # Marian's positions
+        absent = set(load_result.missing_keys) & weights.keys() - computed
         loaded = {id(weight) for name, weight in weights.items() if name not in absent}
         missing = sorted(name for name in absent if id(weights[name]) not in loaded)
         if missing:

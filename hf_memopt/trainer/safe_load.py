@@ -32,6 +32,7 @@ _METADATA_NAMES = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 names it
 }
 
 

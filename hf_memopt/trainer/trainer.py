@@ -196,6 +196,7 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         return given[0] if given else MemoryCallback(self.memory_args).attach(self)
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        self._newest, self._runner.resume_states = None, {}  # nothing of an earlier call
         checkpoint = self._agree_on_checkpoint(self._checkpoint_to_resume(resume_from_checkpoint))
         own = claimed(self.args.output_dir) if self.args.process_index == 0 else contextlib.nullcontext()
         # The first of all: a step is finished, also where another callback fails at its end.

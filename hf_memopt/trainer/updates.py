@@ -14,7 +14,7 @@ class Updates(TrainerCallback):
 
     def __init__(self, trainer) -> None:
         self._trainer = trainer
-        self._lock = threading.Lock()
+        self._lock: threading.Lock | None = None  # only while training: a trainer with one cannot be pickled
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._lock = threading.Lock()  # an earlier training may have ended in the middle of an update
@@ -24,20 +24,24 @@ class Updates(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._trainer._runner.remember_state()
-        if self._lock.locked():
+        if self.running:
             self._lock.release()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._lock = None
 
     @property
     def running(self) -> bool:
         """Whether an update has begun that has not ended."""
-        return self._lock.locked()
+        return self._lock is not None and self._lock.locked()
 
     @contextmanager
     def kept_out(self) -> Iterator[bool]:
         """No update begins while it lasts, and none is running; False where one did not end."""
-        free = self._lock.acquire(timeout=_LONGEST)
+        lock = self._lock
+        free = lock is None or lock.acquire(timeout=_LONGEST)
         try:
             yield free
         finally:
-            if free:
-                self._lock.release()
+            if free and lock is not None:
+                lock.release()
