@@ -79,7 +79,7 @@ def test_estimate_takes_frames_and_their_size(folder, command):
     whole = json.loads(told("max_frames=8", "frame_size=56x56", "logits_to_keep=false")[1])
     assert few["breakdown"]["logits"] <= whole["breakdown"]["logits"]
     code, _, err = told("max_frames=none")
-    assert code == 2 and "max_frames=none must be a number" in err
+    assert code == 2 and "max_frames='none' must be a whole number" in err
 
 
 @pytest.mark.parametrize("text", ["640", "640x", "axb", "0x5", "1x2x3"])
