@@ -232,8 +232,8 @@ def _pydantic_faults(keys: tuple[str, ...], given: dict[str, Any], kind) -> _Fou
     except ValidationError as error:
         for one in error.errors():
             name = str(one["loc"][0]) if one["loc"] else ""
-            told = f"{'.'.join((*keys, name))}={brief(one['input'])}: " if name else ""
-            yield (*keys, name), f"{told}{one['msg']}"
+            place = f"{'.'.join((*keys, name))}={brief(one['input'])}: " if name else ""
+            yield (*keys, name), f"{place}{one['msg']}"
 
 
 def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[str]) -> _Found:

@@ -144,7 +144,7 @@ _GAP = " … "
 
 
 def classify_oom(error: BaseException) -> OomKind:
-    """Whose memory ran out, as told by an exception or one in its chain of causes."""
+    """Whose memory ran out, as an exception says, or one in its chain of causes."""
     return diagnose(error).kind
 
 

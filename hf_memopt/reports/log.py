@@ -14,7 +14,7 @@ from hf_memopt.terminal import plain_values
 
 LARGEST_LOG = 64 * 2**20  # bytes, of the log's end: some 200,000 logging steps, which are read in seconds
 _LONGEST_LINE = 2**20  # bytes; an event names at most the samples of one batch
-MOST_READINGS = 2000  # more are not to be told apart in a chart
+MOST_READINGS = 2000  # a chart cannot show more
 MOST_EVENTS = 2000
 _NEEDED = ("time", "step", "allocated", "peak_allocated")
 
