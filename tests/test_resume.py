@@ -306,7 +306,7 @@ def test_zero_checkpoints_are_read_without_running_what_is_in_them(stage, tmp_pa
     """A real DeepSpeed process saves, resumes, and meets a checkpoint with code in it."""
     script = Path(__file__).with_name("zero_resume.py")
     done = command(
-        "torchrun", "--nproc_per_node", 1, "--master_port", 0, script, tmp_path / "out", tmp_path / "proof", stage
+        "torchrun", "--standalone", "--nproc_per_node", 1, script, tmp_path / "out", tmp_path / "proof", stage
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1]) == {"resumed": 4, "refused": True}
