@@ -1,6 +1,8 @@
 """A DeepSpeed process that trains, resumes from its checkpoint, and then finds code in it.
 
-torchrun --standalone --nproc_per_node 1 zero_resume.py OUTPUT_DIR PROOF STAGE; prints a JSON line with what came of it.
+torchrun --standalone --nproc_per_node 1 zero_resume.py OUTPUT_DIR PROOF STAGE
+
+It prints a JSON line with what came of it.
 """
 
 import glob
