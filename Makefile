@@ -31,13 +31,13 @@ test: $(TESTABLE)
 # Operators first: a test's time limit is not for compiling.
 test-slow: $(TESTABLE)
 	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
-	python -m pytest -n 2 -m "(slow or needs_compiler or needs_libaio) and not engines and not pages"
+	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not engines and not pages"
 
 test-engines: $(TESTABLE)
-	python -m pytest -n 2 -m engines
+	python -m pytest -m engines
 
 test-pages: $(READABLE)
-	python -m pytest -n 2 -m pages
+	python -m pytest -m pages
 
 test-all: test test-slow test-engines test-pages
 

@@ -161,7 +161,9 @@ ADAPTERS = """
 """
 
 
-@pytest.mark.parametrize("script", [slow(PLAIN), SUBCLASS, slow(ADAPTERS)], ids=["plain", "subclass", "adapters"])
+@pytest.mark.parametrize(
+    "script", [slow(PLAIN), slow(SUBCLASS), slow(ADAPTERS)], ids=["plain", "subclass", "adapters"]
+)
 def test_unmodified_scripts(script, folder):
     """Nothing is trained or written, not even the output folder, and the weights are never read."""
     (folder / "train.py").write_text(textwrap.dedent(script))

@@ -292,7 +292,7 @@ def test_bad_config_files(text, message, recipe, tmp_path):
     [
         slow(["--preset", "rtx_4009"], "unknown preset 'rtx_4009'"),
         slow(["--preset", "cpu", "--dataset_name", "{empty}"], "is empty"),
-        (["--preset", "cpu", "--dataset_name", "{columns}"], "has the columns body; accepted are"),
+        slow(["--preset", "cpu", "--dataset_name", "{columns}"], "has the columns body; accepted are"),
     ],
 )
 def test_a_recipe_that_is_run_ends_with_one_line_and_code_2(arguments, message, tmp_path):
