@@ -13,7 +13,7 @@ from hf_memopt.errors import InputError
 
 CARDS = [
     "rtx_3070", "rtx_3060", "rtx_4080", "rtx_4090", "rx_7900_xtx", "l40s", "a100_80gb", "h200", "mi300x",
-    "apple_m2_16gb", "apple_m4_max_64gb",
+    "apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb",
 ]  # fmt: skip
 MODELS = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b"]
 TOKENS = 2048

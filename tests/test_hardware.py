@@ -34,6 +34,7 @@ REQUIRED = [
     "rx_6750_xt",
     "rx_7900_xtx",
     "mi300x",
+    "apple_m2_8gb",
     "apple_m2_16gb",
     "apple_m4_max_64gb",
     "cpu",
@@ -124,8 +125,9 @@ def test_rocm_is_told_apart():
 
 def test_apple_chips(monkeypatch):
     monkeypatch.setattr(detect, "_output", lambda *command: "Apple M2")
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 * GIB))
-    assert detect._apple(11 * GIB).name == "apple_m2_16gb"
+    for total, working_set in ((16, 11), (8, 5)):
+        monkeypatch.setattr("psutil.virtual_memory", lambda total=total: SimpleNamespace(total=total * GIB))
+        assert detect._apple(working_set * GIB).name == f"apple_m2_{total}gb"
     monkeypatch.setattr(detect, "_output", lambda *command: "Apple M3 Pro")
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=36 * GIB))
     found = detect._apple(27 * GIB)

@@ -183,7 +183,7 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)
     read = load_config(model)
     found = list(choices(preset, read, 4 * devices, 512, given, task_of(read), {}))
-    assert found or hardware in ("apple_m2_16gb", "apple_m4_max_64gb", "rx_6750_xt") or method == "qlora"
+    assert found or hardware.startswith("apple_") or hardware == "rx_6750_xt" or method == "qlora"
     for choice in found:
         configured = choice.configured(preset)
         assert refusals(configured.setup()) == []

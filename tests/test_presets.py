@@ -58,6 +58,7 @@ def test_model_and_adapter_settings(name, method):
     [
         ("rtx_3060", 8, 4, 1, 1024),
         ("rx_6750_xt", 2, 16, 1, 512),
+        ("apple_m2_8gb", 2, 16, 1, 512),
         ("apple_m2_16gb", 4, 8, 1, 512),
         ("rtx_3090_ti", 12, 4, 1, 256),
         ("l40s_x4", 2, 32, 4, 1024),
@@ -201,6 +202,8 @@ def test_a_device_without_a_preset_gets_the_largest_that_fits():
     assert _for_device(slower, "full").name in ("a100_80gb", "h100_80gb")
     intel = replace(get_hardware("rtx_4080"), name="generic_xpu_12gb", backend="xpu", memory=12 * 2**30)
     assert _for_device(intel, "full").name == "rtx_3060" and "tf32" not in _for_device(intel, "full").training
+    mac = replace(get_hardware("apple_m2_16gb"), name="generic_mps_5gb", memory=16 * 2**30 // 3, label="Apple M1 8 GB")
+    assert _for_device(mac, "lora").name == "apple_m2_8gb"
     old = replace(get_hardware("t4"), name="generic_cuda_8gb", memory=8 * 2**30)
     assert _for_device(old, "full").name == "t4", "the smallest preset with the same precision"
 

@@ -276,12 +276,17 @@ def export(
             help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples.",
         ),
     ] = None,
+    yaml_only: Annotated[
+        bool, typer.Option("--yaml-only", help="accelerate.yaml alone, with DeepSpeed's settings in it.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
     from hf_memopt.cli.export import export_preset
 
-    export_preset(preset, directory, method, strategy, precision, recipe, nvme_path, json, machines, sequence_parallel)
+    export_preset(
+        preset, directory, method, strategy, precision, recipe, nvme_path, json, machines, sequence_parallel, yaml_only
+    )
 
 
 @app.command(

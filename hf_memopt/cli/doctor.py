@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.compatibility.config_files import Fault, find_faults, kind_of
+from hf_memopt.compatibility.config_files import Fault, difference_here, find_faults, kind_of
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.hardware.compiler import compiler, has_libaio
@@ -34,14 +34,18 @@ _PACKAGES = {
 def check_files(files: list[str], as_json: bool) -> int:
     """Say of each file what is wrong with it: 0 if nothing is, 2 if anything is."""
     faults = {file: find_faults(file) for file in files}
+    notes = {file: note for file in files if not faults[file] and (note := difference_here(file))}
     if as_json:
-        print_json({"checked": {file: kind_of(file) for file in files}, "faults": _as_dicts(faults)})
+        checked = {file: kind_of(file) for file in files}
+        print_json({"checked": checked, "faults": _as_dicts(faults), "notes": notes})
         return 2 if any(faults.values()) else 0
     for file, found in faults.items():
         for fault in found:
             print(f"error: {fault}", file=sys.stderr)
         if not found and not any(faults.values()):
             print(f"{file}: a sound {kind_of(file)} configuration")
+            if file in notes:
+                print(f"note: {file}: {notes[file]}", file=sys.stderr)
     return 2 if any(faults.values()) else 0
 
 

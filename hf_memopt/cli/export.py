@@ -11,7 +11,7 @@ from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
-from hf_memopt.presets.accelerate_config import yaml_text
+from hf_memopt.presets.accelerate_config import inline, yaml_text
 from hf_memopt.presets.base import on_machines
 from hf_memopt.presets.launch_script import scripts
 
@@ -19,8 +19,12 @@ RECIPES = ("pretrain", "sft", "video_sft")
 
 
 def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json, machines=None,
-                  sequence_parallel=None) -> None:  # fmt: skip
-    """Write the files, all or none; those that are there already are replaced."""
+                  sequence_parallel=None, yaml_only=False) -> None:  # fmt: skip
+    """Write the files, all or none; those that are there already are replaced.
+
+    Args:
+        yaml_only: accelerate.yaml alone, which holds DeepSpeed's settings itself.
+    """
     preset = get_preset(name, method, strategy, precision)
     if machines is not None:
         preset = on_machines(preset, machines)
@@ -30,10 +34,13 @@ def export_preset(name, directory, method, strategy, precision, recipe, nvme_pat
     if recipe not in RECIPES:
         raise choose("recipe", recipe, RECIPES)
     folder = folder_for(directory)
-    files = _contents(preset, folder, recipe, name, nvme_path)
+    files = _yaml_alone(preset, nvme_path) if yaml_only else _contents(preset, folder, recipe, name, nvme_path)
     write_folder(folder, files)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
+    elif yaml_only:
+        config = shlex.quote(str(folder / "accelerate.yaml"))
+        print(f"wrote accelerate.yaml to {folder}; use it with: accelerate launch --config_file {config} SCRIPT.py")
     else:
         start = "sbatch" if preset.machines > 1 else "sh"
         script = shlex.quote(str(folder / ("slurm.sbatch" if preset.machines > 1 else "launch.sh")))
@@ -63,10 +70,20 @@ def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: s
     deepspeed = _with_nvme_path(preset, nvme_path)
     if deepspeed:
         files["deepspeed.json"] = _json(deepspeed)
-    comment = f"{preset.name}, method {preset.method}, strategy {preset.strategy}; written by hf-memopt export"
     # accelerate resolves this path against the working directory, so it has to be absolute.
-    files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), comment)
+    files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), _comment(preset))
     return files | scripts(preset, folder, _recipe_words(preset, folder, recipe, name))
+
+
+def _yaml_alone(preset: Preset, nvme_path: str | None) -> dict[str, str]:
+    """accelerate.yaml alone: file name -> text."""
+    deepspeed = _with_nvme_path(preset, nvme_path)
+    config = preset.accelerate_config(inline(deepspeed) if deepspeed else None)
+    return {"accelerate.yaml": yaml_text(config, _comment(preset))}
+
+
+def _comment(preset: Preset) -> str:
+    return f"{preset.name}, method {preset.method}, strategy {preset.strategy}; written by hf-memopt export"
 
 
 def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.compatibility.engine import decode_inline
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json
@@ -25,6 +26,7 @@ _DECIDED_BY_JSON = {
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 }  # fmt: skip
+_FSDP_ON_CPU = "accelerate starts no FSDP on a CPU, and trains under DDP without saying so"
 _DEEPSPEED_TOP = {
     "zero_optimization", "bf16", "fp16", "aio", "optimizer", "scheduler", "gradient_accumulation_steps",
     "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "activation_checkpointing",
@@ -88,6 +90,18 @@ def find_faults(path: str | Path) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.line or 0)
 
 
+def difference_here(path: str | Path) -> str | None:
+    """What a valid file does on this machine instead of what it says; None where it does as it says."""
+    import torch
+
+    if kind_of(path) == "deepspeed" or torch.accelerator.is_available():
+        return None
+    content = read_yaml(read_text(Path(path), ""), "")
+    if content.get("distributed_type") != "FSDP":
+        return None
+    return f"on this machine, which has no accelerator, {_FSDP_ON_CPU}"
+
+
 def _parsed_json(text: str) -> Any:
     try:
         return json.loads(text)
@@ -143,6 +157,9 @@ def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
             found += _unknown_keys((section,), {key: str(key).removeprefix(prefix) for key in block}, known)
     if isinstance(content.get("deepspeed_config") or {}, dict):
         found += _engine_faults(content)
+    if content.get("distributed_type") == "FSDP" and content.get("use_cpu") is True:
+        found.append((("use_cpu",), f"use_cpu=true beside distributed_type=FSDP: {_FSDP_ON_CPU}; set distributed_type "
+                      "to MULTI_GPU for DDP, or to DEEPSPEED"))  # fmt: skip
     yield from found
     if not found:
         try:
@@ -170,10 +187,15 @@ def _engine_faults(content: dict[str, Any]) -> _Found:
         )
     if "mixed_precision" in content:
         yield ("mixed_precision",), "mixed_precision beside deepspeed_config_file is refused by accelerate: remove it"
+    place, given = ("deepspeed_config", "deepspeed_config_file"), str(engine["deepspeed_config_file"])
+    if (inline := decode_inline(given)) is not None:
+        for _, said in _deepspeed_faults(Path(), inline):
+            yield place, f"in the JSON that deepspeed_config_file holds: {said}"
+        return
     try:
-        read_json(str(engine["deepspeed_config_file"]))
+        read_json(given)
     except InputError as error:
-        yield ("deepspeed_config", "deepspeed_config_file"), str(error)
+        yield place, str(error)
 
 
 def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:

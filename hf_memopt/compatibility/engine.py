@@ -1,6 +1,8 @@
 """The engine that a job trains under: what was passed, launched or handed to accelerate, brought to one form."""
 
+import base64
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +108,15 @@ def shipped_deepspeed(name: str) -> Path | None:
 
 
 def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """A DeepSpeed configuration from itself, its JSON, a file, or a shipped file's name (zero2, zero3_offload_cpu, …).
+    """A DeepSpeed configuration from itself, its JSON, that in base64, a file, or a shipped file's name (zero2, …).
 
     Raises:
         InputError: there is no such file or name, or it is not JSON.
     """
-    if isinstance(given, Mapping) or given_as_json(given) or Path(given).is_file():
+    if isinstance(given, Mapping) or given_as_json(given) or os.path.isfile(given):  # Path.is_file: not of a long text
         return read_settings(given, "deepspeed")
+    if (inline := decode_inline(str(given))) is not None:
+        return inline
     if file := shipped_deepspeed(str(given)):
         return read_json(file)
     if "/" not in str(given) and not str(given).endswith(".json"):
@@ -129,6 +133,15 @@ def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[
         return read_json(given)
     with as_input_error(field, ValueError):
         return json.loads(given)
+
+
+def decode_inline(text: str) -> dict[str, Any] | None:
+    """A DeepSpeed configuration that is written as base64, as in the shipped YAMLs; None where the text is none."""
+    try:
+        content = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+    except (ValueError, RecursionError):  # binascii.Error and UnicodeDecodeError are ValueErrors
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def given_as_json(given: Any) -> bool:

@@ -1,6 +1,8 @@
 """How this process was launched, by what `accelerate launch` leaves in the environment."""
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,28 @@ def chosen_by_launcher() -> Engine | None:
     if is_true(os.environ.get("ACCELERATE_USE_FSDP")) and "FSDP_VERSION" in os.environ:
         return launched_engine()
     return None
+
+
+# Without all of them DeepSpeed asks MPI instead (deepspeed.comm.init_distributed, 0.19.8).
+_LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+
+
+def missing_launcher(engine: Engine) -> str | None:
+    """Why DeepSpeed cannot start in this process; None where it can, or is not asked for.
+
+    Its own message is "No module named 'mpi4py'", after the model was made.
+    """
+    if engine.deepspeed is None or all(name in os.environ for name in _LAUNCHERS_VARIABLES):
+        return None
+    from torch import distributed
+
+    if distributed.is_initialized() or importlib.util.find_spec("mpi4py") is not None:
+        return None
+    script = os.path.basename(sys.argv[0]) or "SCRIPT.py"
+    return (
+        f"DeepSpeed needs a launcher, and nothing launched this process: start it with `torchrun --nproc_per_node 1 "
+        f"{script} …` or `deepspeed --num_gpus 1 {script} …`"
+    )
 
 
 def world_size() -> int:
@@ -88,7 +112,7 @@ def launched_config_file() -> Path | None:
 def _launched_zero() -> dict[str, Any]:
     """The configuration that accelerate's DeepSpeedPlugin makes of the environment."""
     if file := _zero_file():
-        return dict(deepspeed_config(Path(file)))
+        return dict(deepspeed_config(file))
     stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
     return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}}}

@@ -130,6 +130,27 @@ def _nvidia(
 
 _NVLINK_BRIDGE = f"{_AMPERE}: NVLink bridge 112.5 GB/s in both directions, sold separately"
 
+
+def _apple_m2(memory: int) -> Hardware:
+    """An M2 with so many GB."""
+    return _device(
+        f"apple_m2_{memory}gb", f"Apple M2 {memory} GB", "apple", "mps", memory, memory * 2 / 3, 100 * GB, None, 3.6,
+        False, False, None, None, "M2",
+        {
+            "nominal_memory": "Apple M2 announcement (June 2022)",
+            "memory": f"Metal's recommendedMaxWorkingSetSize, two thirds of {memory} GiB, as llama.cpp prints it",
+            "bandwidth": "Apple M2 announcement: 100 GB/s",
+            "bf16_flops": "transformers, is_torch_bf16_gpu_available: emulated on M1 and M2",
+            "fp16_flops": "Apple M2 announcement: 3.6 TFLOPS fp32; Apple publishes no fp16 rate",
+            "native_bf16": "transformers, is_torch_bf16_gpu_available: emulated on M1 and M2",
+            "fp8": "Metal Shading Language specification: no fp8 type",
+            "host_link": "none: unified memory",
+            "peer_link": "none: one device",
+        },
+        unified=True,
+    )  # fmt: skip
+
+
 _DEVICES = [
     _nvidia("rtx_3060", "NVIDIA GeForce RTX 3060 12 GB", 12, 11.76, 360, 25.5, "8.6", PCIE4_X16, PCIE4_X16,
             "NVIDIA GeForce RTX 3060 specifications", rate_source=_SHADER, peer_source=_NO_PEER_LINK),
@@ -215,22 +236,8 @@ _DEVICES = [
             "peer_link": "AMD CDNA 3 white paper: one of 7 Infinity Fabric links, 128 GB/s in both directions",
         },
     ),
-    _device(
-        "apple_m2_16gb", "Apple M2 16 GB", "apple", "mps", 16, 32 / 3, 100 * GB, None, 3.6, False, False,
-        None, None, "M2",
-        {
-            "nominal_memory": "Apple M2 announcement (June 2022)",
-            "memory": "Metal's recommendedMaxWorkingSetSize, two thirds of 16 GiB, as llama.cpp prints it",
-            "bandwidth": "Apple M2 announcement: 100 GB/s",
-            "bf16_flops": "transformers, is_torch_bf16_gpu_available: emulated on M1 and M2",
-            "fp16_flops": "Apple M2 announcement: 3.6 TFLOPS fp32; Apple publishes no fp16 rate",
-            "native_bf16": "transformers, is_torch_bf16_gpu_available: emulated on M1 and M2",
-            "fp8": "Metal Shading Language specification: no fp8 type",
-            "host_link": "none: unified memory",
-            "peer_link": "none: one device",
-        },
-        unified=True,
-    ),
+    _apple_m2(8),
+    _apple_m2(16),
     _device(
         "apple_m4_max_64gb", "Apple M4 Max 64 GB (40-core GPU)", "apple", "mps", 64, 48, 546 * GB, None, None, True,
         False, None, None, "M4 Max",

@@ -107,7 +107,7 @@ def _apple(working_set: int) -> Hardware:
 
     chip = _output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
     total = psutil.virtual_memory().total
-    for name in ("apple_m2_16gb", "apple_m4_max_64gb"):
+    for name in ("apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb"):
         known = get_hardware(name)
         if chip == f"Apple {known.architecture}" and _same_memory(total, known.nominal_memory):
             return replace(known, memory=working_set)

@@ -9,7 +9,7 @@ import yaml
 
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.files import folder_for, shipped, write_folder
-from hf_memopt.presets import Preset, get_preset
+from hf_memopt.presets import get_preset
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
@@ -54,7 +54,7 @@ def memory_settings(rung) -> dict[str, Any]:
 
 def launch_command(request, rung) -> str:
     """The command that starts a rung from the repository's root."""
-    return " ".join([*launcher_words(rung.preset, accelerate_config(rung)), *recipe_words(request, rung)])
+    return " ".join([*launcher_words(rung), *recipe_words(request, rung)])
 
 
 def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]:
@@ -66,11 +66,13 @@ def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]
     return config
 
 
-def launcher_words(preset: Preset, config: dict[str, Any]) -> list[str]:
+def launcher_words(rung) -> list[str]:
     """`accelerate launch`, with the shipped file where one says the same."""
+    preset = rung.preset
     file = shipped("accelerate_configs") / config_name(preset)
-    if file.is_file() and yaml.safe_load(file.read_text()) == config:
+    if file.is_file() and yaml.safe_load(file.read_text()) == accelerate_config(rung):
         return ["accelerate", "launch", "--config_file", f"accelerate_configs/{file.name}"]
+    config = accelerate_config(rung, f"accelerate_configs/deepspeed/{preset.strategy}.json")
     words = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
     words += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
         config["distributed_type"]

@@ -1,6 +1,10 @@
 """The accelerate configuration of a preset: a dict, and the YAML text that is shipped and exported."""
 
+import base64
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.mesh import is_mesh
@@ -16,8 +20,8 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
         strategy: as a Preset's.
         processes: over all machines.
         precision: fp8 | bf16 | fp16 | fp32.
-        deepspeed_file: path of the DeepSpeed JSON. accelerate resolves it against the working directory, not
-            against the YAML, so an exported one is absolute.
+        deepspeed_file: the DeepSpeed JSON: its path, which accelerate resolves against the working directory
+            instead of the YAML's folder, or the JSON itself as `inline` writes it.
         machines: every one starts a launcher of its own, with its --machine_rank.
         sequence_parallel: devices that share every batch's tokens.
     """
@@ -64,6 +68,16 @@ def _distributed_type(strategy: str) -> str:
         return "MULTI_GPU"
     # Several CPU processes are started as MULTI_GPU with use_cpu: accelerate starts MULTI_CPU through mpirun only.
     return {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}[strategy]
+
+
+def inline(deepspeed: Mapping[str, Any]) -> str:
+    """A DeepSpeed configuration as one word, so that a YAML that holds it can be copied anywhere.
+
+    accelerate takes base64 wherever it takes a path (`HfDeepSpeedConfig`, accelerate 1.15). Its readable fields
+    (`zero_stage`, `offload_optimizer_device`, …) cannot say the same: bucket sizes would become DeepSpeed's own,
+    which take gigabytes.
+    """
+    return base64.urlsafe_b64encode(json.dumps(deepspeed, separators=(",", ":")).encode()).decode()
 
 
 def yaml_text(config: dict, comment: str) -> str:

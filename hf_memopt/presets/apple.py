@@ -12,6 +12,15 @@ from hf_memopt.presets.base import (
 from hf_memopt.presets.preset import Preset
 
 
+def apple_m2_8gb(method: str) -> Preset:
+    """M2 with 8 GB. Full: SmolLM2-135M at 512 tokens; LoRA: Qwen3-0.6B; QLoRA: Qwen3-1.7B.
+
+    As with 16 GB, but for a full micro-batch of 2: macOS leaves a program two thirds of the memory.
+    """
+    sizes = {"full": (2, 16, 512, SMOLLM_135M), "lora": (1, 32, 512, QWEN_0_6B), "qlora": (1, 32, 512, QWEN_1_7B)}
+    return single(apple_m2_8gb, method, sizes)
+
+
 def apple_m2_16gb(method: str) -> Preset:
     """M2 with 16 GB. Full: SmolLM2-135M at 512 tokens; LoRA: Qwen3-0.6B; QLoRA: Qwen3-1.7B.
 

@@ -15,7 +15,7 @@ from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.detect import counterpart
-from hf_memopt.presets.accelerate_config import accelerate_config
+from hf_memopt.presets.accelerate_config import accelerate_config, inline
 from hf_memopt.presets.environment import PRECISION, set_for_libraries
 
 METHODS = ("full", "lora", "qlora")
@@ -191,9 +191,11 @@ class Preset:
         """What accelerate_configs/<name>.yaml holds.
 
         Args:
-            deepspeed_file: path of the DeepSpeed JSON; by default the shipped one, relative to the repository.
+            deepspeed_file: path of the DeepSpeed JSON; by default the configuration holds the JSON itself, so that
+                its YAML works wherever it is copied.
         """
-        file = deepspeed_file or f"accelerate_configs/deepspeed/{self.strategy}.json"
+        deepspeed = self.deepspeed_config()
+        file = deepspeed_file or (inline(deepspeed) if deepspeed else "")
         return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file, self.machines,
                                  self.sequence_parallel)  # fmt: skip
 

@@ -17,6 +17,10 @@ _ENGINES = {
 # Rungs of the ladder launch like the first one.
 _SAME_AS_BASE = ("l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")
 
+_EMBEDDED = """
+# deepspeed_config_file is {file} itself, in base64: this file works wherever it is copied.
+# To change a setting, put the path of your own JSON there: it is resolved against the folder you launch from."""
+
 
 def shipped_configs() -> dict[str, str]:
     """File name -> YAML text."""
@@ -54,10 +58,12 @@ def _comment(preset: Preset) -> str:
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
     machines = f" in {preset.machines} machines" if preset.machines > 1 else ""
     engine = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}.get(preset.strategy, f", DeepSpeed {preset.strategy}")
-    path = "; run from the repository's root" if preset.strategy.startswith("zero") else ""
+    more = ""
+    if preset.strategy.startswith("zero"):
+        more = _EMBEDDED.format(file=f"deepspeed/{preset.strategy}.json")
     if preset.mesh:
-        engine, path = f", {preset.strategy}", f"; with the recipe's argument {' '.join(mesh_words(preset.strategy))}"
-    return f"{devices}{preset.hardware.label}{machines}{engine}{path}"
+        engine, more = f", {preset.strategy}", f"; with the recipe's argument {' '.join(mesh_words(preset.strategy))}"
+    return f"{devices}{preset.hardware.label}{machines}{engine}{more}"
 
 
 if __name__ == "__main__":

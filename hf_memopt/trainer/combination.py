@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from hf_memopt.compatibility.launch import missing_launcher
 from hf_memopt.compatibility.mesh import Mesh, mesh_strategy
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check, quant_storage
+from hf_memopt.errors import InputError
 from hf_memopt.hardware.detect import detect
 
 
@@ -59,6 +61,16 @@ def check_combination(model, args, state=None, optimizer=None, replaced: bool = 
             replicated=sizes.dp_replicate_size > 1,
         )
     )
+
+
+def check_launcher(args, state=None) -> None:
+    """Refuse to train under DeepSpeed in a process that no launcher started.
+
+    Raises:
+        InputError: with the command that would.
+    """
+    if reason := missing_launcher(resolve_engine(args, state)):
+        raise InputError(reason)
 
 
 def _accelerators_state():

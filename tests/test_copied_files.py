@@ -1,0 +1,179 @@
+"""The three ways in from a folder of one's own: a DeepSpeed JSON, an accelerate YAML, and a preset, each copied alone."""
+
+import json
+import re
+import shutil
+
+import pytest
+import yaml
+from conftest import ROOT, run, slow
+
+from hf_memopt.cli.doctor import check_files
+from hf_memopt.compatibility import check_config_file
+from hf_memopt.compatibility.engine import decode_inline, deepspeed_config
+from hf_memopt.compatibility.launch import missing_launcher
+from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.errors import InputError
+from hf_memopt.presets import get_preset
+from hf_memopt.presets.accelerate_config import inline
+
+CONFIGS = ROOT / "accelerate_configs"
+ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def project(tmp_path, builtin_model, jsonl):
+    """A folder with a script that does not know hf_memopt, and the words that start it for two steps on the CPU."""
+    shutil.copy(ROOT / "docs" / "plain_script.py", tmp_path)
+    texts = jsonl([{"text": f"line {number} of a text"} for number in range(16)])
+    words = ["plain_script.py", "--model_name", builtin_model, "--texts", texts, "--output_dir", "out", "--max_steps", 2,
+             "--use_cpu", "--per_device_train_batch_size", 2, "--disable_tqdm", "true"]  # fmt: skip
+    return tmp_path, words
+
+
+def _trains_under_zero(project, *words) -> float:
+    """Run it; two processes must have left their shards of the optimizer. Returns the loss."""
+    folder, _ = project
+    done = run(*words, cwd=folder, env=ON_CPU)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    shards = sorted(path.name for path in folder.glob("out/checkpoint-2/global_step2/*optim_states.pt"))
+    assert len(shards) == 2 and all(f"zero_pp_rank_{rank}_" in name for rank, name in enumerate(shards))
+    return float(re.search(r"'train_loss': '?([\d.]+)", output)[1])
+
+
+# ---- a DeepSpeed JSON
+
+
+LAUNCHERS = [
+    slow(["torchrun", "--standalone", "--nproc_per_node", 2], ["--deepspeed", "zero3.json"]),
+    slow(["deepspeed", "--num_gpus", 2, "--master_port", 29517], ["--deepspeed", "zero3.json"]),
+    slow(["accelerate", "launch", "--main_process_port", 0, "--num_processes", 2, "--use_deepspeed",
+          "--deepspeed_config_file", "zero3.json", "--zero3_init_flag", "true"], []),
+    slow(["accelerate", "launch", "--main_process_port", 0, "--num_processes", 2, "--multi_gpu"],
+         ["--deepspeed", "zero3.json"]),
+]  # fmt: skip
+_LOSSES: list[float] = []
+
+
+@pytest.mark.parametrize(("launcher", "arguments"), LAUNCHERS, ids=["torchrun", "deepspeed", "accelerate", "both"])
+def test_a_copied_json_under_every_launcher(launcher, arguments, project):
+    folder, words = project
+    shutil.copy(CONFIGS / "deepspeed" / "zero3.json", folder)
+    _LOSSES.append(_trains_under_zero(project, *launcher, *words, *arguments))
+    assert _LOSSES == pytest.approx(_LOSSES[:1] * len(_LOSSES), rel=1e-3)  # the log has four digits
+
+
+def test_without_a_launcher_deepspeed_cannot_start(monkeypatch):
+    engine = resolve_engine({"deepspeed": "zero3"})
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert "torchrun --nproc_per_node 1" in missing_launcher(engine)
+    assert missing_launcher(resolve_engine({})) is None
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        assert missing_launcher(engine) is not None
+        monkeypatch.setenv(name, "1")
+    assert missing_launcher(engine) is None
+
+
+def test_a_recipe_without_a_launcher_names_one(recipe, tmp_path, builtin_model):
+    words = ["--preset", "cpu", "--output_dir", str(tmp_path / "out"), "--model_name_or_path", str(builtin_model)]
+    with pytest.raises(InputError, match="nothing launched this process: start it with `torchrun"):
+        recipe("pretrain")([*words, "--deepspeed", "zero3"])
+
+
+def test_a_trainer_without_a_launcher_names_one(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from hf_memopt import MemoryTrainer
+
+    tiny = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    args = TrainingArguments(tmp_path, use_cpu=True, deepspeed=str(CONFIGS / "deepspeed" / "zero2.json"))
+    trainer = MemoryTrainer(model=LlamaForCausalLM(tiny), args=args)
+    with pytest.raises(InputError, match="nothing launched this process"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "message"),
+    [
+        ("qlora", "zero2_offload_cpu.json", "optim=paged_adamw_8bit with zero2 with optimizer states offloaded"),
+        ("qlora", "zero3.json", "method=qlora with zero3"),
+    ],
+)
+def test_a_preset_beside_a_copied_json_is_still_refused(method, file, message, tmp_path, monkeypatch):
+    shutil.copy(CONFIGS / "deepspeed" / file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    preset = get_preset("rtx_4090", method)
+    with pytest.raises(InputError, match=message):
+        preset.training_arguments(str(tmp_path), deepspeed=file, use_cpu=True)
+
+
+# ---- an accelerate YAML
+
+
+@pytest.mark.parametrize("strategy", [slow("zero2"), slow("zero3")])
+def test_a_yaml_copied_alone(strategy, project):
+    folder, words = project
+    shutil.copy(CONFIGS / f"cpu_x2_{strategy}.yaml", folder / "my.yaml")
+    launcher = ["accelerate", "launch", "--config_file", "my.yaml", "--main_process_port", 0]
+    assert _trains_under_zero(project, *launcher, *words) > 0
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*zero*.yaml")), ids=lambda path: path.name)
+def test_a_yaml_holds_its_json(path, tmp_path, monkeypatch):
+    """What accelerate's plugin reads of it, in a folder without any other file."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert check_config_file(path.name) == "accelerate"
+    given = yaml.safe_load(path.read_text())["deepspeed_config"]["deepspeed_config_file"]
+    strategy = path.stem[path.stem.index("zero") :]
+    shipped = json.loads((CONFIGS / "deepspeed" / f"{strategy}.json").read_text())
+    assert decode_inline(given) == deepspeed_config(given) == shipped
+    read = DeepSpeedPlugin(hf_ds_config=given).deepspeed_config
+    assert read["zero_optimization"] == shipped["zero_optimization"]
+
+
+def test_what_was_launched_with_a_copied_yaml_is_known(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    config = get_preset("a100_80gb_x8", strategy="zero2_offload_cpu").accelerate_config()
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", config["deepspeed_config"]["deepspeed_config_file"])
+    assert resolve_engine({}).strategy == "zero2_offload_cpu"
+
+
+@pytest.mark.parametrize("text", ["", "zero3", "a/path.json", "eyJh", inline([1]), inline({"a": 1})[:-3]])
+def test_what_is_no_configuration_in_base64(text):
+    assert decode_inline(text) is None
+
+
+def test_a_misspelt_key_in_base64_is_found(tmp_path, capsys):
+    config = get_preset("a100_80gb_x8", strategy="zero3").accelerate_config(
+        inline({"zero_optimization": {"stage": 3, "stage3_max_live_params": 1}})
+    )
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    assert check_files([str(tmp_path / "my.yaml")], as_json=False) == 2
+    assert "did you mean 'stage3_max_live_parameters'" in capsys.readouterr().err
+
+
+def test_a_yaml_exported_alone(tmp_path):
+    done = run("hf-memopt", "export", "a100_80gb_x8", tmp_path / "here", "--strategy", "zero3_offload_nvme",
+               "--nvme-path", tmp_path, "--yaml-only")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["accelerate.yaml"]
+    assert "--config_file" in done.stdout
+    config = yaml.safe_load((tmp_path / "here" / "accelerate.yaml").read_text())
+    held = decode_inline(config["deepspeed_config"]["deepspeed_config_file"])
+    assert held["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path)
+
+
+def test_fsdp_on_a_cpu_is_said(tmp_path, capsys):
+    """accelerate would train under DDP: a fault where the file asks for the CPU, a note where this machine is one."""
+    shutil.copy(CONFIGS / "a100_80gb_x8_fsdp2.yaml", tmp_path / "gpu.yaml")
+    assert check_files([str(tmp_path / "gpu.yaml")], as_json=False) == 0
+    assert "trains under DDP without saying so" in capsys.readouterr().err
+    text = (tmp_path / "gpu.yaml").read_text().replace("use_cpu: false", "use_cpu: true")
+    (tmp_path / "cpu.yaml").write_text(text)
+    with pytest.raises(InputError, match="line 1[0-9]: use_cpu=true beside distributed_type=FSDP"):
+        check_config_file(tmp_path / "cpu.yaml")
