@@ -173,7 +173,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     job.args = job.preset.training_arguments(world_size=world_size(), **training)
     _keep_token_out_of_files(job.args)
     job.profile = _profile_changes(job, parsed, before)
-    if job.args.deepspeed_plugin is not None and job.preset.sequence_parallel > 1 and job.args.device.type == "cpu":
+    if job.args.deepspeed_plugin is not None and world_size() > 1 and job.args.device.type == "cpu":
         with quick_cpu_info(job.args):
             _start_deepspeed()
     output = Path(job.args.output_dir)
@@ -226,7 +226,10 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
 
 
 def _start_deepspeed() -> None:
-    """DeepSpeed's communication, which accelerate starts for accelerators only and Ulysses finds missing on a CPU."""
+    """DeepSpeed's communication, which accelerate starts for accelerators only (accelerate 1.15, PartialState).
+
+    On a CPU Ulysses finds it missing, and ZeRO-3 takes every process for the only one while it loads the model.
+    """
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
