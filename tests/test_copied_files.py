@@ -1,4 +1,4 @@
-"""The three ways in from a folder of one's own: a DeepSpeed JSON, an accelerate YAML, and a preset, each copied alone."""
+"""The ways in by copying, from a folder of one's own: a DeepSpeed JSON, and an accelerate YAML alone."""
 
 import json
 import re
@@ -26,8 +26,8 @@ def project(tmp_path, builtin_model, jsonl):
     """A folder with a script that does not know hf_memopt, and the words that start it for two steps on the CPU."""
     shutil.copy(ROOT / "docs" / "plain_script.py", tmp_path)
     texts = jsonl([{"text": f"line {number} of a text"} for number in range(16)])
-    words = ["plain_script.py", "--model_name", builtin_model, "--texts", texts, "--output_dir", "out", "--max_steps", 2,
-             "--use_cpu", "--per_device_train_batch_size", 2, "--disable_tqdm", "true"]  # fmt: skip
+    words = ["plain_script.py", "--model_name", builtin_model, "--texts", texts, "--output_dir", "out", "--max_steps",
+             2, "--use_cpu", "--per_device_train_batch_size", 2, "--disable_tqdm", "true"]  # fmt: skip
     return tmp_path, words
 
 
@@ -61,7 +61,7 @@ def test_a_copied_json_under_every_launcher(launcher, arguments, project):
     for name in ("zero2.json", "zero3.json"):
         shutil.copy(CONFIGS / "deepspeed" / name, folder)
     _LOSSES.append(_trains_under_zero(project, *launcher, *words, *arguments))
-    assert _LOSSES == pytest.approx(_LOSSES[:1] * len(_LOSSES), rel=1e-3)  # the log has four digits
+    assert _LOSSES[-1] == pytest.approx(_LOSSES[0], rel=1e-3)  # the log has four digits
 
 
 @pytest.mark.slow
@@ -187,5 +187,5 @@ def test_fsdp_on_a_cpu_is_said(tmp_path, capsys):
     assert "trains under DDP without saying so" in capsys.readouterr().err
     text = (tmp_path / "gpu.yaml").read_text().replace("use_cpu: false", "use_cpu: true")
     (tmp_path / "cpu.yaml").write_text(text)
-    with pytest.raises(InputError, match="line 1[0-9]: use_cpu=true beside distributed_type=FSDP"):
+    with pytest.raises(InputError, match="use_cpu=true beside distributed_type=FSDP"):
         check_config_file(tmp_path / "cpu.yaml")

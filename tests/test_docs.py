@@ -230,7 +230,9 @@ def _launch(words: list[str]) -> None:
     from hf_memopt.recipe.video import VideoArguments
 
     given = launch_command_parser().parse_args(words[2:])
-    assert given.config_file is None or (ROOT / given.config_file).is_file()
+    if given.config_file is not None:
+        copied = ROOT / "accelerate_configs" / Path(given.config_file).name  # pages copy shipped files into a project
+        assert (ROOT / given.config_file).is_file() or copied.is_file()
     if given.training_script.startswith("recipes/"):
         assert (ROOT / given.training_script).is_file()
         own = VideoArguments if "video" in given.training_script else RecipeArguments
