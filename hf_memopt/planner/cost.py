@@ -104,6 +104,9 @@ class Cost:
         link = self._link()
         gradients, weights = 2.0 * self.sketch.trained, self.sketch.loaded
         kept = (ranks - 1) / ranks
+        # DeepSpeed keeps a process's part of the gradients where its states are: with every micro-batch it comes to the
+        # device, is added to and goes back (stage3.py, partition_grads; stage_1_and_2.py likewise).
+        host = 2 * gradients / ranks / _host_link(self.sketch.job.device) if "offload" in choice.strategy else 0.0
         if choice.strategy == "ddp":
             return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
         if choice.strategy == "fsdp2":
@@ -114,9 +117,9 @@ class Cost:
                 moved += 2 * weights / ranks / _host_link(self.sketch.job.device)
             if choice.strategy.endswith("nvme"):
                 moved += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
-            return moved, 0.0
+            return moved + host, 0.0
         if choice.zero_stage == 2:  # gradients go to their owner after every micro-batch
-            return gradients * kept / link, gradients * kept / link
+            return gradients * kept / link + host, gradients * kept / link
         return 0.0, 2 * gradients * kept / link
 
     def _link(self) -> float:
