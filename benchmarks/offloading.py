@@ -1,7 +1,7 @@
 """How much longer a step is predicted to take with offloading: python benchmarks/offloading.py
 
-By the planner's cost model, on paper; nothing here is measured. Everything but the place of weights and states is the same:
-micro-batch 1, all layers checkpointed.
+By the planner's cost model, on paper; nothing here is measured. Everything but the place of weights and states is the
+same: micro-batch 1, all layers checkpointed.
 """
 
 import dataclasses

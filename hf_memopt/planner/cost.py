@@ -104,8 +104,8 @@ class Cost:
         link = self._link()
         gradients, weights = 2.0 * self.sketch.trained, self.sketch.loaded
         kept = (ranks - 1) / ranks
-        # DeepSpeed keeps a process's part of the gradients where its states are: with every micro-batch it comes to the
-        # device, is added to and goes back (stage3.py, partition_grads; stage_1_and_2.py likewise).
+        # DeepSpeed keeps a process's part of the gradients where its states are: with every micro-batch it comes to
+        # the device, is added to and goes back (stage3.py, partition_grads; stage_1_and_2.py likewise).
         host = 2 * gradients / ranks / _host_link(self.sketch.job.device) if "offload" in choice.strategy else 0.0
         if choice.strategy == "ddp":
             return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
