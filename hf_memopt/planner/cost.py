@@ -104,9 +104,7 @@ class Cost:
         link = self._link()
         gradients, weights = 2.0 * self.sketch.trained, self.sketch.loaded
         kept = (ranks - 1) / ranks
-        # DeepSpeed keeps a process's part of the gradients where its states are: with every micro-batch it comes to
-        # the device, is added to and goes back (stage3.py, partition_grads; stage_1_and_2.py likewise).
-        host = 2 * gradients / ranks / _host_link(self.sketch.job.device) if "offload" in choice.strategy else 0.0
+        host = self._summed_on_host(choice)
         if choice.strategy == "ddp":
             return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
         if choice.strategy == "fsdp2":
@@ -121,6 +119,17 @@ class Cost:
         if choice.zero_stage == 2:  # gradients go to their owner after every micro-batch
             return gradients * kept / link + host, gradients * kept / link
         return 0.0, 2 * gradients * kept / link
+
+    def _summed_on_host(self, choice: Choice) -> float:
+        """Seconds a micro-batch in which gradients come from the host, are added to and go back.
+
+        DeepSpeed keeps a process's part of them where its states are (stage3.py, partition_grads; stage_1_and_2.py
+        likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's.
+        """
+        if "offload" not in choice.strategy:
+            return 0.0
+        later = (choice.accumulation - 1) / choice.accumulation
+        return later * 4 * self.sketch.trained / self.sketch.job.world_size / _host_link(self.sketch.job.device)
 
     def _link(self) -> float:
         device = self.sketch.job.device
