@@ -63,6 +63,7 @@ bench: $(INSTALLED)
 	python benchmarks/estimator_cpu.py
 	python benchmarks/engines.py
 	python benchmarks/clusters.py
+	python benchmarks/offloading.py
 	python benchmarks/cards.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py

@@ -41,4 +41,20 @@ def predicted() -> str:
     return "\n\n".join(parts)
 
 
-TABLES = {"engines": engines, "predicted": predicted}
+def offloading() -> str:
+    """What offloading is predicted to cost, beside what guides say."""
+    found = results("offloading")
+    places = list(dict.fromkeys(place for row in found["rows"] for place in row["times_as_long"]))
+    lines = [[f"`{row['model']}` on `{row['hardware']}`", row["strategy"].replace("none", "one device"),
+              f"{row['tokens_of_a_device']:,}",
+              *(f"{row['times_as_long'][place]:.2f} ×" if place in row["times_as_long"] else "" for place in places)]
+             for row in found["rows"]]  # fmt: skip
+    lines.append(["guides say", "", "", "2–3 ×, 10–20 ×", "5–10 ×", "5–10 ×"])
+    heads = ["job", "without", "tokens a device and step", *places]
+    versions = found["versions"]
+    told = (f"Predicted {found['date']} with torch {versions['torch']}, transformers {versions['transformers']}: "
+            "[offloading.json](../benchmarks/results/offloading.json).")  # fmt: skip
+    return f"{table(heads, lines)}\n\n{told}"
+
+
+TABLES = {"engines": engines, "predicted": predicted, "offloading": offloading}

@@ -6,6 +6,7 @@ from pathlib import Path
 import api_docs
 import cards_docs
 import clusters_docs
+import guides_docs
 import levers_docs
 import plans_docs
 import presets_docs
@@ -18,6 +19,7 @@ _TABLES = {
     "docs/levers.md": levers_docs.TABLES,
     "docs/plans.md": plans_docs.TABLES,
     "docs/clusters.md": clusters_docs.TABLES,
+    "docs/guides.md": guides_docs.TABLES,
     "README.md": cards_docs.TABLES,
     "docs/video.md": video_docs.TABLES,
     "docs/api.md": api_docs.TABLES,

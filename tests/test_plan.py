@@ -279,6 +279,22 @@ def test_what_engines_exchange():
     assert seconds(ddp, slower) == pytest.approx(10 * seconds(ddp, search.sketch))
 
 
+def test_a_disk_is_slower_than_the_host_and_more_drives_are_faster():
+    """ZeRO-3: without offloading, in host memory, on one drive a machine, on four."""
+    search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
+    zero3 = next(one for one in search.choices if one.strategy == "zero3" and one.accumulation == 4)
+    cpu, nvme = (dataclasses.replace(zero3, strategy=f"zero3_offload_{to}") for to in ("cpu", "nvme"))
+    one, four = Cost(search.sketch), Cost(search.sketch, drives=4)
+    assert one.step(zero3) < one.step(cpu) < four.step(nvme) < one.step(nvme)
+    assert four.step(cpu) == one.step(cpu)
+    # With every micro-batch weights come twice, and with three of four gradients come and go. On a disk so small a
+    # model's weights stay in host memory.
+    waits = [one._exchanged(choice)[0] for choice in (zero3, cpu, nvme)]
+    link = search.sketch.job.device.host_link * 0.8
+    assert waits[1] - waits[0] == pytest.approx((2 * search.sketch.loaded + 3 * search.sketch.trained) / 8 / link)
+    assert waits[2] == waits[1]
+
+
 @pytest.mark.usefixtures("nothing_frozen")
 def test_traces_in_copies_of_the_process_are_the_same(search):
     request, found = search

@@ -31,6 +31,12 @@ BANDWIDTH = 51.2 * GB
 HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
 # One 400 Gb/s adapter a GPU (NVIDIA DGX H100), 200 Gb/s before (DGX A100).
 BETWEEN_HOSTS = {True: 50 * GB, False: 25 * GB}
+# One PCIe 4.0 drive a machine: Samsung's sequential rates of the 990 PRO, bytes a second. Sustained writes are slower.
+DISK_READ, DISK_WRITE = 7.45 * GB, 6.9 * GB
+# What DeepSpeed's ZeRO-3 swaps of every trained weight in a step (swap_tensor/pipelined_optimizer_swapper.py): fp32
+# master, both states and gradient are read; these and the 16-bit weight are written.
+STEP_READS, STEP_WRITES = 16, 18
+IN_HOST = 1e9  # weights of a process that stay in host memory: max_in_cpu of the shipped zero3_offload_nvme.json
 # Eager kernels on a CPU: 1.44 of the plain step's time (benchmarks/results/levers.json).
 COMPRESSION_ON_CPU = 0.44
 # A choice that rounds what another keeps exactly is taken if it is faster by more than this.
@@ -46,9 +52,11 @@ class Cost:
 
     Args:
         sketch: of the job.
+        drives: NVMe drives of each machine that share what is offloaded to disk.
     """
 
     sketch: Sketch
+    drives: int = 1
 
     @functools.cached_property
     def _times(self) -> dict[int, tuple[float, float]]:
@@ -96,6 +104,7 @@ class Cost:
         link = self._link()
         gradients, weights = 2.0 * self.sketch.trained, self.sketch.loaded
         kept = (ranks - 1) / ranks
+        host = self._summed_on_host(choice)
         if choice.strategy == "ddp":
             return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
         if choice.strategy == "fsdp2":
@@ -104,10 +113,23 @@ class Cost:
             moved = (2 * weights + gradients) * kept / link
             if "offload" in choice.strategy:
                 moved += 2 * weights / ranks / _host_link(self.sketch.job.device)
-            return moved, 0.0
+            if choice.strategy.endswith("nvme"):
+                moved += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
+            return moved + host, 0.0
         if choice.zero_stage == 2:  # gradients go to their owner after every micro-batch
-            return gradients * kept / link, gradients * kept / link
+            return gradients * kept / link + host, gradients * kept / link
         return 0.0, 2 * gradients * kept / link
+
+    def _summed_on_host(self, choice: Choice) -> float:
+        """Seconds a micro-batch in which gradients come from the host, are added to and go back.
+
+        DeepSpeed keeps a process's part of them where its states are (stage3.py, partition_grads; stage_1_and_2.py
+        likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's.
+        """
+        if "offload" not in choice.strategy:
+            return 0.0
+        later = (choice.accumulation - 1) / choice.accumulation
+        return later * 4 * self.sketch.trained / self.sketch.job.world_size / _host_link(self.sketch.job.device)
 
     def _link(self) -> float:
         device = self.sketch.job.device
@@ -124,8 +146,17 @@ class Cost:
             seconds /= ranks
         if choice.optimizer_offloaded or split_strategy(choice.strategy)[1] != "none":
             there_and_back = 2 * 2 * self.sketch.trained / ranks / _host_link(device)
-            return there_and_back + self.sketch.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
+            adam = self.sketch.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
+            if choice.strategy.endswith("nvme"):
+                swapped = self._disk(STEP_READS * self.sketch.trained, STEP_WRITES * self.sketch.trained)
+                adam = _beside(adam, swapped)
+            return there_and_back + adam
         return seconds
+
+    def _disk(self, read: float, written: float) -> float:
+        """Seconds in which the machines read and write so many bytes of the whole job, each its share."""
+        machines = -(-self.sketch.job.world_size // DEVICES_PER_HOST)
+        return (read / DISK_READ + written / DISK_WRITE) / machines / self.drives
 
 
 def times(found: Traced, device: Hardware) -> tuple[float, float]:
