@@ -1,7 +1,9 @@
 """What a trace on the CPU cannot see: each figure with its source."""
 
 import copy
+from collections.abc import Iterator
 
+from hf_memopt.estimator.flex import runs_flex
 from hf_memopt.estimator.ledger import Books, Peak
 from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.hardware import Hardware
@@ -129,7 +131,17 @@ def notes(job, books: Books) -> tuple[str, ...]:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:
         said.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
+    said.extend(_of_attention(job))
     for name, what in (("torch_compile", "torch_compile"), ("use_liger_kernel", "Liger's kernels")):
         if job.fields.get(name):
             said.append(f"traced without {what}, which usually need less")
     return tuple(said)
+
+
+def _of_attention(job) -> Iterator[str]:
+    if getattr(job.memory_args, "sparse_block_size", None) is None:
+        return
+    if runs_flex(job.device):
+        yield "block-sparse attention is counted as flex attention, read in its source; not measured on a GPU"
+    else:
+        yield "block-sparse attention is sdpa with a mask of tokens × tokens here: it saves nothing over causal sdpa"

@@ -24,6 +24,7 @@ from hf_memopt.estimator.depth import (
     with_depth,
 )
 from hf_memopt.estimator.fake_cluster import spread
+from hf_memopt.estimator.flex import runs_flex
 from hf_memopt.estimator.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
 from hf_memopt.estimator.parallel import one_by_one
@@ -117,7 +118,7 @@ class Job:
                 self.kbit_preparation, self.memory_args, self.frozen, cut_up,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
-            host_apart=self.device.memory_apart,
+            host_apart=self.device.memory_apart, flex=runs_flex(self.device),
             padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
             evaluated=evaluates(self.fields),
             memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos),

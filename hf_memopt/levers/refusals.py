@@ -51,8 +51,18 @@ def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, 
             yield "max_batch_size and max_tokens_per_batch both size micro-batches: leave one of them out"
         if str(fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
             yield "max_tokens_per_batch groups by length already: leave train_sampling_strategy out"
+    yield from _of_attention(memory_args)
     yield from _of_checkpointing(memory_args, fields)
     yield from _of_optimizers(memory_args, fields, engine)
+
+
+def _of_attention(memory_args: MemoryArguments) -> Iterator[str]:
+    if memory_args.sparse_block_size is None:
+        for name in ("num_local_blocks", "num_global_blocks"):
+            if (value := getattr(memory_args, name)) != getattr(MemoryArguments, name):
+                yield f"{name}={value} counts blocks of sparse_block_size tokens: set it too, or leave {name} out"
+    elif memory_args.sliding_window is not None:
+        yield "sparse_block_size and sliding_window both choose what a token attends to: leave one of them out"
 
 
 def _of_checkpointing(memory_args: MemoryArguments, fields: dict[str, Any]) -> Iterator[str]:
