@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+from conftest import slow
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import default_data_collator as collate
 
-from hf_memopt import InputError, MemoryArguments
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
+from hf_memopt.estimator.truth import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import refusals
@@ -192,3 +195,67 @@ def test_flex_attention_gives_the_same(on_flex):
         wanted = llama()(input_ids=ids(), attention_mask=(dense_mask() & kept[:, None, :])[:, None]).logits
         found = sparse()(input_ids=ids(), attention_mask=kept.long()).logits
     assert torch.allclose(found[kept], wanted[kept], atol=1e-6)
+
+
+SPARSE = {"sparse_block_size": 32, "num_local_blocks": 1}
+LONG = 256
+
+
+def trained(memory: dict, layout: str, folder) -> int:
+    """The peak of two steps of a Llama that is deep enough to be extended from shallow ones."""
+    more = {
+        "plain": {},
+        "packed": {"position_ids": torch.cat([torch.arange(100), torch.arange(LONG - 100)])},
+        "padded": {"attention_mask": torch.ones(LONG, dtype=torch.long).index_fill_(0, torch.arange(200, LONG), 0)},
+    }[layout]
+    rows = [{"input_ids": row, "labels": row, **more} for row in torch.randint(3, 64, (8, LONG))]
+    args = TrainingArguments(str(folder), per_device_train_batch_size=4, max_steps=2, use_cpu=True, report_to="none",
+                             disable_tqdm=True, save_strategy="no", logging_strategy="no")  # fmt: skip
+    given = {"args": args, "train_dataset": rows, "data_collator": collate, "memory_args": MemoryArguments(**memory)}
+    return allocator_peak(lambda: MemoryTrainer(model=LlamaForCausalLM(deep()), **given).train())
+
+
+def deep() -> LlamaConfig:
+    return LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_attention_heads=4, pad_token_id=0,
+                       num_key_value_heads=2, num_hidden_layers=8)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "layout"),
+    [
+        (SPARSE, "packed"),
+        slow(SPARSE, "plain"),
+        slow(SPARSE, "padded"),
+        slow({"sliding_window": 40}, "packed"),
+        slow({"sliding_window": 40}, "plain"),
+    ],
+)
+def test_the_estimator_is_within_a_hundredth(memory, layout, tmp_path):
+    measured = trained(memory, layout, tmp_path)
+    predicted = estimate(
+        deep(), {"per_device_train_batch_size": 4}, LONG, "cpu", memory_args=MemoryArguments(**memory),
+        padded=layout == "padded", packed=layout == "packed",
+    ).peak_allocated_bytes  # fmt: skip
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("memory", [SPARSE, {"sliding_window": 40}])
+def test_an_estimate_for_cuda_counts_flex_attention(memory):
+    """A block mask, and nothing of tokens × tokens; by source, not measured on a GPU."""
+
+    def peak(memory: dict, hardware: str) -> int:
+        found = estimate(
+            deep(), {"per_device_train_batch_size": 4}, 2048, hardware, memory_args=MemoryArguments(**memory)
+        )
+        notes.extend(found.notes)
+        return found.peak_allocated_bytes
+
+    notes: list[str] = []
+    more = peak(memory, "rtx_4090") - peak({}, "rtx_4090")
+    blocks = (2048 // 128) * (2048 // 128 + 1)
+    assert more == pytest.approx(4 * 4 * 4 * blocks, abs=8 * 512), (
+        "four tables of int32 and their lengths, for each of four samples"
+    )
+    assert any("not measured on a GPU" in note for note in notes)
+    assert peak(memory, "cpu") - peak({}, "cpu") > 4 * 2048 * 2048
+    assert any("sdpa with a mask of tokens × tokens" in note for note in notes)

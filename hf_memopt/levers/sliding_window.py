@@ -22,7 +22,7 @@ def set_window(model, tokens: int) -> None:
         InputError: the architecture has no window and does not attend through transformers' attention interface.
     """
     config = model.config.get_text_config()
-    if _has_window(type(config)):
+    if has_window(type(config)):
         _narrow(model, config, tokens)
     elif "flash_attention" in (config._attn_implementation or ""):
         _give_window(model, tokens)
@@ -30,7 +30,7 @@ def set_window(model, tokens: int) -> None:
         attend_by_pattern(model, f"sliding_window={tokens}", {"sliding_window": tokens})
 
 
-def _has_window(kind: type) -> bool:
+def has_window(kind: type) -> bool:
     """Whether an architecture knows windows. Its class is asked: a configuration may have been given one that no layer
     reads."""
     return hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind.__init__).parameters

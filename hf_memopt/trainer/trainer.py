@@ -128,7 +128,8 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
             InputError: a lever cannot work with the model, or with another setting.
         """
         plugin = self.args.deepspeed_plugin
-        check_levers(self.memory_args, fields_of_trainer(self), self._engine(), plugin.zero_stage if plugin else 0)
+        stage = plugin.zero_stage if plugin else 0
+        check_levers(self.memory_args, fields_of_trainer(self), self._engine(), stage, self.args.device.type)
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)
