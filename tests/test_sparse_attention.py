@@ -197,6 +197,15 @@ def test_flex_attention_gives_the_same(on_flex):
     assert torch.allclose(found[kept], wanted[kept], atol=1e-6)
 
 
+@pytest.mark.parametrize("memory", [{"sparse_block_size": 32}, {"sliding_window": 40}])
+def test_shared_sequences_are_refused(memory, tmp_path):
+    """DeepSpeed's Ulysses puts itself in the place of sdpa and flash attention, not of a pattern's."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = MemoryTrainer(model=llama(), args=args, memory_args=MemoryArguments(**memory))
+    with pytest.raises(InputError, match=f"{next(iter(memory))} wants whole sequences"):
+        trainer._share_tokens(2)
+
+
 SPARSE = {"sparse_block_size": 32, "num_local_blocks": 1}
 LONG = 256
 
