@@ -6,8 +6,16 @@ import pytest
 import torch
 from conftest import slow
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 from transformers import default_data_collator as collate
+from video_models import FAMILIES
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.estimator.truth import allocator_peak
@@ -125,6 +133,18 @@ def test_a_layer_with_its_own_window_keeps_it():
         if not torch.equal(model(input_ids=changed).logits[0, 21], before):
             seen.append(place)
     assert seen == [20, 21], "in its block, and among the last three"
+
+
+def test_only_the_text_of_a_video_model_has_the_pattern():
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(FAMILIES["smolvlm"]()[0]).eval()
+    attend_to_blocks(model, BLOCK, 0, FIRST)
+    words = torch.arange(40, 58)[None]
+    before = model(input_ids=words).logits[0, -1]
+    changed = [words.clone().index_fill_(1, torch.tensor([place]), 70) for place in range(18)]
+    seen = [place for place in range(18) if not torch.equal(model(input_ids=changed[place]).logits[0, -1], before)]
+    assert seen == [0, 1, 2, 3, 16, 17]
+    assert model.config.vision_config._attn_implementation == "sdpa"
 
 
 def test_the_saved_model_says_so_and_loads_without_this_package(tmp_path):
