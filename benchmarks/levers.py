@@ -25,6 +25,7 @@ from hf_memopt.estimator.truth import allocator_peak
 
 VOCABULARY, LENGTH, ROWS, TURNS = 16_000, 1024, 2, 7
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+EAGER = "attn_implementation=eager, beside which guides state sparse attention's savings"
 PROMPTS = "three quarters of every sample are a prompt without labels"
 # name -> (TrainingArguments fields, MemoryArguments fields); the last ones on data of their own
 LEVERS = {
@@ -48,6 +49,8 @@ LEVERS = {
     "optimizer_in_backward, loss_chunk_size=128, activation_checkpointing": (
         {**CHECKPOINTED, "max_grad_norm": 0.0}, {"loss_chunk_size": 128, "optimizer_in_backward": True}),
     "sliding_window=256": ({}, {"sliding_window": 256}),
+    "sparse_block_size=64": ({}, {"sparse_block_size": 64}),
+    EAGER: ({}, {}),
     f"baseline, {PROMPTS}": ({}, {}),
     f"logits_to_keep, {PROMPTS}": ({}, {"logits_to_keep": True}),
     f"loss_chunk_size=128, {PROMPTS}": ({}, {"loss_chunk_size": 128}),
@@ -57,14 +60,15 @@ if torch.cuda.is_available():
     LEVERS["activation_offload, activation_checkpointing"] = (CHECKPOINTED, {"activation_offload": True})
     theirs = {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False, "offload": True}}
     LEVERS["activation_checkpointing, transformers' own offload"] = (theirs, {})
-ANOTHER_FUNCTION = ("sliding_window",)  # whose gradient is that of another model
+ANOTHER_FUNCTION = ("sliding_window", "sparse_block_size")  # whose gradient is that of another model
 NO_GRADIENT = ("optimizer_in_backward",)  # which is gone after backward
 
 
-def config() -> MistralConfig:
+def config(name: str = "") -> MistralConfig:
+    attention = "eager" if name == EAGER else "sdpa"
     return MistralConfig(vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
                          num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=LENGTH,
-                         sliding_window=None, tie_word_embeddings=False)  # fmt: skip
+                         sliding_window=None, tie_word_embeddings=False, attn_implementation=attention)  # fmt: skip
 
 
 def rows(prompts: bool) -> list[dict]:
@@ -81,7 +85,7 @@ def trainer_of(name: str, folder: str) -> Trainer:
     settings = {"per_device_train_batch_size": ROWS, "max_steps": 2, "report_to": "none", "disable_tqdm": True,
                 "logging_strategy": "no", "save_strategy": "no", "use_cpu": not torch.cuda.is_available()}  # fmt: skip
     given = {
-        "model": MistralForCausalLM(config()), "args": TrainingArguments(folder, **settings, **fields),
+        "model": MistralForCausalLM(config(name)), "args": TrainingArguments(folder, **settings, **fields),
         "train_dataset": rows(PROMPTS in name), "data_collator": default_data_collator,
     }  # fmt: skip
     return MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
@@ -153,8 +157,10 @@ def row_of(name: str) -> dict:
     plain = f"baseline, {PROMPTS}" if PROMPTS in name else "baseline"
     peak, baseline_peak = peak_of(name), peak_of(plain)
     device = "auto" if torch.cuda.is_available() else "cpu"
-    predicted = estimate(config(), {"per_device_train_batch_size": ROWS, **fields}, LENGTH, device,
-                         memory_args=MemoryArguments(**memory)).peak_allocated_bytes  # fmt: skip
+    predicted = estimate(
+        config(), {"per_device_train_batch_size": ROWS, **fields}, LENGTH, device,
+        attn_implementation=config(name)._attn_implementation, memory_args=MemoryArguments(**memory),
+    ).peak_allocated_bytes  # fmt: skip
     baseline, lever = Stepper(plain), Stepper(name)
     row = {
         "lever": name, "peak_bytes": peak, "saved_bytes": baseline_peak - peak,
@@ -168,7 +174,7 @@ def row_of(name: str) -> dict:
         seconds = {id(stepper): stepper.step() for stepper in pair}
         ratios.append(seconds[id(lever)] / seconds[id(baseline)])
     row["step_time_ratio"] = round(statistics.median(ratios), 3)
-    if PROMPTS not in name and not name.startswith(ANOTHER_FUNCTION):
+    if PROMPTS not in name and name != EAGER and not name.startswith(ANOTHER_FUNCTION):
         row["held_out_loss_ratio"] = round(held_out_loss(name) / held_out_loss("baseline"), 5)
     return row
 
@@ -183,8 +189,8 @@ def main(chosen: list[str]) -> None:
               f"predicted {row['predicted_error']:+.2%}")  # fmt: skip
     if chosen:
         older = json.loads((RESULTS / "levers.json").read_text())["rows"]
-        newer = {row["lever"]: row for row in found}
-        found = [newer.get(row["lever"], row) for row in older]
+        rows = {row["lever"]: row for row in (*older, *found)}
+        found = [rows[name] for name in LEVERS if name in rows]
     record("levers", "python benchmarks/levers.py", found)
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from hf_memopt.compatibility import RULES, Setup, check, deepspeed_strategy, launched_strategy, refusals
-from hf_memopt.compatibility.rules import BITSANDBYTES, BNB_8BIT, LAYERWISE, PACKAGES
+from hf_memopt.compatibility.rules import BITSANDBYTES, BNB_8BIT, COMPILE_MODES, CUDA_GRAPHS, LAYERWISE, PACKAGES
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
 
@@ -35,6 +35,7 @@ from hf_memopt.presets import get_preset
             "fsdp_activation_checkpointing",
         ),
         (Setup(strategy="zero3", auto_find_batch_size=True), "ZeRO-3", "fixed"),
+        (Setup(compile_mode="max-autotunes"), "torch_compile_mode", "Did you mean 'max-autotune'"),
     ],
 )
 def test_refusals(setup, says, instead):
@@ -63,6 +64,14 @@ def test_every_rule_names_known_fields_and_its_source():
     for rule in RULES:
         assert set(rule.when) <= set(Setup.__dataclass_fields__)
         assert rule.reason and rule.instead and rule.source
+
+
+def test_compile_modes_are_those_of_torch():
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    assert set(modes) == COMPILE_MODES
+    assert {mode for mode, options in modes.items() if options.get("triton.cudagraphs")} == CUDA_GRAPHS
 
 
 def test_optimizer_names_are_those_of_transformers():

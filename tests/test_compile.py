@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_levers_together import trainer_of
 
-from hf_memopt import InputError, MemoryArguments, MemoryTrainer
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate, get_preset
 from hf_memopt.estimator.truth import allocator_peak
 
 
@@ -36,6 +36,29 @@ def test_the_compiler_keeps_less_when_told_to(tmp_path):
     small, same = compiled(tmp_path, compile_memory_budget=0.1)
     assert small < 0.97 * whole
     assert same == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_mode_reaches_the_compiler(tmp_path):
+    """Through preset, recipe's arguments, TrainingArguments and accelerate; nothing is compiled yet."""
+    args = get_preset("cpu").training_arguments(tmp_path, torch_compile_mode="max-autotune-no-cudagraphs")
+    assert args.torch_compile, "the mode alone turns the compiler on"
+    trainer = trainer_of((), tmp_path, torch_compile_mode="max-autotune-no-cudagraphs")
+    assert trainer.accelerator.state.dynamo_plugin.mode == "max-autotune-no-cudagraphs"
+    with pytest.raises(InputError, match="unknown torch_compile_mode 'fastest'"):
+        get_preset("cpu").training_arguments(tmp_path, torch_compile_mode="fastest")
+    with pytest.raises(InputError, match="torch_compile=False and torch_compile_mode='default': leave one"):
+        get_preset("cpu").training_arguments(tmp_path, torch_compile=False, torch_compile_mode="default")
+
+
+def test_cuda_graphs_and_recovery():
+    fields = {"torch_compile_mode": "max-autotune"}
+    with pytest.raises(InputError, match="use max-autotune-no-cudagraphs, or set oom_recovery=False"):
+        estimate("smollm2-135m", fields, 64, "h100_80gb", memory_args=MemoryArguments())
+    for memory, hardware, said in ((MemoryArguments(oom_recovery=False), "h100_80gb", True), (None, "h100_80gb", True),
+                                   (MemoryArguments(), "cpu", False)):  # fmt: skip
+        notes = estimate("smollm2-135m", fields, 64, hardware, memory_args=memory).notes
+        assert any("records CUDA graphs for every shape" in note for note in notes) is said
+        assert any("traced without torch_compile" in note for note in notes)
 
 
 def test_refused(tmp_path):

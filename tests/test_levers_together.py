@@ -34,16 +34,19 @@ LEVERS = {
     "optimizer_in_backward": (UNCLIPPED, {"optimizer_in_backward": True}),
     "optimizer_cpu_offload": ({}, {"optimizer_cpu_offload": True}),
     "sliding_window": ({}, {"sliding_window": 32}),
+    "sparse_block_size": ({}, {"sparse_block_size": 16, "num_local_blocks": 1}),
 }
 CHANGES_THE_RUN = {
     "bf16",
     "LoRA",
     "adam_mini",
     "sliding_window",
+    "sparse_block_size",
 }  # what comes out is compared with a run that has them
 REFUSED = {
     ("loss_chunk_size", "logits_to_keep"): "leaves out what has no label already",
     ("optimizer_in_backward", "optimizer_cpu_offload"): "leave one of them out",
+    ("sliding_window", "sparse_block_size"): "both choose what a token attends to",
     ("accumulation", "optimizer_in_backward"): "updates weights in every backward",
 }
 PAIRS = [pair for pair in itertools.combinations(LEVERS, 2) if pair not in REFUSED]

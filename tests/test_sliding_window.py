@@ -1,16 +1,23 @@
-"""A narrower window: what a token sees, in every kind of architecture that has one; refused elsewhere."""
+"""A narrower window: what a token sees, in architectures that have one and in those that do not; refused elsewhere."""
 
 import pytest
 import torch
-from test_memory_trainer import llama
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memopt import InputError
 from hf_memopt.levers.sliding_window import set_window
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4,
          "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
-FAMILIES = {"mistral": {}, "phi3": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "mixtral": {"num_local_experts": 2}}
+FAMILIES = {
+    "llama": {},
+    "mistral": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mixtral": {"num_local_experts": 2},
+}
 
 
 def model_of(family: str, layers: int = 1, **more):
@@ -48,8 +55,51 @@ def test_layers_that_see_everything_by_design_stay():
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [4, None]
 
 
-def test_refused_with_the_list():
-    with pytest.raises(
-        InputError, match=r"llama has no attention window; architectures that have one: .*mistral.*qwen3"
-    ):
-        set_window(llama(), 4)
+def test_llama_is_as_with_a_dense_mask():
+    """Llama has no window of its own: logits and gradients, with padding."""
+    ids, kept = torch.arange(3, 23).view(2, 10), torch.ones(2, 10, dtype=torch.bool)
+    kept[1, 7:] = False
+    places = torch.arange(10)
+    near = (places[:, None] >= places) & (places[:, None] - places < 4)
+    labels = ids.masked_fill(~kept, -100)
+
+    def outcome(model, mask):
+        out = model(input_ids=ids, labels=labels, attention_mask=mask)
+        out.loss.backward()
+        return out.logits[kept], torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    windowed = model_of("llama", layers=2)
+    set_window(windowed, 4)
+    wanted = outcome(model_of("llama", layers=2), (near & kept[:, None, :])[:, None])
+    found = outcome(windowed, kept.long())
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, wanted, strict=True))
+
+
+def test_flash_attention_is_given_the_window(monkeypatch):
+    """The kernel is recorded in place of run: it needs a card."""
+    given = []
+
+    def kernel(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
+        given.append((attention_mask, sliding_window))
+        return value.transpose(1, 2).repeat_interleave(2, dim=2), None
+
+    model = model_of("llama", layers=2)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", kernel)
+    model.config._attn_implementation = "flash_attention_2"
+    for _ in range(2):  # a model that a trainer gets again has it already
+        set_window(model, 4)
+    model(input_ids=torch.arange(3, 15)[None])
+    assert given == [(None, 4)] * 2
+
+
+def test_a_window_that_no_layer_reads_is_not_taken_for_one():
+    """As a saved Llama's config.json has it."""
+    model = model_of("llama", sliding_window=4)
+    assert seen_by_the_last(model) == list(range(12))
+    set_window(model, 4)
+    assert seen_by_the_last(model) == [8, 9, 10, 11]
+
+
+def test_refused():
+    with torch.device("meta"), pytest.raises(InputError, match="sliding_window=4: bloom does not attend through"):
+        set_window(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", hidden_size=32, n_layer=1)), 4)

@@ -34,6 +34,10 @@ DISTRIBUTED = SHARDED | {"ddp", "zero0"}
 OFFLOADED = frozenset({"cpu", "nvme"})
 GPU = frozenset({"cuda", "rocm", "mps", "xpu"})
 
+# torch_compile_mode: torch._inductor.list_mode_options() of torch 2.13.
+COMPILE_MODES = frozenset({"default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"})
+CUDA_GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
+
 # optim -> the module that provides it, where it is not torch's or transformers' own.
 PACKAGES = {
     **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),

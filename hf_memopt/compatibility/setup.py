@@ -4,8 +4,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.rules import PACKAGES, RULES
-from hf_memopt.errors import InputError
+from hf_memopt.compatibility.rules import COMPILE_MODES, PACKAGES, RULES
+from hf_memopt.errors import InputError, choose
 
 _ON_PYPI = {"optimi": "torch-optimi"}  # where the name is another than the module's
 
@@ -25,6 +25,7 @@ class Setup:
         native_bf16, label: of the device.
         quant_storage: BitsAndBytesConfig.bnb_4bit_quant_storage.
         activation_checkpointing, auto_find_batch_size: as in TrainingArguments.
+        compile_mode: torch_compile_mode, of TorchInductor.
         accumulates: gradient_accumulation_steps > 1.
         replicated: more processes than share the weights hold replicas (hsdpN).
         engine_checkpointing: FSDP checkpoints activations itself.
@@ -43,10 +44,17 @@ class Setup:
     quant_storage: str = "uint8"
     activation_checkpointing: bool = False
     auto_find_batch_size: bool = False
+    compile_mode: str = "default"
     accumulates: bool = False
     replicated: bool = False
     engine_checkpointing: bool = False
     engine_optimizer: bool = False
+
+
+def compile_mode(get) -> str:
+    """`torch_compile_mode` of TrainingArguments, a field by `get(name)`; other compilers have their own."""
+    ours = get("torch_compile_backend") in (None, "inductor")
+    return (ours and get("torch_compile_mode")) or "default"
 
 
 def quant_storage(quantization: Any) -> str:
@@ -57,6 +65,8 @@ def quant_storage(quantization: Any) -> str:
 
 def refusals(setup: Setup) -> list[str]:
     """One sentence, with the fix, for every row of the table that the setup matches. Empty where it works."""
+    if setup.compile_mode not in COMPILE_MODES:
+        return [str(choose("torch_compile_mode", setup.compile_mode, COMPILE_MODES))]
     return [
         f"{_named(rule, setup)}: {rule.reason.format(label=setup.label)}; use {rule.instead}"
         for rule in RULES

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
 from hf_memopt.estimator.cuda_autocast import cuda_autocast
+from hf_memopt.estimator.flex import counted_flex_attention
 from hf_memopt.estimator.known_values import list_of, tensor_of
 
 
 @contextmanager
-def fake_world(accelerator: bool) -> Iterator[None]:
+def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
     """Run on fake CPU tensors.
 
     A fake CUDA tensor aborts on builds without CUDA, so an accelerator's job is traced on the CPU too, and what torch
@@ -26,6 +27,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
 
     Args:
         accelerator: the job is meant for an accelerator, where optimizers step over all weights at once (foreach).
+        flex: it is meant for one where levers attend through flex attention.
     """
     # From the first `with torch.device(…)` on torch remembers which functions make tensors: not those below.
     _device_constructors()
@@ -41,6 +43,7 @@ def fake_world(accelerator: bool) -> Iterator[None]:
         mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
         mock.patch.object(torch, "compile", _uncompiled),
         cuda_autocast() if accelerator else nullcontext(),
+        counted_flex_attention() if flex else nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield

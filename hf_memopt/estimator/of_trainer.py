@@ -10,6 +10,7 @@ from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.fake_copy import fake_copy
+from hf_memopt.estimator.flex import runs_flex
 from hf_memopt.estimator.prediction import (
     bound_by_groups,
     checkpointing_period,
@@ -106,7 +107,7 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     def at(depth: int) -> TracedJob:
         return TracedJob(
             make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields, job.engine), batch=batch,
-            accelerator=device.backend != "cpu", host_apart=device.memory_apart,
+            accelerator=device.backend != "cpu", host_apart=device.memory_apart, flex=runs_flex(device),
             padded=padded, world_size=world_size, engine=job.engine,
             evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
             trainer=trainer, values=values_of(tensors) if sees else {},

@@ -1,10 +1,15 @@
 """What a trace on the CPU cannot see: each figure with its source."""
 
 import copy
+from collections.abc import Iterator
 
+from hf_memopt.compatibility.rules import CUDA_GRAPHS
+from hf_memopt.compatibility.setup import compile_mode
+from hf_memopt.estimator.flex import runs_flex
 from hf_memopt.estimator.ledger import Books, Peak
 from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.hardware import Hardware
+from hf_memopt.levers.sliding_window import has_window
 
 _MIB = 2**20
 # Bytes that a process takes on a device before its first tensor: driver context and loaded kernels.
@@ -129,7 +134,27 @@ def notes(job, books: Books) -> tuple[str, ...]:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:
         said.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
+    said.extend(_of_attention(job))
     for name, what in (("torch_compile", "torch_compile"), ("use_liger_kernel", "Liger's kernels")):
         if job.fields.get(name):
             said.append(f"traced without {what}, which usually need less")
+    if (mode := compile_mode(job.fields.get)) in CUDA_GRAPHS and job.device.backend in ("cuda", "rocm"):
+        said.append(
+            f"torch_compile_mode={mode} records CUDA graphs for every shape of a batch; the memory that they "
+            "keep is not counted"
+        )
     return tuple(said)
+
+
+def _of_attention(job) -> Iterator[str]:
+    """What stands for attention by a pattern (levers.attention_pattern)."""
+    if getattr(job.memory_args, "sparse_block_size", None) is not None:
+        name = "sparse_block_size"
+    elif getattr(job.memory_args, "sliding_window", None) is None or has_window(type(job.config.get_text_config())):
+        return
+    else:
+        name = "sliding_window"
+    if runs_flex(job.device):
+        yield f"{name} is counted as flex attention, as its source says; not measured on a GPU"
+    else:
+        yield f"{name} is sdpa with a mask of tokens × tokens here, which takes more than causal sdpa without one"

@@ -11,7 +11,7 @@ from typing import Any
 from hf_memopt.compatibility.engine import Engine, deepspeed_config
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.resolve import resolve_engine
-from hf_memopt.compatibility.setup import Setup, quant_storage, refusals
+from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.architectures import load_config
@@ -24,6 +24,7 @@ from hf_memopt.estimator.depth import (
     with_depth,
 )
 from hf_memopt.estimator.fake_cluster import spread
+from hf_memopt.estimator.flex import runs_flex
 from hf_memopt.estimator.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
 from hf_memopt.estimator.parallel import one_by_one
@@ -117,7 +118,7 @@ class Job:
                 self.kbit_preparation, self.memory_args, self.frozen, cut_up,
             ),
             fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
-            host_apart=self.device.memory_apart,
+            host_apart=self.device.memory_apart, flex=runs_flex(self.device),
             padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
             evaluated=evaluates(self.fields),
             memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos),
@@ -370,7 +371,7 @@ def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="flo
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_of(fields, strategy, world_size)
     if memory_args is not None:
-        check_levers(memory_args, fields, engine, _stage(fields) if engine == "deepspeed" else 0)
+        check_levers(memory_args, fields, engine, _stage(fields) if engine == "deepspeed" else 0, device.backend)
     mesh = mesh_of(strategy, world_size) if engine == "mesh" else None
     method = "qlora" if quantization_config is not None else "full" if peft_config is None else "lora"
     _check_combination(fields, engine, strategy, mesh, method, dtype, quantization_config)
@@ -414,6 +415,7 @@ def _check_combination(fields, engine, strategy, mesh, method, dtype, quantizati
         activation_checkpointing=bool(fields.get("activation_checkpointing")),
         auto_find_batch_size=bool(fields.get("auto_find_batch_size")),
         accumulates=fields["gradient_accumulation_steps"] > 1,
+        compile_mode=compile_mode(fields.get),
         replicated=mesh is not None and mesh.dp_replicate_size > 1,
     )
     for refusal in refusals(setup):
@@ -451,6 +453,8 @@ def fields_of(args) -> dict[str, Any]:
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         if value := fields.pop(old, None):
             fields.setdefault(old.replace("gradient", "activation"), value)
+    if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
+        fields["torch_compile"] = True  # as TrainingArguments set it
     for name in ("accelerator_config", "output_dir"):
         fields.pop(name, None)
     fields.setdefault("per_device_train_batch_size", 8)

@@ -68,6 +68,7 @@ class TracedJob:
         values: of those tensors of the batch that the model asks for them.
         counted: the kernels of the step are counted too.
         rank: which of the processes is traced.
+        flex: levers attend through flex attention on the device.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -85,6 +86,7 @@ class TracedJob:
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     counted: bool = False
     rank: int = 0
+    flex: bool = False
 
 
 def trace(job: TracedJob) -> Books:
@@ -103,7 +105,7 @@ def trace(job: TracedJob) -> Books:
     ):
         mesh = _mesh(job)
         args = _arguments(job, folder)
-        with fake_world(job.accelerator), ledger:
+        with fake_world(job.accelerator, job.flex), ledger:
             _run(job, args, ledger, mesh)
     return ledger.closed()
 

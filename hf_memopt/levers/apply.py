@@ -20,6 +20,12 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
         from hf_memopt.levers.sliding_window import set_window
 
         set_window(model, memory_args.sliding_window)
+    if memory_args.sparse_block_size is not None:
+        from hf_memopt.levers.sparse_attention import attend_to_blocks
+
+        attend_to_blocks(
+            model, memory_args.sparse_block_size, memory_args.num_local_blocks, memory_args.num_global_blocks
+        )
     if memory_args.frozen_without_grad:
         from hf_memopt.levers.frozen_modules import run_frozen_without_grad
 

@@ -22,7 +22,7 @@ RUNGS = {
 CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
 _POSITIVE = (
     "min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size", "sliding_window",
-    "max_tokens_per_batch",
+    "max_tokens_per_batch", "sparse_block_size",
 )  # fmt: skip
 THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
 
@@ -129,7 +129,21 @@ class MemoryArguments:
                           "clipping: gradient_accumulation_steps=1, max_grad_norm=0."},
     )  # fmt: skip
     sliding_window: int | None = field(
-        default=None, metadata={"help": "Tokens that a token attends to, for architectures that have such a window."}
+        default=None, metadata={"help": "Tokens that a token attends to: itself and those right before it."}
+    )
+    sparse_block_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Block-sparse attention: tokens of a block. flex attention skips most with multiples of 128."
+        },
+    )
+    num_local_blocks: int = field(
+        default=4,
+        metadata={"help": "With sparse_block_size: blocks before its own that a token attends to."},
+    )
+    num_global_blocks: int = field(
+        default=1,
+        metadata={"help": "With sparse_block_size: blocks at a sequence's beginning that all its tokens attend to."},
     )
 
     def __post_init__(self) -> None:
@@ -148,6 +162,9 @@ class MemoryArguments:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InputError(f"{name}={value} must be above 0")
+        for name in ("num_local_blocks", "num_global_blocks"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name}={getattr(self, name)} must be 0 or more")
         for name, known in CHOICES.items():
             if getattr(self, name) not in (None, *known):
                 raise choose(name, getattr(self, name), known)

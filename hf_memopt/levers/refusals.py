@@ -3,28 +3,35 @@
 from collections.abc import Iterator
 from typing import Any
 
+from hf_memopt.compatibility.rules import CUDA_GRAPHS
+from hf_memopt.compatibility.setup import compile_mode
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import MemoryArguments
 
 _SHARDING = ("fsdp2", "mesh", "deepspeed")
 
 
-def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0) -> None:
+def check_levers(
+    memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0, device: str = "cuda"
+) -> None:
     """Refuse the first pair of settings that cannot work together.
 
     Args:
         fields: TrainingArguments fields that differ from their defaults.
         engine: none, ddp, fsdp2, mesh or deepspeed.
         zero_stage: DeepSpeed's.
+        device: cuda, rocm, mps, xpu or cpu.
 
     Raises:
         InputError: with the reason and what to leave out.
     """
-    for reason in refusals(memory_args, fields, engine, zero_stage):
+    for reason in refusals(memory_args, fields, engine, zero_stage, device):
         raise InputError(reason)
 
 
-def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0) -> Iterator[str]:
+def refusals(
+    memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0, device: str = "cuda"
+) -> Iterator[str]:
     """Every reason why a job cannot have these settings."""
     if memory_args.loss_chunk_size is not None and fields.get("use_liger_kernel"):
         yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
@@ -46,13 +53,31 @@ def refusals(memory_args: MemoryArguments, fields: dict[str, Any], engine: str, 
             yield f"{name} would keep the weights that ZeRO-3 gathers: leave it out, or use fsdp2 or zero2"
     if memory_args.compile_memory_budget is not None and not fields.get("torch_compile"):
         yield "compile_memory_budget is the compiler's: set torch_compile=True, or use checkpoint_ratio"
+    mode = compile_mode(fields.get)
+    if memory_args.oom_recovery and mode in CUDA_GRAPHS and device in ("cuda", "rocm"):
+        # torch._inductor.cudagraph_trees (2.13): can_start_new_generation() is False as long as a forward waits for
+        # its backward, which after running out of memory never comes.
+        yield (
+            f"torch_compile_mode={mode} records CUDA graphs, which keep the memory of a step that did not end: use "
+            "max-autotune-no-cudagraphs, or set oom_recovery=False"
+        )
     if memory_args.max_tokens_per_batch is not None:
         if memory_args.max_batch_size is not None:
             yield "max_batch_size and max_tokens_per_batch both size micro-batches: leave one of them out"
         if str(fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
             yield "max_tokens_per_batch groups by length already: leave train_sampling_strategy out"
+    yield from _of_attention(memory_args)
     yield from _of_checkpointing(memory_args, fields)
     yield from _of_optimizers(memory_args, fields, engine)
+
+
+def _of_attention(memory_args: MemoryArguments) -> Iterator[str]:
+    if memory_args.sparse_block_size is None:
+        for name in ("num_local_blocks", "num_global_blocks"):
+            if (value := getattr(memory_args, name)) != getattr(MemoryArguments, name):
+                yield f"{name}={value} counts blocks of sparse_block_size tokens: set it too, or leave {name} out"
+    elif memory_args.sliding_window is not None:
+        yield "sparse_block_size and sliding_window both choose what a token attends to: leave one of them out"
 
 
 def _of_checkpointing(memory_args: MemoryArguments, fields: dict[str, Any]) -> Iterator[str]:

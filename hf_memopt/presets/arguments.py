@@ -9,7 +9,7 @@ from hf_memopt.compatibility.engine import shipped_deepspeed
 from hf_memopt.compatibility.launch import launched_strategy, parallel_sizes
 from hf_memopt.compatibility.launch import world_size as launched_world_size
 from hf_memopt.compatibility.resolve import resolve_engine
-from hf_memopt.compatibility.setup import check
+from hf_memopt.compatibility.setup import check, compile_mode
 from hf_memopt.errors import InputError, as_input_error, brief, choose
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.detect import counterpart, detect
@@ -64,6 +64,9 @@ def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[s
 
 def _check_texts(values: dict[str, Any]) -> None:
     """Refuse texts that transformers takes apart when training begins, after the model was loaded."""
+    for name in ("torch_compile_mode", "torch_compile_backend"):
+        if values.get("torch_compile") is False and values.get(name):
+            raise InputError(f"torch_compile=False and {name}={brief(values[name])}: leave one of the two out")
     kwargs = values.get("lr_scheduler_kwargs")
     if isinstance(kwargs, str) and not kwargs.startswith("{"):
         raise InputError(f'lr_scheduler_kwargs={brief(kwargs)} must be a mapping, or its JSON: {{"num_cycles": 2}}')
@@ -151,6 +154,7 @@ def _check(preset, values: dict[str, Any]) -> None:
             activation_checkpointing=bool(values.get("activation_checkpointing")),
             auto_find_batch_size=bool(values.get("auto_find_batch_size")),
             accumulates=values["gradient_accumulation_steps"] > 1,
+            compile_mode=compile_mode(values.get),
         )
     )
 

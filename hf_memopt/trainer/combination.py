@@ -10,7 +10,7 @@ from hf_memopt.compatibility.launch import missing_launcher
 from hf_memopt.compatibility.mesh import Mesh, mesh_strategy
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
-from hf_memopt.compatibility.setup import Setup, check, quant_storage
+from hf_memopt.compatibility.setup import Setup, check, compile_mode, quant_storage
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.detect import detect
 
@@ -58,6 +58,7 @@ def check_combination(model, args, state=None, optimizer=None, replaced: bool = 
             activation_checkpointing=bool(args.activation_checkpointing),
             auto_find_batch_size=bool(args.auto_find_batch_size),
             accumulates=args.gradient_accumulation_steps > 1,
+            compile_mode=compile_mode(lambda name: getattr(args, name, None)),
             replicated=sizes.dp_replicate_size > 1,
         )
     )

@@ -20,6 +20,7 @@ from hf_memopt.estimator.prediction import fields_of_trainer
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
+from hf_memopt.levers.sliding_window import has_window
 from hf_memopt.levers.token_budget import TokenBudgetBatches
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
@@ -128,7 +129,8 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
             InputError: a lever cannot work with the model, or with another setting.
         """
         plugin = self.args.deepspeed_plugin
-        check_levers(self.memory_args, fields_of_trainer(self), self._engine(), plugin.zero_stage if plugin else 0)
+        stage = plugin.zero_stage if plugin else 0
+        check_levers(self.memory_args, fields_of_trainer(self), self._engine(), stage, self.args.device.type)
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)
@@ -153,7 +155,10 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         Raises:
             InputError: a lever that wants whole sequences.
         """
-        for name in ("loss_chunk_size", "logits_to_keep", "max_tokens_per_batch"):
+        names = ["loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size"]
+        if self.memory_args.sliding_window and not has_window(type(self.model.config.get_text_config())):
+            names.append("sliding_window")
+        for name in names:
             if getattr(self.memory_args, name):
                 raise InputError(f"{name} wants whole sequences, which sequence parallelism shares: leave it out")
         self.data_collator = with_positions(self.data_collator, processes)

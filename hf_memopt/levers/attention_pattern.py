@@ -1,0 +1,169 @@
+"""Which earlier tokens a token attends to, in models whose masks and attention go through transformers' interfaces.
+
+transformers looks up both the mask's maker and the kernel by the model's `_attn_implementation`. A name of our own
+there changes one model and no other in the process. The pattern itself stands in the model's configuration, since that
+is what a mask's maker is given (transformers 5.23, `masking_utils.create_causal_mask`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+
+from hf_memopt.errors import InputError
+from hf_memopt.levers.language_model import inner_model
+from hf_memopt.levers.replaced import replace
+
+IMPLEMENTATION = "hf_memopt_pattern"
+# position_ids of the forward pass that runs, (batch, tokens). A mask's maker is not given them, and a pattern that
+# counts blocks needs to know where each packed sequence begins.
+_POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+
+
+def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
+    """Have a decoder's layers attend by a pattern: through flex attention on CUDA and ROCm, which skips blocks that
+    are masked out, and elsewhere through sdpa with the same mask (flex attention has no backward on CPUs, torch 2.13).
+
+    Args:
+        model: a transformers model, or peft's around one.
+        setting: how errors name it, `field=value`.
+        pattern: what `_overlay` reads, written into the text model's configuration: sliding_window, or
+            sparse_block_size, num_local_blocks and num_global_blocks.
+
+    Raises:
+        InputError: the model's attention does not go through the interface, is not causal, or has dropout.
+    """
+    inner = inner_model(model)
+    modules = causal_attention(inner, setting)
+    if any(getattr(module, "attention_dropout", 0.0) for module in modules):
+        raise InputError(f"{setting}: flex attention has no dropout: use a model with attention_dropout=0")
+    _register()
+    for config in text_configs(inner):
+        vars(config).update(pattern)
+        config._attn_implementation = IMPLEMENTATION
+    if "sparse_block_size" in pattern:
+        _know_positions(inner, setting)
+
+
+def causal_attention(inner, setting: str) -> list[torch.nn.Module]:
+    """A decoder's attention modules.
+
+    Raises:
+        InputError: there are none that attend causally through the interface.
+    """
+    decoder = None if inner.config.is_encoder_decoder else inner.get_decoder()
+    modules = [] if decoder is None else [module for module in decoder.modules() if hasattr(module, "is_causal")]
+    if not modules or not (decoder._supports_flex_attn and decoder._supports_sdpa):
+        raise InputError(
+            f"{setting}: {inner.config.model_type} does not attend through transformers' attention interface with "
+            "both sdpa and flex_attention: leave it out"
+        )
+    if not all(module.is_causal for module in modules):
+        raise InputError(f"{setting}: {inner.config.model_type} also attends to later tokens: leave it out")
+    return modules
+
+
+def text_configs(inner) -> list:
+    """The configurations that a decoder and those who make its masks ask; a model made of parts may hold a copy."""
+    configs = inner.config.get_text_config(), inner.get_decoder().config
+    return list({id(config): config for config in configs}.values())
+
+
+def uses_flex(device) -> bool:
+    """Whether flex attention trains on a device."""
+    return torch.device(device).type == "cuda"
+
+
+def flex_mask(**kwargs):
+    """A BlockMask; see transformers' flex_attention_mask."""
+    from transformers.masking_utils import flex_attention_mask
+
+    return flex_attention_mask(**kwargs)
+
+
+def flex_attend(*args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output (batch, tokens, heads, size) and log-sum-exp; see transformers' flex_attention_forward."""
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    return flex_attention_forward(*args, **kwargs)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+
+
+def _attend(module, query, key, value, attention_mask, **kwargs):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    dense = attention_mask is None or isinstance(attention_mask, torch.Tensor)
+    attend = sdpa_attention_forward if dense else flex_attend
+    return attend(module, query, key, value, attention_mask, **kwargs)
+
+
+def _mask(*, q_length, kv_length, mask_function, config, attention_mask=None, allow_is_causal_skip=True, device="cpu",
+          **kwargs):  # fmt: skip
+    """What a mask's maker gives, of the pattern and whatever the model masks itself: later tokens, padding, other
+    sequences of a packed row, a layer's own window."""
+    from transformers.masking_utils import and_masks, sdpa_mask
+
+    overlay, reach = _overlay(config)
+    if kv_length > reach:
+        positions = _POSITIONS.get()
+        if positions is not None and attention_mask is None and q_length == kv_length == positions.shape[-1]:
+            overlay = _at(positions.expand(kwargs["batch_size"], -1), overlay)
+        mask_function, allow_is_causal_skip = and_masks(mask_function, overlay), False
+    make = flex_mask if uses_flex(device) else sdpa_mask
+    return make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
+                allow_is_causal_skip=allow_is_causal_skip, device=device, config=config, **kwargs)  # fmt: skip
+
+
+def _overlay(config) -> tuple[Callable, int]:
+    """A mask function to put over a causal one, and up to how many tokens it masks nothing.
+
+    Its comparisons are of a column with a row: a difference of the two would take 8 bytes for every pair of tokens.
+    """
+    from transformers.masking_utils import sliding_window_overlay
+
+    block = getattr(config, "sparse_block_size", None)
+    if block is None:
+        return sliding_window_overlay(config.sliding_window), config.sliding_window
+    local, first = config.num_local_blocks, config.num_global_blocks
+
+    def overlay(batch_idx, head_idx, q_idx, kv_idx):
+        near = kv_idx // block >= q_idx // block - local
+        return near | (kv_idx < first * block) if first else near
+
+    return overlay, (local + 1 + first) * block
+
+
+def _at(positions: torch.Tensor, overlay: Callable) -> Callable:
+    """A mask function of tokens' positions in their own sequences, of one of positions in a row."""
+
+    def of_sequence(batch_idx, head_idx, q_idx, kv_idx):
+        return overlay(batch_idx, head_idx, positions[batch_idx, q_idx], positions[batch_idx, kv_idx])
+
+    return of_sequence
+
+
+def _know_positions(inner, setting: str) -> None:
+    forward, signature = inner.forward, inspect.signature(type(inner).forward)
+
+    @functools.wraps(forward)
+    def with_positions(*args, **kwargs):
+        given = signature.bind_partial(inner, *args, **kwargs).arguments
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None and mask.ndim == 4:  # it would be taken as it is, without the pattern
+            raise InputError(f"{setting}: the batch brings an attention_mask of its own: leave one of them out")
+        # Positions in three dimensions (videos) are no places in a sequence.
+        token = _POSITIONS.set(positions if positions is not None and positions.ndim == 2 else None)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _POSITIONS.reset(token)
+
+    replace(inner, "forward", with_positions)
