@@ -22,7 +22,7 @@ class Job:
     texts: str
 
 
-args, job = HfArgumentParser((TrainingArguments, Job)).parse_args_into_dataclasses()  # before the model: ZeRO-3 asks them
+args, job = HfArgumentParser((TrainingArguments, Job)).parse_args_into_dataclasses()  # before the model, for ZeRO-3
 tokenizer = AutoTokenizer.from_pretrained(job.model_name)
 model = AutoModelForCausalLM.from_pretrained(job.model_name)
 rows = load_dataset("json", data_files=job.texts, split="train")

@@ -103,3 +103,10 @@ def test_a_window_that_no_layer_reads_is_not_taken_for_one():
 def test_refused():
     with torch.device("meta"), pytest.raises(InputError, match="sliding_window=4: bloom does not attend through"):
         set_window(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", hidden_size=32, n_layer=1)), 4)
+
+
+def test_a_mask_of_the_users_own_would_hide_the_window():
+    model = model_of("llama")
+    set_window(model, 4)
+    with pytest.raises(InputError, match="sliding_window=4: the batch brings an attention_mask of its own"):
+        model(input_ids=torch.arange(12)[None], attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool))

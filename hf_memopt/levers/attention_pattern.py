@@ -43,8 +43,7 @@ def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
     for config in text_configs(inner):
         vars(config).update(pattern)
         config._attn_implementation = IMPLEMENTATION
-    if "sparse_block_size" in pattern:
-        _know_positions(inner, setting)
+    _know_positions(inner, setting, counted="sparse_block_size" in pattern)
 
 
 def causal_attention(inner, setting: str) -> list[torch.nn.Module]:
@@ -150,7 +149,12 @@ def _at(positions: torch.Tensor, overlay: Callable) -> Callable:
     return of_sequence
 
 
-def _know_positions(inner, setting: str) -> None:
+def _know_positions(inner, setting: str, counted: bool) -> None:
+    """Refuse batches whose mask would be taken as it is, and keep the positions of those that run.
+
+    Args:
+        counted: the pattern counts blocks from where a sequence begins; a window is the same anywhere in a row.
+    """
     forward, signature = inner.forward, inspect.signature(type(inner).forward)
 
     @functools.wraps(forward)
@@ -160,7 +164,8 @@ def _know_positions(inner, setting: str) -> None:
         if mask is not None and mask.ndim == 4:  # it would be taken as it is, without the pattern
             raise InputError(f"{setting}: the batch brings an attention_mask of its own: leave one of them out")
         # Positions in three dimensions (videos) are no places in a sequence.
-        token = _POSITIONS.set(positions if positions is not None and positions.ndim == 2 else None)
+        known = counted and positions is not None and positions.ndim == 2
+        token = _POSITIONS.set(positions if known else None)
         try:
             return forward(*args, **kwargs)
         finally:
