@@ -226,7 +226,7 @@ def advise(
     settings: Settings = None,
     json: Json = False,
 ) -> None:
-    """Say what ran out of memory, when and why, and the next three changes; exit code 1 if nothing did."""
+    """Say what ran out of memory, when and why, or why a run is slow, and what to change; exit code 1 if neither."""
     from hf_memopt.cli.advise import run_advise
 
     raise typer.Exit(run_advise(source, model, preset, method, seq_len, settings or [], json))

@@ -211,6 +211,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         measured["peak_allocated_bytes"] = peaks.bytes
     error = {name: getattr(estimated, name) / value - 1 for name, value in measured.items()
              if value and getattr(estimated, name, None)}  # fmt: skip
+    waited = trainer.data_wait_share
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
@@ -227,6 +228,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "predicted_timeline": _thinned(estimated.timeline) if estimated else [],
         "measured": measured | {"phases": peaks.phases},
         "relative_error": error,
+        "data_wait_share": waited,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
         "events": trainer.memory_events,
@@ -235,6 +237,8 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
     _print_table(measured, losses, estimated)
+    if waited is not None:
+        print(f"waiting for data: {waited:.0%} of the steps' time")
     _write_page(job.args.output_dir)
     # The evaluation's batches are cut too, and the end of a run names no size.
     sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
