@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
 from hf_memopt.monitor.growth import GrowthDiagnosis, Observation
 from hf_memopt.monitor.readers import Reader, Reading, host_capacity, peak_resident
+from hf_memopt.trainer.batch_limit import BatchLimit
 
 GIB = 2**30
 
@@ -251,15 +252,18 @@ def _watched(capacity: float, **arguments):
     return prepare
 
 
-def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path):
+def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path, capsys):
     """Batches of up to 4 × 29 × 3 elements take up to 99 % on top of the 30 % that rest there."""
-    fields = {"max_steps": 30, "learning_rate": 0.0}
+    fields = {"max_steps": 30, "learning_rate": 0.0, "logging_strategy": "steps", "logging_steps": 1}
     found = train(tmp_path, prepare=_watched(16 * GIB, adjustment_frequency=2), **fields)
     kinds = [event["event"] for event in found.events]
     assert "micro_batch_lowered" in kinds and "oom_recovered" not in kinds
     first = next(event for event in found.events if event["event"] == "micro_batch_lowered")
     assert (first["micro_batch_before"], first["micro_batch_after"]) == (4, 2)
     assert first["status"] in ("critical", "emergency")
+    dashboard = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[Step ")]
+    (reduced,) = [line for line in dashboard if line.startswith(f"[Step {first['step'] + 1}]")]
+    assert reduced.endswith(f"Status: {first['status']} - batch reduced to 2 samples at once")
     # No oscillation: each failure doubles the wait for the next growth.
     assert kinds.count("micro_batch_lowered") <= 5
 
@@ -270,8 +274,9 @@ def test_lowering_keeps_the_result(tmp_path):
     assert found.events and torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
-def test_dynamic_batches_keep_the_effective_batch(tmp_path):
-    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 6, **QUIET}
+def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 6, **QUIET,
+              "logging_strategy": "steps", "logging_steps": 1}  # fmt: skip
 
     def trainer(largest):
         args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **fields)
@@ -283,9 +288,22 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path):
     grown.train()
     sizes = [event for event in grown.memory_events if event["event"] == "micro_batch_restored"]
     assert sizes, "memory was free, so micro-batches grew"
+    first, at_once = sizes[0]["step"], sizes[0]["samples_at_once"]
+    assert 2 < at_once <= 8 and "piece_elements" in sizes[0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"[Step {first + 1}]")]
+    assert line.endswith(f"Status: normal - batch restored to {at_once} samples at once")
     assert grown._runner.window.started[0].size == 8
     with pytest.raises(InputError, match="max_batch_size=3 does not divide the 8 samples"):
         trainer(3)
+
+
+def test_chunks_grow_in_steps():
+    """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
+    limit, sizes = BatchLimit(patience=3, first_rows=2), []
+    for step in range(12):
+        sizes.append(limit.rows_at_once(16, 1600))
+        assert limit.quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
+    assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
 
 
 # ---- growth

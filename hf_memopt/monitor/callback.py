@@ -45,6 +45,7 @@ class MemoryCallback(TrainerCallback):
         self.data_wait, self._disk_wait = DataWait(), DiskWait()
         # From a trainer that knows them: tensor elements and fullest moment of the last step, tokens so far.
         self.elements = self.near_peak = self.tokens = 0
+        self.note = ""  # what it did about memory since the last dashboard line
 
     def attach(self, trainer) -> "MemoryCallback":
         """Become the trainer's first callback, whose figures go to the trackers, not to the progress bar's line."""
@@ -91,9 +92,11 @@ class MemoryCallback(TrainerCallback):
                 logger.warning("memory grows: %s: %s", label, ADVICE[label])
                 if state.is_world_process_zero:
                     append(args.output_dir, {"event": "memory_grows", "step": state.global_step, "label": label})
+        notes = [self.note, f"memory grows: {label}" if label else ""]
         line = self.monitor.dashboard(
-            state.global_step, self._at_its_fullest(reading), f"memory grows: {label}" if label else ""
+            state.global_step, self._at_its_fullest(reading), ", ".join(note for note in notes if note)
         )
+        self.note = ""
         if line and state.is_world_process_zero:
             print(line, flush=True)
         self.data_wait.free()
