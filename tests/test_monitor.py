@@ -154,8 +154,51 @@ def test_activation_memory_comes_from_the_estimator():
     assert plain["effective_memory_bytes"] > 14 * 4 * 12 * 256 * 512 * 2
 
 
+GUIDE = {
+    "model": {"use_flash_attention": True, "deepspeed_activation_checkpointing": True},
+    "training": {"deepspeed": {"use_deepspeed": True, "zero_stage": 1, "cpu_offload": False}, "fp16": True,
+                 "mixed_precision": "fp16", "bf16": False, "batch_size": 12, "memory": {"target_utilization": 0.9}},
+    "output": {"gradient_checkpointing": True},
+    "data": {"prefetch_factor": 2},
+}  # fmt: skip
+ALL = {"activation_checkpointing", "flash_attention", "mixed_precision", "8bit_optimizer", "zero", "cpu_offload"}
+
+
+@pytest.mark.parametrize(
+    ("config", "enabled"),
+    [
+        (GUIDE, {"activation_checkpointing", "flash_attention", "mixed_precision", "zero"}),
+        ({"model": {"use_flash_attention": False}, "training": {"deepspeed": {"zero_stage": 3, "cpu_offload": True}}},
+         {"zero", "cpu_offload"}),
+        ({"training": {"deepspeed": {"use_deepspeed": False, "zero_stage": 1}, "optimizer": "adamw_8bit"}},
+         {"flash_attention", "8bit_optimizer"}),
+        ({"bf16": True, "attn_implementation": "eager", "optim": "adamw_8bit", "activation_checkpointing": True},
+         {"activation_checkpointing", "mixed_precision", "8bit_optimizer"}),
+        ({"bf16": {"enabled": True}, "attn_implementation": "flash_attention_2",
+          "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+         {"flash_attention", "mixed_precision", "zero", "cpu_offload"}),
+        ({"deepspeed": "zero3_offload_cpu"}, {"flash_attention", "zero", "cpu_offload"}),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, {"flash_attention"}),
+        ({"fsdp": True, "fsdp_config": {"version": 2}}, {"flash_attention", "zero"}),
+    ],
+)  # fmt: skip
+def test_optimizations_of_any_configuration(config, enabled):
+    found = MemoryMonitor(device="cpu").track_memory_optimizations(config)
+    assert found.keys() == ALL
+    assert {name for name, about in found.items() if about["enabled"]} == enabled
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"mixed_precision": "fp17"}, "mixed_precision.*'fp17'"), ({"training": {"zero_stage": 4}}, "zero_stage.*'4'")],
+)
+def test_optimizations_that_do_not_exist(config, message):
+    with pytest.raises(InputError, match=message):
+        MemoryMonitor(device="cpu").track_memory_optimizations(config)
+
+
 @pytest.mark.slow
-def test_optimizations_are_tracked(tmp_path):
+def test_what_optimizations_save_is_predicted(tmp_path):
     from transformers import LlamaConfig
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, optim="adamw_torch_fused")
@@ -167,7 +210,12 @@ def test_optimizations_are_tracked(tmp_path):
     )
     found = monitor.track_memory_optimizations(args, config, seq_len=256, hardware="rtx_3060")
     assert not found["activation_checkpointing"]["enabled"]
-    assert found["activation_checkpointing"]["memory_savings"] > 0
+    assert found["activation_checkpointing"]["memory_savings"] > 0 and found["flash_attention"]["memory_savings"] > 0
+    # Of four cards: optimizer states of 8 bytes a weight, spread or in host memory.
+    guide = {**GUIDE, "training": GUIDE["training"] | {"mixed_precision": "bf16", "fp16": False, "batch_size": 1}}
+    found = monitor.track_memory_optimizations(guide, config, 256, "a100_80gb", world_size=4)
+    assert all(found[name]["memory_savings"] is not None for name in ("zero", "cpu_offload")), found
+    assert found["zero"]["memory_savings"] > 0
 
 
 def test_the_dashboard_line():
