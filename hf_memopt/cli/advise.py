@@ -44,16 +44,17 @@ def _piped() -> str:
 
 
 def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
-    """The three changes that the estimator says save most."""
+    """The three changes that the estimator says save most, and smaller models where this one has no weights yet."""
     from hf_memopt.cli.estimate import import_libraries, job_as_told
 
     import_libraries()
     from hf_memopt.estimator.parallel import on_all_cores
     from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.savings import largest_savings
+    from hf_memopt.estimator.savings import largest_savings, smaller_models
 
     _, job = job_as_told(model, preset_name, method, seq_len, None, None, None, settings)
-    savings = largest_savings(job, estimate_job(job, on_all_cores), each=on_all_cores)
+    found = estimate_job(job, on_all_cores)
+    savings = largest_savings(job, found, each=on_all_cores) + smaller_models(job, found, on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 

@@ -107,7 +107,8 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
-        "lora.KEY, quantization.KEY, or deepspeed (a shipped JSON's name, or a file). Of videos: max_frames, "
+        "lora.KEY, quantization.KEY, model.KEY (of its config.json; estimate and advise), or deepspeed (a shipped "
+        "JSON's name, or a file). Of videos: max_frames, "
         "frame_size (640x360), max_pixels_per_frame, answer_tokens, freeze_vision, freeze_projector.",
     ),
 ]
