@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import logging
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from hf_memopt.data.tokens import IGNORED
 from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.files import write_json
+from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
@@ -22,6 +25,7 @@ from hf_memopt.reports.page import size
 from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
 
+logger = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
 
 
@@ -65,6 +69,10 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     rows += more
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
+    if loading := _loading(job, trainer, length, about.get("video")):
+        rows.append(("loading", str(loading)))
+        if loading.warning:
+            logger.warning("%s", loading.warning)
     estimated = predict(job, trainer, length, **about)
     if estimated is not None:
         capacity = f"of {size(estimated.capacity_bytes)}, allocated peak {size(estimated.peak_allocated_bytes)}"
@@ -77,6 +85,19 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     if job.recipe.dry_run:
         print("dry run: stopped before training, nothing was written")
     return estimated
+
+
+def _loading(job: Job, trainer, length: int, video) -> LoaderMemory | None:
+    """Host memory of the data loading of all processes on this machine; None where this one loads by itself."""
+    args, recipe = job.args, job.recipe
+    micro = args.per_device_train_batch_size
+    if video is None:
+        batch = micro * length * TOKEN_BYTES
+    else:
+        batch = sum(one.numel() * one.element_size() for one in video.batch(trainer.model.config, micro).values())
+    rows = recipe.shuffle_buffer_size if recipe.streaming else 0
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return loader_memory(vars(args), batch, processes, rows, length)
 
 
 def _step(trainer) -> str:
