@@ -184,6 +184,9 @@ def savings(
 ) -> Iterator[dict[str, Any]]:
     """For each of OPTIMIZATIONS the bytes of the predicted peak that it saves, or would save, or why that is unknown.
 
+    Args:
+        model, seq_len, hardware, world_size: as for estimate().
+
     Raises:
         InputError: the settings themselves cannot be predicted.
     """
