@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
 from hf_memopt.monitor.growth import GrowthDiagnosis, Observation
 from hf_memopt.monitor.readers import Reader, Reading, host_capacity, peak_resident
+from hf_memopt.trainer.batch_limit import BatchLimit
 
 GIB = 2**30
 
@@ -153,8 +154,51 @@ def test_activation_memory_comes_from_the_estimator():
     assert plain["effective_memory_bytes"] > 14 * 4 * 12 * 256 * 512 * 2
 
 
+GUIDE = {
+    "model": {"use_flash_attention": True, "deepspeed_activation_checkpointing": True},
+    "training": {"deepspeed": {"use_deepspeed": True, "zero_stage": 1, "cpu_offload": False}, "fp16": True,
+                 "mixed_precision": "fp16", "bf16": False, "batch_size": 12, "memory": {"target_utilization": 0.9}},
+    "output": {"gradient_checkpointing": True},
+    "data": {"prefetch_factor": 2},
+}  # fmt: skip
+ALL = {"activation_checkpointing", "flash_attention", "mixed_precision", "8bit_optimizer", "zero", "cpu_offload"}
+
+
+@pytest.mark.parametrize(
+    ("config", "enabled"),
+    [
+        (GUIDE, {"activation_checkpointing", "flash_attention", "mixed_precision", "zero"}),
+        ({"model": {"use_flash_attention": False}, "training": {"deepspeed": {"zero_stage": 3, "cpu_offload": True}}},
+         {"zero", "cpu_offload"}),
+        ({"training": {"deepspeed": {"use_deepspeed": False, "zero_stage": 1}, "optimizer": "adamw_8bit"}},
+         {"flash_attention", "8bit_optimizer"}),
+        ({"bf16": True, "attn_implementation": "eager", "optim": "adamw_8bit", "activation_checkpointing": True},
+         {"activation_checkpointing", "mixed_precision", "8bit_optimizer"}),
+        ({"bf16": {"enabled": True}, "attn_implementation": "flash_attention_2",
+          "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+         {"flash_attention", "mixed_precision", "zero", "cpu_offload"}),
+        ({"deepspeed": "zero3_offload_cpu"}, {"flash_attention", "zero", "cpu_offload"}),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, {"flash_attention"}),
+        ({"fsdp": True, "fsdp_config": {"version": 2}}, {"flash_attention", "zero"}),
+    ],
+)  # fmt: skip
+def test_optimizations_of_any_configuration(config, enabled):
+    found = MemoryMonitor(device="cpu").track_memory_optimizations(config)
+    assert found.keys() == ALL
+    assert {name for name, about in found.items() if about["enabled"]} == enabled
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"mixed_precision": "fp17"}, "mixed_precision.*'fp17'"), ({"training": {"zero_stage": 4}}, "zero_stage.*'4'")],
+)
+def test_optimizations_that_do_not_exist(config, message):
+    with pytest.raises(InputError, match=message):
+        MemoryMonitor(device="cpu").track_memory_optimizations(config)
+
+
 @pytest.mark.slow
-def test_optimizations_are_tracked(tmp_path):
+def test_what_optimizations_save_is_predicted(tmp_path):
     from transformers import LlamaConfig
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, optim="adamw_torch_fused")
@@ -166,7 +210,12 @@ def test_optimizations_are_tracked(tmp_path):
     )
     found = monitor.track_memory_optimizations(args, config, seq_len=256, hardware="rtx_3060")
     assert not found["activation_checkpointing"]["enabled"]
-    assert found["activation_checkpointing"]["memory_savings"] > 0
+    assert found["activation_checkpointing"]["memory_savings"] > 0 and found["flash_attention"]["memory_savings"] > 0
+    # Of four cards: optimizer states of 8 bytes a weight, spread or in host memory.
+    guide = {**GUIDE, "training": GUIDE["training"] | {"mixed_precision": "bf16", "fp16": False, "batch_size": 1}}
+    found = monitor.track_memory_optimizations(guide, config, 256, "a100_80gb", world_size=4)
+    assert all(found[name]["memory_savings"] is not None for name in ("zero", "cpu_offload")), found
+    assert found["zero"]["memory_savings"] > 0
 
 
 def test_the_dashboard_line():
@@ -251,15 +300,18 @@ def _watched(capacity: float, **arguments):
     return prepare
 
 
-def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path):
+def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path, capsys):
     """Batches of up to 4 × 29 × 3 elements take up to 99 % on top of the 30 % that rest there."""
-    fields = {"max_steps": 30, "learning_rate": 0.0}
+    fields = {"max_steps": 30, "learning_rate": 0.0, "logging_strategy": "steps", "logging_steps": 1}
     found = train(tmp_path, prepare=_watched(16 * GIB, adjustment_frequency=2), **fields)
     kinds = [event["event"] for event in found.events]
     assert "micro_batch_lowered" in kinds and "oom_recovered" not in kinds
     first = next(event for event in found.events if event["event"] == "micro_batch_lowered")
     assert (first["micro_batch_before"], first["micro_batch_after"]) == (4, 2)
     assert first["status"] in ("critical", "emergency")
+    dashboard = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[Step ")]
+    (reduced,) = [line for line in dashboard if line.startswith(f"[Step {first['step'] + 1}]")]
+    assert reduced.endswith(f"Status: {first['status']} - batch reduced to 2 samples at once")
     # No oscillation: each failure doubles the wait for the next growth.
     assert kinds.count("micro_batch_lowered") <= 5
 
@@ -270,8 +322,9 @@ def test_lowering_keeps_the_result(tmp_path):
     assert found.events and torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
-def test_dynamic_batches_keep_the_effective_batch(tmp_path):
-    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 6, **QUIET}
+def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 6, **QUIET,
+              "logging_strategy": "steps", "logging_steps": 1}  # fmt: skip
 
     def trainer(largest):
         args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **fields)
@@ -283,9 +336,22 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path):
     grown.train()
     sizes = [event for event in grown.memory_events if event["event"] == "micro_batch_restored"]
     assert sizes, "memory was free, so micro-batches grew"
+    first, at_once = sizes[0]["step"], sizes[0]["samples_at_once"]
+    assert 2 < at_once <= 8 and "piece_elements" in sizes[0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"[Step {first + 1}]")]
+    assert line.endswith(f"Status: normal - batch restored to {at_once} samples at once")
     assert grown._runner.window.started[0].size == 8
     with pytest.raises(InputError, match="max_batch_size=3 does not divide the 8 samples"):
         trainer(3)
+
+
+def test_chunks_grow_in_steps():
+    """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
+    limit, sizes = BatchLimit(patience=3, first_rows=2), []
+    for step in range(12):
+        sizes.append(limit.rows_at_once(16, 1600))
+        assert limit.quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
+    assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
 
 
 # ---- growth

@@ -145,6 +145,8 @@ def test_nothing_fits_but_a_shorter_sequence_would():
     made = planned(request, shorter * 1.02 / 0.94)
     assert not made.ladder and made.missing_bytes == pytest.approx(needed - shorter * 1.02, rel=0.01)
     assert any(change.startswith("--seq-len 256") for change in made.nearest), made.nearest
+    smaller = [change for change in made.nearest if "a smaller model, trained from scratch): " in change]
+    assert smaller and smaller[0].endswith("iB"), made.nearest
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
     for phase, peak in report["measured"]["phases"].items():
         assert report["estimate"]["phases"][phase] == pytest.approx(peak, rel=0.01), phase
     assert abs(report["relative_error"]["peak_allocated_bytes"]) < 0.01 and report["memory_arguments"]
+    assert 0 <= report["data_wait_share"] < 1
     assert max(size for _, size in report["predicted_timeline"]) == predicted
     page = (out / "memory_report.html").read_text()
     assert "Ran 12 steps" in page and "Predicted and measured" in page

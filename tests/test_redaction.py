@@ -156,7 +156,8 @@ def test_a_run_leaves_no_secret(tmp_path, monkeypatch, capsys):
         argv=["--hub_token", SECRET, "--run_name", f"token={SECRET}"],
     )
     events = [RECOVERED | {"message": f"out of memory, api_key={SECRET}"}]
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=1), memory_events=events, train_dataset=[])
+    state = SimpleNamespace(global_step=1)
+    trainer = SimpleNamespace(state=state, memory_events=events, train_dataset=[], data_wait_share=0.25)
     summary.finish(job, trainer, {}, None, SimpleNamespace(bytes=0, phases={}))
     append(str(tmp_path), events[0])
     written = {file.name: file.read_text() for file in tmp_path.iterdir()}

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from runs import ENDED, RECOVERED, reading, report, write_run
 
+from hf_memopt.reports.events import told as in_words
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
@@ -54,6 +55,26 @@ def test_the_end_of_a_run(tmp_path):
 )  # fmt: skip
 def test_what_to_try_next(changed, told, tmp_path):
     assert told in next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ({"event": "micro_batch_lowered", "status": "critical", "utilization": 0.953, "micro_batch_before": 8,
+          "micro_batch_after": 4}, "step 10: memory critical at 95%: batch reduced from 8 to 4 samples at once"),
+        ({"event": "micro_batch_restored", "piece_elements": 512, "samples_at_once": 4},
+         "step 10: memory stayed low: batch restored to 4 samples at once"),
+        ({"event": "micro_batch_restored", "piece_elements": None},
+         "step 10: memory stayed low: batch restored to more samples at once"),
+        ({"event": "memory_grows", "label": "leak"}, "step 10: memory grows: leak"),
+        ({"event": "effective_batch_kept", "effective_batch_size": 32, "world_size": 2,
+          "gradient_accumulation_steps": 4},
+         "step 10: 32 samples a step as before, on 2 process(es): gradient_accumulation_steps=4"),
+        ({"event": "of another version", "field": 1}, "step 10: of another version: field=1"),
+    ],
+)  # fmt: skip
+def test_events_are_sentences(event, words):
+    assert in_words({"step": 9, "process": 0, **event}) == words
 
 
 def test_a_log_alone_is_enough(tmp_path):

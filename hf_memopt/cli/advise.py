@@ -1,11 +1,11 @@
-"""`hf-memopt advise`: what ran out of memory, when, why, and what to change."""
+"""`hf-memopt advise`: what ran out of memory, when, why, and what to change; or what made a run slow."""
 
 import sys
 from collections import deque
 from dataclasses import replace
 
 from hf_memopt.cli.output import print_json
-from hf_memopt.debug.advice import LARGEST_TEXT, Advice, advise, as_text, of_text
+from hf_memopt.debug.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
 
@@ -13,14 +13,14 @@ _LARGEST_PIPE = 2**30  # bytes
 
 
 def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -> int:
-    """Print the advice; 0 where there is some, 1 where nothing is wrong with memory."""
+    """Print the advice; 0 where there is some, 1 where nothing is wrong with memory or speed."""
     found = of_text(_piped()) if source == "-" else advise(source)
-    if found is not None and model:
+    if found is not None and found.what != SLOW and model:
         found = replace(found, changes=_predicted(model, preset_name, method, seq_len, settings) or found.changes)
     if as_json:
         print_json(found.to_dict() if found else {"what": None})
     elif found is None:
-        print("nothing here tells of memory that ran out")
+        print("nothing here tells of memory that ran out, or of a run that waits")
     else:
         _print(found)
     return 0 if found else 1
@@ -44,16 +44,17 @@ def _piped() -> str:
 
 
 def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
-    """The three changes that the estimator says save most."""
+    """The three changes that the estimator says save most, and smaller models where this one has no weights yet."""
     from hf_memopt.cli.estimate import import_libraries, job_as_told
 
     import_libraries()
     from hf_memopt.estimator.parallel import on_all_cores
     from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.savings import largest_savings
+    from hf_memopt.estimator.savings import largest_savings, smaller_models
 
     _, job = job_as_told(model, preset_name, method, seq_len, None, None, None, settings)
-    savings = largest_savings(job, estimate_job(job, on_all_cores), each=on_all_cores)
+    found = estimate_job(job, on_all_cores)
+    savings = largest_savings(job, found, each=on_all_cores) + smaller_models(job, found, on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 
@@ -69,5 +70,5 @@ def _print(found: Advice) -> None:
     for number, change in enumerate(found.changes, 1):
         saved = f" (predicted to save {gib(change['saved_bytes'])})" if change.get("saved_bytes") else ""
         print(f"try {number}: {change['change']}{saved}")
-    if not any(change.get("saved_bytes") for change in found.changes):
+    if found.what != SLOW and not any(change.get("saved_bytes") for change in found.changes):
         print("With --model, --preset, --method and --seq-len of the run, savings are predicted.")

@@ -107,7 +107,8 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
-        "lora.KEY, quantization.KEY, or deepspeed (a shipped JSON's name, or a file). Of videos: max_frames, "
+        "lora.KEY, quantization.KEY, model.KEY (of its config.json; estimate and advise), or deepspeed (a shipped "
+        "JSON's name, or a file). Of videos: max_frames, "
         "frame_size (640x360), max_pixels_per_frame, answer_tokens, freeze_vision, freeze_projector.",
     ),
 ]
@@ -226,7 +227,7 @@ def advise(
     settings: Settings = None,
     json: Json = False,
 ) -> None:
-    """Say what ran out of memory, when and why, and the next three changes; exit code 1 if nothing did."""
+    """Say what ran out of memory, when and why, or why a run is slow, and what to change; exit code 1 if neither."""
     from hf_memopt.cli.advise import run_advise
 
     raise typer.Exit(run_advise(source, model, preset, method, seq_len, settings or [], json))

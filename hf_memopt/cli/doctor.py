@@ -5,6 +5,7 @@ import logging
 import platform
 import shutil
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -68,6 +69,7 @@ def examine(as_json: bool) -> None:
             ("memory usable", gib(device["memory"]) + ", shared with the system" * device["unified_memory"]),
             ("memory free", gib(report["free_memory_bytes"])),
             ("host memory", gib(report["host_memory_bytes"])),
+            ("data loading", report["data_loading"]["words"]),
             ("bfloat16", "native" if device["native_bf16"] else "emulated or none"),
             ("Python, system", f"{report['python']}, {report['system']}"),
         ],
@@ -85,7 +87,9 @@ def _report() -> dict[str, Any]:
 
     from hf_memopt.compatibility.setup import check
     from hf_memopt.hardware import configure_allocator, detect, resolve_attention
+    from hf_memopt.monitor.loader import TOKEN_BYTES, loader_memory
     from hf_memopt.presets import METHODS, get_preset
+    from hf_memopt.presets.arguments import resolve
 
     allocator = configure_allocator()
     device = detect()
@@ -101,6 +105,10 @@ def _report() -> dict[str, Any]:
     problems += [f"{name} is not installed: no {found['needed_for']}" for name, found in packages.items()
                  if not found["version"] and "optional" not in found["needed_for"]]  # fmt: skip
     problems += _compiler_problems(packages)
+    batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
+    loading = loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)
+    if loading.warning:
+        problems.append(loading.warning)
     return {
         "device": {
             "name": device.name,
@@ -114,6 +122,7 @@ def _report() -> dict[str, Any]:
         },
         "device_count": max(1, torch.accelerator.device_count()) if device.backend != "cpu" else 1,
         "free_memory_bytes": _free_memory(device.backend),
+        "data_loading": {**asdict(loading), "total": loading.total, "words": str(loading)},
         "host_memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",

@@ -66,16 +66,20 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
     """
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.reference import job_of
+    from hf_memopt.estimator.smaller import with_sizes
     from hf_memopt.estimator.video import frozen_as_said, video_inputs
     from hf_memopt.hardware import get_hardware
     from hf_memopt.levers.answer_logits import with_few_logits
 
     preset = get_preset(preset_name, method, strategy)
+    settings, sizes = without_model_sizes(settings)
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     device = get_hardware(hardware) if hardware else preset.hardware
     world_size = preset.processes if world_size is None else world_size
     config = load_config(model)
+    if sizes:
+        model = config = with_sizes(config, sizes)
     video = video_inputs(model, config, clips)
     if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):
         memory_args = with_few_logits(memory_args, config)  # as the recipe does
@@ -143,6 +147,16 @@ def quantization_config(preset: Preset, changed: dict[str, Any], video_config=No
     return BitsAndBytesConfig(**settings)
 
 
+def without_model_sizes(settings: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The KEY=VALUE words of other things, and those of model.KEY as fields of the model's configuration."""
+    sizes = {}
+    for word in settings:
+        key, equals, text = word.partition("=")
+        if equals and key.startswith("model."):
+            sizes[key.removeprefix("model.")] = read_yaml(text, f"--set {key}")
+    return [word for word in settings if not (word.startswith("model.") and "=" in word)], sizes
+
+
 def split_settings(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryArguments, dict]:
     """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, what is neither,
     MemoryArguments, and what is said of videos."""
@@ -153,7 +167,8 @@ def split_settings(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryA
             raise InputError(f"--set {word}: write it as KEY=VALUE")
         prefix, dot, name = key.partition(".")
         if dot and prefix not in ("lora", "quantization"):
-            raise InputError(f"--set {word}: only lora. and quantization. have keys of their own")
+            hint = ", and model. with estimate alone: give plan a config.json" if prefix == "model" else ""
+            raise InputError(f"--set {word}: only lora. and quantization. have keys of their own{hint}")
         groups = {"own": _OWN, "memory": MemoryArguments.names(), "video": _VIDEO}
         group = prefix if dot else next((group for group, keys in groups.items() if key in keys), "")
         found[group][name if dot else key] = read_yaml(text, f"--set {key}")

@@ -1,4 +1,7 @@
-"""Out of memory: what ran out, when, why, and what to change; from a run's folder, a log, or a pasted error."""
+"""Out of memory: what ran out, when, why, and what to change; from a run's folder, a log, or a pasted error.
+
+Of a folder of a run that did not run out: what holds it up.
+"""
 
 import re
 from dataclasses import asdict, dataclass, field
@@ -12,12 +15,19 @@ from hf_memopt.oom.causes import LATER_CHANGES, figures_of, reason
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
 from hf_memopt.redaction import redact_text
 from hf_memopt.reports.log import read_log
-from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report
+from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report, read_run
+from hf_memopt.reports.slow import why_slow
 from hf_memopt.terminal import plain
 
 LARGEST_TEXT = 16 * 2**20  # bytes that are read of a log, its end: some 150,000 lines
 _LARGEST_TRACEBACK = 2**20  # characters that are searched for the place of the failure
 _LONGEST_MESSAGE = 500  # characters
+SLOW = "slow"  # an Advice's `what` where memory sufficed
+_HOLDS_UP = {
+    "data": "it fits, and waits for its data",
+    "disk": "it fits, and waits for the disk that its data are on",
+    "device": "it fits, and leaves its device idle",
+}
 _MOST_LOGS = 8  # of a folder that are read, the newest
 
 # Traceback frames and messages -> where a run was. The innermost that is known counts, so the last match in the text.
@@ -45,10 +55,10 @@ _GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
 
 @dataclass(frozen=True)
 class Advice:
-    """What is known of a failure.
+    """What is known of a failure, or of a slow run.
 
     Attributes:
-        what: whose memory ran out (oom.classify.OomKind) and, in words, what that means.
+        what: whose memory ran out (oom.classify.OomKind), or SLOW, and, in words, what that means.
         stage: load, forward, backward, optimizer, eval, save or resume; None where the text does not tell.
         step: optimizer steps that had been done; None where the text does not tell.
         why: the likely cause.
@@ -72,7 +82,7 @@ class Advice:
 
 
 def advise(source: str) -> Advice | None:
-    """What a folder, a log file or a text tells; None where it tells of no failure of memory.
+    """What a folder, a log file or a text tells; None where it tells of no failure of memory, and of no slow run.
 
     Args:
         source: a run's folder, a file, or the text itself.
@@ -134,7 +144,8 @@ def as_text(content: bytes) -> str:
 
 
 def _of_folder(folder: Path) -> Advice | None:
-    """oom_report.json, which MemoryTrainer writes at the end; else recovered failures; else the newest log."""
+    """oom_report.json, which MemoryTrainer writes at the end; else recovered failures; else the newest log; else what
+    made the run slow."""
     if ended := read_oom_report(folder):
         return _of_report(ended)
     events = _events(folder)
@@ -144,11 +155,22 @@ def _of_folder(folder: Path) -> Advice | None:
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
         if found := of_text(_end_of(log)):
             return found
-    if not logs and not any((folder / name).is_file() for name in (OOM, LOG, REPORT_FILE)):
+    if any(is_there(folder / name) for name in (LOG, REPORT_FILE)):
+        return _of_slow(folder)
+    if not logs:
         raise InputError(
             f"{folder} has none of {OOM}, {LOG}, {REPORT_FILE} and *.log: give the run's output_dir, or its log"
         )
     return None
+
+
+def _of_slow(folder: Path) -> Advice | None:
+    run = read_run(folder)
+    slow = why_slow(run)
+    if slow is None:
+        return None
+    step = run.readings[-1]["step"] if run.readings else None
+    return Advice(SLOW, _HOLDS_UP[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,11 @@ def list_architectures() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
+def is_bundled(path: Path) -> bool:
+    """Whether a file is a bundled architecture."""
+    return path.parent == _FOLDER
+
+
 def load_config(model):
     """The configuration of a bundled architecture's name, hub id, folder, config.json, or itself.
 

@@ -4,6 +4,7 @@ Kept as a file, so that `hf-memopt show` need not import torch; a test makes som
 """
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 
@@ -27,6 +28,7 @@ def job_of(preset: Preset, model=None, seq_len: int | None = None, world_size: i
         more: further arguments of estimator.prediction.describe.
     """
     given = dict(fields or {})
+    preset = replace(preset, seq_len=seq_len or preset.seq_len)
     world_size = preset.processes if world_size is None else world_size
     deepspeed = given.pop("deepspeed", None) or preset.deepspeed_config()
     resolved = resolve(preset, world_size, given) | ({"deepspeed": deepspeed} if deepspeed else {})
@@ -41,7 +43,7 @@ def job_of(preset: Preset, model=None, seq_len: int | None = None, world_size: i
 
         quantization = BitsAndBytesConfig(**preset.quantization())
     return describe(
-        model, resolved, seq_len or preset.seq_len, more.pop("hardware", preset.hardware),
+        model, resolved, preset.seq_len, more.pop("hardware", preset.hardware),
         preset.peft_config(**(lora or {})), preset.dtype, quantization_config=quantization, world_size=world_size,
         strategy=None if preset.strategy.startswith("zero") else preset.strategy, **more,
     )  # fmt: skip

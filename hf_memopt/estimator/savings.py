@@ -9,6 +9,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.parallel import one_by_one
 from hf_memopt.estimator.prediction import Job, estimate_jobs, fsdp_checkpoints
 from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.levers.arguments import MemoryArguments
 
 _CHUNK = 512  # tokens
@@ -37,7 +38,23 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) 
     Args:
         each: as for estimate_jobs().
     """
-    changes = list(_changes(job))
+    savings = _estimated(list(_changes(job)), found, each)
+    return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
+
+
+def smaller_models(job: Job, found: Estimate, each=one_by_one) -> list[Saving]:
+    """What fewer layers, half the width and half the experts save; nothing where the model has trained weights."""
+    if job.peft_config is not None or not is_from_scratch(job.config):
+        return []
+    changes = []
+    for sizes, *_ in filter(None, smaller_sizes(job.config)):
+        words = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
+        changes.append((f"a smaller model, trained from scratch: {words}", smaller))
+    return _estimated(changes, found, each)
+
+
+def _estimated(changes: list[tuple[str, Job]], found: Estimate, each) -> list[Saving]:
     savings = []
     for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], each), strict=True):
         if isinstance(other, InputError):
@@ -45,7 +62,7 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) 
         saved = found.device_bytes - other.device_bytes
         if saved > 0:
             savings.append(Saving(change, saved, other.fits))
-    return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
+    return savings
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:

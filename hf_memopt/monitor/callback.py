@@ -14,10 +14,12 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.monitor.growth import ADVICE, GrowthDiagnosis, Observation
 from hf_memopt.monitor.monitor import MemoryMonitor
 from hf_memopt.monitor.readers import Reading
+from hf_memopt.monitor.waiting import DataWait, DiskWait
 from hf_memopt.redaction import redact
 
 logger = logging.getLogger(__name__)
 LOG_FILE = "memory_log.jsonl"
+_SPEEDS = ("tokens_per_second", "data_wait_share", "device_busy_share", "disk_wait_share")
 
 
 class MemoryCallback(TrainerCallback):
@@ -25,6 +27,9 @@ class MemoryCallback(TrainerCallback):
 
     Give it to any Trainer (`callbacks=[MemoryCallback()]`); attach() puts it before the trackers that the Trainer made
     itself, so that they get its figures too. MemoryTrainer has one of its own.
+
+    Beside memory it logs why a run may be slow: `data_wait_share` (of the steps' time, before their batches came),
+    `device_busy_share` (as NVML or amdsmi has it) and `disk_wait_share` (of the host's processors, on Linux).
 
     Args:
         memory_args: MemoryArguments, for the thresholds.
@@ -37,8 +42,10 @@ class MemoryCallback(TrainerCallback):
         self._peaks: dict[str, int] = {}
         self._last_tokens: tuple[float, int] | None = None
         self._named: str | None = None
+        self.data_wait, self._disk_wait = DataWait(), DiskWait()
         # From a trainer that knows them: tensor elements and fullest moment of the last step, tokens so far.
         self.elements = self.near_peak = self.tokens = 0
+        self.note = ""  # what it did about memory since the last dashboard line
 
     def attach(self, trainer) -> "MemoryCallback":
         """Become the trainer's first callback, whose figures go to the trackers, not to the progress bar's line."""
@@ -54,8 +61,16 @@ class MemoryCallback(TrainerCallback):
         self.monitor = self.monitor or MemoryMonitor.of(self.memory_args, args.device)
         self.growth = GrowthDiagnosis(self.monitor.reader.capacity())
         self._last_tokens = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
+        self.data_wait.free()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.data_wait.free()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.data_wait.step_begins()
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.data_wait.step_ends()
         reading = self.monitor.reader.read()  # gradients were dropped just now
         others = max(0, reading.used - reading.reserved) if self.monitor.reader.kind != "cpu" else 0
         peak = self.near_peak or reading.peak_allocated
@@ -77,11 +92,14 @@ class MemoryCallback(TrainerCallback):
                 logger.warning("memory grows: %s: %s", label, ADVICE[label])
                 if state.is_world_process_zero:
                     append(args.output_dir, {"event": "memory_grows", "step": state.global_step, "label": label})
+        notes = [self.note, f"memory grows: {label}" if label else ""]
         line = self.monitor.dashboard(
-            state.global_step, self._at_its_fullest(reading), f"memory grows: {label}" if label else ""
+            state.global_step, self._at_its_fullest(reading), ", ".join(note for note in notes if note)
         )
+        self.note = ""
         if line and state.is_world_process_zero:
             print(line, flush=True)
+        self.data_wait.free()
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._phase(args, state, "eval")
@@ -96,10 +114,13 @@ class MemoryCallback(TrainerCallback):
     def _phase(self, args, state, phase: str) -> None:
         if self.monitor is not None:
             self._write(args, state, phase, self.monitor.reader.read(), {})
+            self.data_wait.free()
 
     def _figures(self, args, state, reading: Reading) -> dict[str, float]:
-        """What trackers get: GiB, shares and tokens a second; peaks are the largest of all processes."""
-        peak, reserved = _largest(args, reading.peak_allocated, reading.peak_reserved)
+        """What trackers get: GiB, shares and tokens a second; peaks and the wait for data are the largest of all
+        processes."""
+        waited = round((self.data_wait.share() or 0.0) * 10**4)
+        peak, reserved, waited = _largest(args, reading.peak_allocated, reading.peak_reserved, waited)
         figures = {
             "memory/peak_allocated_gib": round(peak / 2**30, 4),
             "memory/peak_reserved_gib": round(reserved / 2**30, 4),
@@ -108,7 +129,12 @@ class MemoryCallback(TrainerCallback):
             "memory/free_on_device_gib": round(reading.free / 2**30, 4),
             "memory/host_resident_gib": round(reading.host_resident / 2**30, 4),
             "memory/allocator_retries": reading.retries,
+            "data_wait_share": waited / 10**4,
         }
+        shares = {"device_busy_share": self.monitor.reader.busy(), "disk_wait_share": self._disk_wait.share()}
+        for name, share in shares.items():
+            if share is not None:
+                figures[name] = round(share, 4)
         before = self._last_tokens
         now = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
         if now[1] > before[1]:
@@ -121,8 +147,9 @@ class MemoryCallback(TrainerCallback):
             return
         line = {"step": state.global_step, "phase": phase, "time": round(time.time(), 3), **reading.to_dict()}
         line["status"] = self.monitor.status(self._at_its_fullest(reading).utilization)
-        if "tokens_per_second" in figures:
-            line["tokens_per_second"] = figures["tokens_per_second"]
+        line |= {name: figures[name] for name in _SPEEDS if name in figures}
+        if figures:
+            line["dataloader_num_workers"] = args.dataloader_num_workers
         append(args.output_dir, line)
 
 

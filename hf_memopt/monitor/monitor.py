@@ -1,9 +1,10 @@
 """MemoryMonitor: how full the device is, what that means, and what to do."""
 
+from itertools import repeat
 from typing import Any
 
-from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import THRESHOLDS, MemoryArguments
+from hf_memopt.monitor.optimizations import OPTIMIZATIONS, read_settings, savings
 from hf_memopt.monitor.readers import Reader, Reading
 
 STATUSES = ("normal", "warning", "critical", "emergency")
@@ -148,27 +149,28 @@ class MemoryMonitor:
         names = {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective}
         return _both(names)
 
-    def track_memory_optimizations(self, training_args, model=None, seq_len: int = 512,
-                                   hardware: str = "auto") -> dict[str, dict[str, Any]]:  # fmt: skip
-        """Which of TrainingArguments' memory savers are on, and what each saves.
+    def track_memory_optimizations(self, config, model=None, seq_len: int = 512, hardware: str = "auto",
+                                   world_size: int | None = None) -> dict[str, dict[str, Any]]:  # fmt: skip
+        """Which memory optimizations a configuration switches on, and what each saves.
 
         Args:
-            model: as for estimate(); without one nothing can be said of savings.
+            config: TrainingArguments, a dict of its fields, a DeepSpeed configuration, or the nested sections of an
+                older YAML (`training: {deepspeed: {zero_stage: 1}, mixed_precision: fp16}`, …).
+            model, seq_len, hardware, world_size: as for estimate(); without a model nothing can be said of savings.
 
         Returns:
-            name -> `enabled` and `memory_savings` (bytes of the predicted peak that it saves or would save; None
-            where not predicted).
-        """
-        from hf_memopt.estimator.prediction import fields_of
+            name (monitor.optimizations.OPTIMIZATIONS) -> `enabled` and `memory_savings` (bytes of a device's predicted
+            peak that it saves or would save; None where not predicted, with the reason as `not_predicted`).
 
-        fields = fields_of(training_args)
-        found = {}
-        for name, (on, without, with_it) in _optimizations(fields).items():
-            saved = None
-            if model is not None:
-                saved = _peak(model, without, seq_len, hardware) - _peak(model, with_it, seq_len, hardware)
-            found[name] = {"enabled": on, "memory_savings": saved}
-        return found
+        Raises:
+            InputError: a precision or ZeRO stage that does not exist, or a job that cannot be predicted.
+        """
+        settings = read_settings(config)
+        saved = repeat({"memory_savings": None})
+        if model is not None:
+            saved = savings(settings, model, seq_len, hardware, world_size)
+        return {name: {"enabled": optimization.is_on(settings), **about}
+                for (name, optimization), about in zip(OPTIMIZATIONS.items(), saved, strict=False)}  # fmt: skip
 
     def dashboard(self, step: int, reading: Reading | None = None, note: str = "") -> str | None:
         """One line of what memory is like; None in silent mode while the status stays."""
@@ -189,30 +191,3 @@ def _both(sizes: dict[str, int]) -> dict[str, float]:
     return {f"{name}_bytes": size for name, size in sizes.items()} | {
         f"{name}_gb": size / _GB for name, size in sizes.items()
     }
-
-
-def _optimizations(fields: dict[str, Any]) -> dict[str, tuple[bool, dict, dict]]:
-    """Name -> whether it is on, the fields without it, and with it."""
-    checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-    without = {name: value for name, value in fields.items() if name not in checkpointing}
-    optim = str(fields.get("optim", "adamw_torch_fused"))
-    plain = {**fields, "optim": "adamw_torch_fused"}
-    uncast = {name: value for name, value in fields.items() if name not in ("bf16", "fp16")}
-    return {
-        "activation_checkpointing": (
-            bool(fields.get("activation_checkpointing")),
-            without,
-            {**fields, **checkpointing},
-        ),
-        "mixed_precision": (bool(fields.get("bf16") or fields.get("fp16")), uncast, {**uncast, "bf16": True}),
-        "8bit_optimizer": ("8bit" in optim, plain, {**fields, "optim": "adamw_8bit"}),
-    }
-
-
-def _peak(model, fields: dict[str, Any], seq_len: int, hardware: str) -> int:
-    from hf_memopt.estimator import estimate
-
-    try:
-        return estimate(model, fields, seq_len, hardware).peak_allocated_bytes
-    except InputError as error:
-        raise InputError(f"savings cannot be predicted: {error}") from error

@@ -94,6 +94,16 @@ class Reader:
         """Bytes that this process may use."""
         return self.read().capacity
 
+    def busy(self) -> float | None:
+        """Share of the last moment (a sixth of a second to one, the driver says which) in which the device computed;
+        None where the driver does not tell."""
+        if self.kind != "cuda":
+            return None
+        try:
+            return self._module.utilization(self.device) / 100
+        except Exception:  # without nvidia-ml-py or amdsmi, on a MIG slice: each with an error type of its own
+            return None
+
     def _read_cuda(self, host) -> dict:
         """CUDA, ROCm and XPU: torch's allocator for this process, the driver for all."""
         stats = self._module.memory_stats(self.device)

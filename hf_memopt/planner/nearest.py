@@ -7,6 +7,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.parallel import on_all_cores
 from hf_memopt.estimator.prediction import Job, estimate_jobs
+from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.planner.choices import Choice
 
@@ -60,9 +61,21 @@ def _directions(request, least: Choice) -> Iterator[list[tuple]]:
         yield [(f"max_frames={video.frames}", replace(request, more={**request.more, "video": video}), least)]
     yield [(f"{name} instead", replace(request, model=name, config=load_config(name)), least)
            for name in _smaller(request)]  # fmt: skip
+    if request.preset.method == "full" and is_from_scratch(request.config):
+        for direction in smaller_sizes(request.config):
+            yield [(_as_config(sizes), _of_sizes(request, sizes), least) for sizes in direction]
     yield list(_on_more_devices(request, least))
     if request.preset.processes > 1 and request.preset.hardware.memory_apart and least.strategy != "zero3_offload_cpu":
         yield [("strategy zero3_offload_cpu", request, _plain(least, "zero3_offload_cpu"))]
+
+
+def _as_config(sizes: dict[str, int]) -> str:
+    written = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{written} in the config.json (a smaller model, trained from scratch)"
+
+
+def _of_sizes(request, sizes: dict[str, int]):
+    return replace(request, config=with_sizes(request.config, sizes))
 
 
 def _later_methods(request) -> tuple[str, ...]:

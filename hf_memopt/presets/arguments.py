@@ -79,7 +79,7 @@ def _check_texts(values: dict[str, Any]) -> None:
 
 def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:
     """The preset's fields under the user's, where one choice of the user's rules out one of the preset's."""
-    values = dict(preset.training)
+    values = preset.fields
     if overrides.get("fp16"):
         values.pop("bf16", None)
     if overrides.get("bf16"):

@@ -22,6 +22,8 @@ METHODS = ("full", "lora", "qlora")
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_OF = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # but for fp8's products
 
+_LONG = 2048  # tokens
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -95,8 +97,17 @@ class Preset:
             "per_device_train_batch_size": self.micro_batch_size,
             "per_device_eval_batch_size": self.micro_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            **self.training,
+            **self.fields,
         }
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """TrainingArguments fields but the batch's: `training`, with one batch ahead of each worker where samples are
+        long."""
+        fields = dict(self.training)
+        if self.seq_len > _LONG and "dataloader_prefetch_factor" in fields:
+            fields["dataloader_prefetch_factor"] = 1
+        return fields
 
     def training_arguments(self, output_dir: str, world_size: int | None = None, **overrides):
         """A genuine transformers.TrainingArguments for this process.

@@ -160,6 +160,8 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     before, preset = preset, _with_batch(preset, parsed.profile)
     if recipe.dtype:
         preset = replace(preset, dtype=recipe.dtype)
+    if recipe.max_length:
+        preset = replace(preset, seq_len=recipe.max_length)
     peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import logging
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from hf_memopt.data.tokens import IGNORED
 from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.files import write_json
+from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
@@ -22,6 +25,7 @@ from hf_memopt.reports.page import size
 from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
 
+logger = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
 
 
@@ -65,6 +69,10 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     rows += more
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
+    if loading := _loading(job, trainer, length, about.get("video")):
+        rows.append(("loading", str(loading)))
+        if loading.warning:
+            logger.warning("%s", loading.warning)
     estimated = predict(job, trainer, length, **about)
     if estimated is not None:
         capacity = f"of {size(estimated.capacity_bytes)}, allocated peak {size(estimated.peak_allocated_bytes)}"
@@ -77,6 +85,19 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     if job.recipe.dry_run:
         print("dry run: stopped before training, nothing was written")
     return estimated
+
+
+def _loading(job: Job, trainer, length: int, video) -> LoaderMemory | None:
+    """Host memory of the data loading of all processes on this machine; None where this one loads by itself."""
+    args, recipe = job.args, job.recipe
+    micro = args.per_device_train_batch_size
+    if video is None:
+        batch = micro * length * TOKEN_BYTES
+    else:
+        batch = sum(one.numel() * one.element_size() for one in video.batch(trainer.model.config, micro).values())
+    rows = recipe.shuffle_buffer_size if recipe.streaming else 0
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return loader_memory(vars(args), batch, processes, rows, length)
 
 
 def _step(trainer) -> str:
@@ -211,6 +232,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         measured["peak_allocated_bytes"] = peaks.bytes
     error = {name: getattr(estimated, name) / value - 1 for name, value in measured.items()
              if value and getattr(estimated, name, None)}  # fmt: skip
+    waited = trainer.data_wait_share
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
@@ -227,6 +249,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "predicted_timeline": _thinned(estimated.timeline) if estimated else [],
         "measured": measured | {"phases": peaks.phases},
         "relative_error": error,
+        "data_wait_share": waited,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
         "events": trainer.memory_events,
@@ -235,6 +258,8 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
     _print_table(measured, losses, estimated)
+    if waited is not None:
+        print(f"waiting for data: {waited:.0%} of the steps' time")
     _write_page(job.args.output_dir)
     # The evaluation's batches are cut too, and the end of a run names no size.
     sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]

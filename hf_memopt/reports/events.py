@@ -39,7 +39,19 @@ def _sentence(event: dict[str, Any]) -> str:
         return f"{text}: {_brief(event['shapes'])}, samples {_first(event.get('dataset_indices'))}"
     if event["event"] == "micro_batch_lowered":
         share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
-        return f"{where}: memory {event['status']} at {share:.0%}: {before} → {after} samples at once"
+        return (
+            f"{where}: memory {event['status']} at {share:.0%}: batch reduced from {before} to {after} samples at once"
+        )
+    if event["event"] == "micro_batch_restored":
+        # Logs of version 0.1 do not name the samples.
+        chunks = f"{event['samples_at_once']} samples" if "samples_at_once" in event else "more samples"
+        return f"{where}: memory stayed low: batch restored to {chunks} at once"
+    if event["event"] == "memory_grows":
+        return f"{where}: memory grows: {event['label']}"
+    if event["event"] == "effective_batch_kept":
+        samples, processes = event["effective_batch_size"], event["world_size"]
+        return (f"{where}: {samples} samples a step as before, on {processes} process(es): "
+                f"gradient_accumulation_steps={event['gradient_accumulation_steps']}")  # fmt: skip
     details = _listed({name: value for name, value in event.items() if name not in ("event", "step", "process")})
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
 

@@ -134,6 +134,10 @@ READING = objects(
     capacity=BYTES,
     free=SIGNED_BYTES,
     tokens_per_second=RATE,
+    data_wait_share=SHARE,
+    device_busy_share=SHARE,
+    disk_wait_share=SHARE,
+    dataloader_num_workers=COUNT,
 )
 REPORT = objects(
     date=TEXT,
@@ -161,5 +165,6 @@ REPORT = objects(
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
     held_out_loss=mappings(LOSS),
     global_step=COUNT,
+    data_wait_share=SHARE,
     events=lists(EVENT),
 )

@@ -6,6 +6,7 @@ from typing import Any
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.reports.run import Run
+from hf_memopt.reports.slow import ROOM, filled, larger_batch, why_slow
 
 
 def next_steps(run: Run) -> list[str]:
@@ -27,18 +28,21 @@ def next_steps(run: Run) -> list[str]:
         told.append(f"Memory grew ({label}): {ADVICE.get(label, '')}.")
     if "oom_recovered" in kinds and "worst_batch_fits" not in kinds:
         told.append("probe_worst_batch=true tries the largest batch before the first step.")
-    share, fragments = _filled(report), _unused(report)
+    share, fragments = filled(run), _unused(report)
     if fragments > 0.2:
         told.append(f"The allocator took {fragments:.0%} more than tensors needed: set "
                     "PYTORCH_ALLOC_CONF=expandable_segments:True.")  # fmt: skip
     if share is not None and share > 0.92 and not told:
         told.append(f"The device was {share:.0%} full: a longer sample may not fit. probe_worst_batch=true tries the "
                     "largest batch first, loss_chunk_size=1024 takes the logits out of the peak.")  # fmt: skip
-    if share is not None and share < 0.6 and not told:
+    slow = why_slow(run)
+    if slow:
+        told.append(f"{slow.why[0].upper()}{slow.why[1:]}: {'; '.join(slow.changes)}.")
+    if share is not None and share < ROOM and not told:
         larger = "Recompute fewer layers (checkpoint_ratio below 1), then take" if _recomputes(settings) else "Take"
         told.append(
-            f"Only {share:.0%} of the device was used. {larger} a larger per_device_train_batch_size with fewer "
-            "gradient_accumulation_steps; hf-memopt plan MODEL finds the fastest that fits."
+            f"Only {share:.0%} of the device was used. {larger} {larger_batch(*_batch(settings))}; "
+            "hf-memopt plan MODEL finds the fastest that fits."
         )
     return told or ["Nothing: memory sufficed, and was used well."]
 
@@ -54,11 +58,8 @@ def _smallest_piece(events) -> int | None:
     return min(cut, default=None)
 
 
-def _filled(report: dict[str, Any]) -> float | None:
-    """Share of the device that the run took at most: of its allocator, or of the host."""
-    measured, capacity = report.get("measured", {}), report.get("hardware", {}).get("memory_bytes")
-    taken = measured.get("peak_reserved_bytes") or measured.get("peak_host_bytes")
-    return taken / capacity if taken and capacity else None
+def _batch(settings: dict[str, Any]) -> tuple[Any, Any]:
+    return settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")
 
 
 def _unused(report: dict[str, Any]) -> float:

@@ -11,6 +11,7 @@ from hf_memopt.reports.events import told as in_words
 from hf_memopt.reports.next_steps import next_steps, speed
 from hf_memopt.reports.page import page, size
 from hf_memopt.reports.run import Run, read_run
+from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
 
 PAGE = "memory_report.html"
@@ -110,6 +111,7 @@ def figures(run: Run) -> dict[str, Any]:
         "peak_reserved_bytes": measured.get("peak_reserved_bytes"),
         "peak_host_bytes": measured.get("peak_host_bytes"),
         "tokens_per_second": quick and quick[0],
+        "data_wait_share": data_wait_share(run),
         "held_out_loss": list(losses.values())[-1] if losses else None,
         "recovered_out_of_memory": counted["oom_recovered"],
         "ended_out_of_memory": counted["out_of_memory"],
@@ -140,6 +142,8 @@ def _cell(key: str, value: Any) -> str:
         return "unknown"
     if key.endswith("_bytes"):
         return size(value)
+    if key.endswith("_share"):
+        return f"{value:.0%}"
     return f"{value:,.4g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
 
 
@@ -170,6 +174,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     capacity = run.report.get("hardware", {}).get("memory_bytes")
     told = [("peak allocated", "peak_allocated_bytes"), ("peak reserved", "peak_reserved_bytes"),
             ("peak of the host", "peak_host_bytes"), ("tokens a second", "tokens_per_second"),
+            ("share of a step's time waiting for data", "data_wait_share"),
             ("held-out loss", "held_out_loss"), ("steps", "steps")]  # fmt: skip
     facts = [(title, _cell(key, found[key])) for title, key in told if found[key] is not None]
     return facts + ([("memory of the device", size(capacity))] if capacity else [])

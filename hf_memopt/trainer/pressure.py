@@ -62,5 +62,8 @@ class Pressure:
                 micro_batch_before=samples,
                 micro_batch_after=after,
             )
+            trainer._callback.note = f"batch reduced to {after} samples at once"
         elif limit.quiet_step(resting + 2 * (near - resting) < monitor.target_utilization * capacity):
-            trainer._event("micro_batch_restored", piece_elements=limit.elements)
+            rows = limit.rows_at_once(micro.samples, micro.elements)
+            trainer._event("micro_batch_restored", piece_elements=limit.elements, samples_at_once=rows)
+            trainer._callback.note = f"batch restored to {rows} samples at once"

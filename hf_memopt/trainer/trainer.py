@@ -122,6 +122,11 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         """How many samples run at once."""
         return self._runner.limit
 
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the steps' time, but the first's, in which batches were waited for; None before the second step."""
+        return self._callback.data_wait.share_of_run()
+
     def _apply_levers(self, model) -> None:
         """Put the levers on a model; a chunked loss smooths labels itself.
 
@@ -264,12 +269,12 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
 
     # ---- steps
 
-    def get_batch_samples(self, *args, **kwargs):
+    def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         self._pressure.after_window(self._runner.window)
         self._runner.begin_window()
         self._agree_on_limit()
         try:
-            return super().get_batch_samples(*args, **kwargs)
+            return super().get_batch_samples(self._callback.data_wait.timed(epoch_iterator), *args, **kwargs)
         except Exception as error:
             if not self._ending.explains(error):
                 raise

@@ -1,0 +1,210 @@
+"""Which memory optimizations a configuration switches on, and what switching each over would change.
+
+A configuration is TrainingArguments, a DeepSpeed JSON, or a YAML of older guides: nested sections with words like
+`use_flash_attention` and `zero_stage`, which become Hugging Face's here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true
+from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.errors import InputError, choose
+
+_CHECKPOINTING = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+_CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing", "deepspeed_activation_checkpointing")
+_OFFLOADING_NAMES = ("cpu_offload", "enable_cpu_offload", "nvme_offload", "offload_optimizer", "optimizer_cpu_offload")
+_PRECISIONS = ("no", "fp32", "fp16", "bf16", "fp8")
+_SAME_NAME = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "optim",
+              "torch_compile", "use_liger_kernel", "fsdp", "fsdp_config")  # fmt: skip
+_OTHER_NAME = {"batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
+               "optimizer": "optim"}  # fmt: skip
+_WHOLE = ("zero_optimization", "fsdp_config", "offload_optimizer")  # sections that are one value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Attributes:
+    fields: TrainingArguments fields; `deepspeed` is a dict.
+    attention: attn_implementation; None for transformers' own choice, which is sdpa.
+    """
+
+    fields: dict[str, Any]
+    attention: str | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return resolve_engine(self.fields)
+
+    @property
+    def shards(self) -> bool:
+        """ZeRO's stage 0 is DDP."""
+        return self.engine.shards and self.engine.name != "zero0"
+
+    def changed(self, **fields: Any) -> "Settings":
+        """With other fields; None takes one out."""
+        merged = {name: value for name, value in (self.fields | fields).items() if value is not None}
+        return replace(self, fields=merged)
+
+
+def read_settings(config) -> Settings:
+    """The settings that a configuration describes. What it says of other things than memory is passed over.
+
+    Args:
+        config: TrainingArguments, a dict of its fields, a DeepSpeed configuration, or nested sections.
+
+    Raises:
+        InputError: a precision or ZeRO stage that does not exist.
+    """
+    from hf_memopt.estimator.prediction import fields_of
+
+    if not isinstance(config, Mapping):
+        return Settings(fields_of(config))
+    leaves = list(_leaves(config))
+    said = dict(leaves)
+    fields = {_OTHER_NAME.get(name, name): value for name, value in leaves
+              if name in _SAME_NAME or (name in _OTHER_NAME and isinstance(value, str | int))}  # fmt: skip
+    fields |= dict.fromkeys(_precisions(said), True)
+    if any(is_true(value) for name, value in leaves if name in _CHECKPOINTING_NAMES):
+        fields |= _CHECKPOINTING
+    if deepspeed := _deepspeed(said):
+        fields["deepspeed"] = deepspeed
+    return Settings(fields, _attention(said))
+
+
+def _leaves(config: Mapping) -> Iterator[tuple[str, Any]]:
+    """Names and values, of whatever section; a DeepSpeed file's `{"enabled": …}` sections as their switch."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name not in _WHOLE:
+            if "enabled" in value:
+                yield name, value["enabled"]
+            yield from _leaves(value)
+        else:
+            yield name, value
+
+
+def _precisions(said: dict[str, Any]) -> Iterator[str]:
+    named = str(said.get("mixed_precision", "no"))
+    if named not in _PRECISIONS:
+        raise choose("mixed_precision", named, _PRECISIONS)
+    for name in ("bf16", "fp16"):
+        if is_true(said.get(name)) or named == name:
+            yield name
+            return  # a guide's `mixed_precision: fp16, fp16: true` says it twice
+
+
+def _deepspeed(said: dict[str, Any]) -> dict[str, Any] | None:
+    """DeepSpeed's configuration; None without ZeRO."""
+    if isinstance(said.get("deepspeed"), str):
+        return dict(deepspeed_config(said["deepspeed"]))
+    offloads = any(is_true(said.get(name)) for name in _OFFLOADING_NAMES)
+    stage = said.get("zero_stage", 2 if offloads else 0)
+    if zero := said.get("zero_optimization"):
+        return {**deepspeed_config("zero2"), "zero_optimization": zero}
+    if stage not in (0, 1, 2, 3):
+        raise choose("zero_stage", str(stage), ("0", "1", "2", "3"))
+    if not stage or not is_true(said.get("use_deepspeed", True)):
+        return None
+    return _zero(stage, offloads)
+
+
+def _zero(stage: int, offloads: bool) -> dict[str, Any]:
+    """The shipped JSON of a stage, with optimizer states in host memory or without."""
+    config = dict(deepspeed_config(f"zero{stage}"))
+    if offloads:
+        config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
+    return config
+
+
+def _attention(said: dict[str, Any]) -> str | None:
+    if named := said.get("attn_implementation"):
+        return named
+    if "use_flash_attention" in said:
+        return "sdpa" if is_true(said["use_flash_attention"]) else "eager"
+    return "sdpa" if said.get("attention_type") == "flash" else None
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """Attributes:
+    is_on: whether settings have it.
+    without, within: settings without it, and with it.
+    """
+
+    is_on: Callable[[Settings], bool]
+    without: Callable[[Settings], Settings]
+    within: Callable[[Settings], Settings]
+
+
+def _stage(settings: Settings) -> int:
+    """The ZeRO stage that is closest: FSDP2 shards as much as stage 3; without any, the one to begin with."""
+    name = settings.engine.name
+    return int(name[4]) if name in ("zero1", "zero2", "zero3") else 3 if settings.shards else 2
+
+
+OPTIMIZATIONS = {
+    "activation_checkpointing": Optimization(
+        lambda settings: bool(settings.fields.get("activation_checkpointing")),
+        lambda settings: settings.changed(**dict.fromkeys(_CHECKPOINTING)),
+        lambda settings: settings.changed(**_CHECKPOINTING),
+    ),
+    "flash_attention": Optimization(  # sdpa runs the same algorithm, by a kernel of torch's own
+        lambda settings: settings.attention != "eager",
+        lambda settings: replace(settings, attention="eager"),
+        lambda settings: replace(settings, attention="sdpa"),
+    ),
+    "mixed_precision": Optimization(
+        lambda settings: bool(settings.fields.get("bf16") or settings.fields.get("fp16")),
+        lambda settings: settings.changed(bf16=None, fp16=None),
+        lambda settings: settings.changed(bf16=True),
+    ),
+    "8bit_optimizer": Optimization(
+        lambda settings: "8bit" in str(settings.fields.get("optim")),
+        lambda settings: settings.changed(optim="adamw_torch_fused"),
+        lambda settings: settings.changed(optim="adamw_8bit"),
+    ),
+    "zero": Optimization(
+        lambda settings: settings.shards,
+        lambda settings: settings.changed(deepspeed=None, fsdp=None, fsdp_config=None),
+        lambda settings: settings.changed(deepspeed=_zero(2, False)),
+    ),
+    "cpu_offload": Optimization(
+        lambda settings: settings.engine.offload != "none",
+        lambda settings: settings.changed(deepspeed=_zero(_stage(settings), False)),
+        lambda settings: settings.changed(
+            deepspeed=_zero(_stage(settings), True), fsdp=None, fsdp_config=None, optim="adamw_torch"
+        ),
+    ),
+}
+
+
+def savings(
+    settings: Settings, model, seq_len: int, hardware: str, world_size: int | None
+) -> Iterator[dict[str, Any]]:
+    """For each of OPTIMIZATIONS the bytes of the predicted peak that it saves, or would save, or why that is unknown.
+
+    Args:
+        model, seq_len, hardware, world_size: as for estimate().
+
+    Raises:
+        InputError: the settings themselves cannot be predicted.
+    """
+    peak = _peak(settings, model, seq_len, hardware, world_size)
+    for optimization in OPTIMIZATIONS.values():
+        on = optimization.is_on(settings)
+        try:
+            other = optimization.without(settings) if on else optimization.within(settings)
+            changed = _peak(other, model, seq_len, hardware, world_size)
+        except InputError as error:
+            yield {"memory_savings": None, "not_predicted": str(error)}
+        else:
+            yield {"memory_savings": changed - peak if on else peak - changed}
+
+
+def _peak(settings: Settings, model, seq_len: int, hardware: str, world_size: int | None) -> int:
+    from hf_memopt.estimator import estimate
+
+    found = estimate(model, dict(settings.fields), seq_len, hardware, attn_implementation=settings.attention,
+                     world_size=world_size)  # fmt: skip
+    return found.peak_allocated_bytes
