@@ -46,7 +46,6 @@ def main(argv: list[str] | None = None):
             "held_out": 24,
         },
     )  # fmt: skip
-    job = videos.with_weights_dtype(job)
 
     from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
 
