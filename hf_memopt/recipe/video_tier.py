@@ -287,12 +287,11 @@ def _sizes(config) -> tuple:
 
 def _refusal(job: Job, bundled: str | None, needed: int, room: int) -> InputError:
     """Nothing fits, and the nearest that does."""
-    where = f"{SHARE:.0%} of {job.preset.name}" if job.recipe.preset != "auto" else "what may be filled of free memory"
     nearest = "; ".join(_nearest(job, bundled)) or "a smaller model, method=qlora, or a larger card"
     return InputError(
-        f"model {bundled or job.model_name} with method={job.preset.method}: 8 frames of 224 × 224 pixels are predicted "
-        f"to need {gib(needed)} at least, and {where} is {gib(room)}; what fits: {nearest}. With max_frames or "
-        "per_device_train_batch_size given it goes ahead all the same"
+        f"model {bundled or job.model_name} with method={job.preset.method}: 8 frames of 224 × 224 pixels are "
+        f"predicted to need {gib(needed)} at least, and {SHARE:.0%} of {job.preset.name} is {gib(room)}; what fits: "
+        f"{nearest}. With max_frames or per_device_train_batch_size given it goes ahead all the same"
     )
 
 
