@@ -14,8 +14,8 @@ A row has `messages` (or another form of recipes/sft.py) with <video> and <image
 `images`: paths from the data file's folder on. The loss is on the answers alone. Frames are evenly spaced over the
 whole clip; a sample that is too long loses frames first, then the end of its answer. Frames, their size and the
 micro-batch that are not given are chosen to fit the preset; --video_profile sets frames, batch and precision together.
-The vision tower stays frozen, and out of autograd, unless --no_freeze_vision. A run goes on from the last checkpoint in
-output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+The vision tower stays frozen, and out of autograd, unless --no_freeze_vision. A run goes on from the last checkpoint
+in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
 """
 
 import sys
