@@ -56,7 +56,6 @@ bench: $(INSTALLED)
 	python benchmarks/optimizers.py
 	python benchmarks/video_demo.py
 	python benchmarks/video.py
-	python benchmarks/video_tiers.py
 	python benchmarks/preset_peak.py
 	python benchmarks/planner_cpu.py
 	python benchmarks/plans.py
@@ -81,6 +80,7 @@ configs: $(INSTALLED)
 
 estimates: $(INSTALLED)
 	python -m hf_memopt.estimator.reference
+	python -m hf_memopt.planner.video_tiers
 
 docs: $(INSTALLED)
 	python benchmarks/fill_docs.py

@@ -1,6 +1,12 @@
 """The measured and predicted tables of docs/video.md."""
 
+import math
+
 from levers_docs import results, table
+
+from hf_memopt import get_preset
+from hf_memopt.planner.video_tiers import guide_row
+from hf_memopt.presets.video_tiers import all_tiers
 
 _MEASURES = {
     "vision out of autograd": "tower out of autograd",
@@ -8,7 +14,8 @@ _MEASURES = {
     "both": "both, as the recipe trains",
 }
 _FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "smolvlm": "SmolVLM", "llava_onevision": "LLaVA-OneVision"}
-_CARDS = {"rtx_3070": "8 GB", "rtx_4080": "16 GB", "rtx_4090": "24 GB"}
+_MODELS = {"qwen2.5-vl-3b": "3B", "qwen2.5-vl-7b": "7B"}
+_METHODS = {"qlora": "QLoRA", "lora": "LoRA", "full": "full"}
 
 
 def memory() -> str:
@@ -21,15 +28,32 @@ def memory() -> str:
     return table(["of the plain Trainer's peak", *(_FAMILIES[name] for name in families)], lines)
 
 
-def frames() -> str:
-    """The most frames by card, model and micro-batch."""
-    rows = results("video_tiers")["rows"]
-    lines = [
-        [f"{size} (`{card}`)", *(str(row["max_frames"] or "none") for row in rows if row["card"] == card)]
-        for card, size in _CARDS.items()
-    ]
-    heads = ["Qwen2.5-VL-3B, micro-batch 1", "micro-batch 4", "Qwen2.5-VL-7B, micro-batch 1", "micro-batch 4"]
-    return table(["card", *heads], lines)
+def tiers() -> str:
+    """What is predicted to fit each card, by method and model, beside the founding guide's tier for its memory."""
+    rows = {(row["preset"], row["method"], row["model"]): row for row in all_tiers()}
+    kinds = [(method, model) for method in ("qlora", "lora", "full") for model in _MODELS]
+    lines = []
+    for name in sorted({name for name, _, _ in rows}, key=lambda name: (get_preset(name).hardware.memory, name)):
+        frames, micro = guide_row(get_preset(name).hardware.memory)
+        guide = f"{_range(frames)}; {_range(micro)}"
+        lines.append([f"`{name}`", guide, *(_cell(rows.get((name, *kind))) for kind in kinds)])
+    heads = [f"{_METHODS[method]} {_MODELS[model]}" for method, model in kinds]
+    return table(["preset", "the guide: frames; micro-batch", *heads], lines)
 
 
-TABLES = {"video memory": memory, "video frames": frames}
+def _range(numbers: tuple[int, int]) -> str:
+    return f"{numbers[0]}–{numbers[1]}" if numbers[0] < numbers[1] else f"{numbers[0]} and more"
+
+
+def _cell(row: dict | None) -> str:
+    if not row or "refused" in row:
+        return ""
+    if not row["max_frames"]:
+        return "none"
+    side = math.isqrt(row["max_pixels_per_frame"])
+    return (
+        f"{row['max_frames']} of {side}²; {row['per_device_train_batch_size']} ({row['device_bytes'] / 2**30:.1f} GiB)"
+    )
+
+
+TABLES = {"video memory": memory, "video tiers": tiers}

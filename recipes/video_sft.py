@@ -12,9 +12,10 @@ QLoRA of Qwen2.5-VL-7B on one RTX 4090, at most 64 frames of 224 × 224 pixels:
 
 A row has `messages` (or another form of recipes/sft.py) with <video> and <image> where they belong, and `videos`,
 `images`: paths from the data file's folder on. The loss is on the answers alone. Frames are evenly spaced over the
-whole clip; a sample that is too long loses frames first, then the end of its answer. The vision tower stays frozen,
-and out of autograd, unless --no_freeze_vision. --video_profile sets frames, batch and precision together. A run goes
-on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+whole clip; a sample that is too long loses frames first, then the end of its answer. Frames, their size and the
+micro-batch that are not given are chosen to fit the preset; --video_profile sets frames, batch and precision together.
+The vision tower stays frozen, and out of autograd, unless --no_freeze_vision. A run goes on from the last checkpoint
+in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
 """
 
 import sys
@@ -46,7 +47,6 @@ def main(argv: list[str] | None = None):
             "held_out": 24,
         },
     )  # fmt: skip
-    job = videos.with_weights_dtype(job)
 
     from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
 

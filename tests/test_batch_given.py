@@ -79,7 +79,8 @@ def test_what_a_profile_changes_is_told(tmp_path):
 
 
 def test_old_names_win_over_a_profile(tmp_path):
-    _, job = begun(tmp_path, "--gradient_checkpointing", "false", "--model_name_or_path", builtin_video_model())
+    own = ["--model_name_or_path", builtin_video_model(), "--max_frames", "none"]
+    _, job = begun(tmp_path, "--gradient_checkpointing", "false", *own)
     assert not job.args.activation_checkpointing
 
 

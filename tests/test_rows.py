@@ -342,6 +342,8 @@ def test_no_row_of_another_form_is_a_bad_video(recipe, tmp_path, encoder):
                 str(data),
                 "--max_bad_videos",
                 "9",
+                "--max_pixels_per_frame",
+                "none",
                 "--held_out",
                 "4",
                 "--output_dir",

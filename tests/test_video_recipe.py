@@ -28,7 +28,8 @@ QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strat
          "remove_unused_columns": False}  # fmt: skip
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 FAST = ["--preset", "cpu", "--samples", "1", "--held_out", "2", "--max_steps", "2", "--effective_batch_size", "4",
-        "--per_device_train_batch_size", "2", "--max_frames", "4", "--eval_steps", "2"]  # fmt: skip
+        "--per_device_train_batch_size", "2", "--max_frames", "4", "--eval_steps", "2",
+        "--max_pixels_per_frame", "none"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
 def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path):
     arguments = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
                  str(clips / "rows.jsonl"), "--held_out", "1", "--video_profile", profile, "--dry_run",
-                 "--output_dir", str(tmp_path / "out")]  # fmt: skip
+                 "--max_pixels_per_frame", "none", "--output_dir", str(tmp_path / "out")]  # fmt: skip
     trainer = recipe("video_sft")(arguments)
     assert trainer.train_dataset.encode.limits.max_frames == frames
     args = trainer.args
@@ -155,7 +156,8 @@ def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path
 )
 def test_refusals(arguments, said, recipe, clips, tmp_path):
     given = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
-             str(clips / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--held_out", "1"]  # fmt: skip
+             str(clips / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--held_out", "1",
+             "--max_pixels_per_frame", "none"]  # fmt: skip
     with pytest.raises(InputError, match=said):
         recipe("video_sft")([*given, *arguments])
     assert not (tmp_path / "out").exists()

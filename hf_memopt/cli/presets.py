@@ -7,6 +7,8 @@ from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.hardware.catalog import Hardware, gib
 from hf_memopt.presets import Preset, get_preset, list_presets
 from hf_memopt.presets.reference import reference_estimate, told
+from hf_memopt.presets.video_tiers import tiers_of
+from hf_memopt.presets.video_tiers import told as clips_told
 
 
 def list_all(method: str, as_json: bool) -> None:
@@ -43,6 +45,7 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
     if estimated := reference_estimate(preset):
         rows.append(("memory on it", told(estimated)))
+    rows += [(f"video frames, {model}", clips_told(row)) for model, row in tiers_of(preset).items()]
     rows += [(f"${key}", value) for key, value in preset.environment.items()]
     rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
     rows += [
@@ -65,6 +68,7 @@ def describe(preset: Preset) -> dict[str, Any]:
         "deepspeed_config": preset.deepspeed_config(),
         "environment": dict(preset.environment),
         "reference_estimate": reference_estimate(preset),
+        "video_tiers": tiers_of(preset),
         "hardware": {item.name: getattr(preset.hardware, item.name) for item in fields(Hardware)}
         | {"sources": dict(preset.hardware.sources)},
     }

@@ -149,9 +149,8 @@ def _length_words(request) -> list[str]:
     video = request.more.get("video")
     if video is None:
         return ["--max_length", str(request.seq_len)]
-    words = ["--max_frames", str(video.frames)]
-    if video.max_pixels_per_frame:
-        words += ["--max_pixels_per_frame", str(video.max_pixels_per_frame)]
+    pixels = video.max_pixels_per_frame or "none"  # left out, the recipe would choose
+    words = ["--max_frames", str(video.frames), "--max_pixels_per_frame", str(pixels)]
     for part in ("vision", "projector"):
         words += [f"--freeze_{part}", as_word(part in request.more.get("frozen", ()))]
     return words

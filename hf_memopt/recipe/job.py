@@ -128,7 +128,8 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
         scratch: the built-in model starts from random weights of its architecture.
         defaults: the recipe's TrainingArguments fields.
         adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model (of the recipe's own too).
-        own: the recipe's own arguments.
+        own: the recipe's own arguments; its `prepare(job, training, parsed, own_model)` changes the job before
+            TrainingArguments are made, and gives fields of them.
         model: makes the built-in model.
         padded: samples are padded, unless they are packed.
 
@@ -168,7 +169,9 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
     job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv)
-    if own_model and own is RecipeArguments and not engine.shards and plans_here(recipe.preset):
+    if hasattr(own, "prepare"):
+        training |= own.prepare(job, training, parsed, own_model)
+    elif own_model and not engine.shards and plans_here(recipe.preset):
         job.planned = _plan(job, training, parsed.lora, padded)
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
@@ -224,7 +227,8 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
             name for name in usual if now[name] == parsed.profile.get(name) != usual[name] and name not in parsed.given
         )
     ]
-    return f"{job.recipe.video_profile}: {', '.join(changed)}" if changed else None
+    name = getattr(job.recipe, "video_profile", None)
+    return f"{name}: {', '.join(changed)}" if name and changed else None
 
 
 def _start_deepspeed() -> None:

@@ -76,7 +76,8 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     estimated = predict(job, trainer, length, **about)
     if estimated is not None:
         capacity = f"of {size(estimated.capacity_bytes)}, allocated peak {size(estimated.peak_allocated_bytes)}"
-        rows.append(("memory", f"{size(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted)"))
+        verdict = ": it does not fit" if estimated.fits is False else ""
+        rows.append(("memory", f"{size(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted){verdict}"))
         held = estimated.breakdown.items()
         parts = [f"{kind.replace('_', ' ')} {size(taken)}" for kind, taken in held if taken > 2**20]
         rows.append(("", ", ".join(parts)))

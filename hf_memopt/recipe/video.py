@@ -16,8 +16,9 @@ from hf_memopt.data.video import Encoder, Limits, VideoSamples
 from hf_memopt.data.video_batch import TOKENS, VideoCollator
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.video import VideoInputs
-from hf_memopt.recipe.arguments import RecipeArguments
+from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.job import Job, load_job_rows
+from hf_memopt.recipe.video_tier import choose_clips
 
 _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 
@@ -38,18 +39,23 @@ class VideoArguments(RecipeArguments):
 
     OR_NONE: ClassVar = ("max_frames", "video_fps", "max_pixels_per_frame", "max_video_tokens")
 
-    video_profile: str = field(
-        default="balanced",
+    video_profile: str | None = field(
+        default=None,
         metadata={"help": "maximum_savings (50 frames, micro-batch 2), balanced (100 frames, micro-batch 4), or "
-                          "maximum_performance (all frames, micro-batch 8, float32 weights, nothing recomputed)."},
+                          "maximum_performance (all frames, micro-batch 8, float32 weights, nothing recomputed). "
+                          "Default: frames, their size and micro-batch that are predicted to fit the preset."},
     )  # fmt: skip
     max_frames: int | None = field(
-        default=100, metadata={"help": "Frames of a video, evenly spaced over all of it, at most; none: no limit."}
-    )
+        default=100,
+        metadata={"help": "Frames of a video, evenly spaced over all of it, at most; none: no limit. Default: as many "
+                          "as are predicted to fit the preset; 100 where that is not predicted."},
+    )  # fmt: skip
     video_fps: float | None = field(default=None, metadata={"help": "Frames a second, at most. Default: all."})
     max_pixels_per_frame: int | None = field(
-        default=None, metadata={"help": "Height × width of a frame, at most. Default: the model's own."}
-    )
+        default=None,
+        metadata={"help": "Height × width of a frame, at most; none: the model's own. Default: what is predicted to "
+                          "fit the preset."},
+    )  # fmt: skip
     max_video_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of a sample's videos and images; frames are dropped to keep to it."}
     )
@@ -66,15 +72,32 @@ class VideoArguments(RecipeArguments):
 
     @classmethod
     def profile_of(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What the profile that was asked for sets.
+        """What the profile that was asked for sets; the balanced one where none was.
 
         Raises:
             InputError: an unknown profile.
         """
-        name = given.get("video_profile", "balanced")
+        name = given.get("video_profile") or "balanced"
         if name not in PROFILES:
             raise choose("video_profile", name, PROFILES)
         return PROFILES[name]
+
+    @staticmethod
+    def prepare(job: Job, training: dict[str, Any], parsed: Parsed, own_model: bool) -> dict[str, Any]:
+        """The job with its weights in half precision, and with clips that fit; the demo's are small as they are.
+
+        Args:
+            training: the TrainingArguments fields so far.
+            own_model: the model is the user's.
+
+        Returns:
+            TrainingArguments fields that a plan decides.
+
+        Raises:
+            InputError: float16 weights that are trained in full, or a model of which no clip fits.
+        """
+        with_weights_dtype(job)
+        return choose_clips(job, training, parsed) if own_model else {}
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -82,8 +105,8 @@ class VideoArguments(RecipeArguments):
         return ("vision",) * self.freeze_vision + ("projector",) * self.freeze_projector
 
 
-def with_weights_dtype(job: Job) -> Job:
-    """The job with its weights in half precision, as the profiles say, where the card computes in bf16.
+def with_weights_dtype(job: Job) -> None:
+    """Put a job's weights into half precision, as the profiles say, where the card computes in bf16.
 
     Raises:
         InputError: float16 weights would be trained in full: without a scaler for their gradients they end in NaN.
@@ -97,7 +120,6 @@ def with_weights_dtype(job: Job) -> Job:
     if recipe.dtype is None and preset.method == "full" and preset.precision == "bf16":
         preset = replace(preset, dtype="bfloat16")
     job.preset = preset
-    return job
 
 
 def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoSamples | None]:

@@ -1,0 +1,348 @@
+"""The frames, frame size and micro-batch of a video job that are predicted to fit a device, by one rule.
+
+Of every shipped preset for one device and every bundled video model they are worked out once, by `make estimates`,
+into presets/video_tiers.json, so that neither `hf-memopt show` nor the video recipe needs to trace anything for them.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+from hf_memopt.data.video_pixels import FAMILIES
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.architectures import list_architectures, load_config
+from hf_memopt.estimator.model import count_weights
+from hf_memopt.estimator.parallel import on_all_cores
+from hf_memopt.estimator.prediction import Job, estimate_job
+from hf_memopt.estimator.reference import job_of
+from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.video import VideoInputs
+from hf_memopt.files import write_whole
+from hf_memopt.hardware.catalog import GIB
+from hf_memopt.levers.answer_logits import with_few_logits
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.video_parts import not_quantized
+from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
+from hf_memopt.presets.video_tiers import TIERS_FILE
+
+EFFECTIVE_BATCH = 32
+SHARE = 0.90  # of a device's memory: what MemoryArguments.target_memory_utilization aims at
+# Bytes of a device (from; an "8 GB" card has a little less, and so have the others) -> the founding guide's frames and
+# micro-batch, from and to: 8 GB, 16 GB, 24 GB and more.
+GUIDE = ((0, (50, 75), (2, 4)), (14 * GIB, (100, 150), (4, 8)), (21 * GIB, (200, 200), (8, 16)))
+# Models of the file; larger ones are estimated when a run begins, unless their weights alone are too large.
+COVERED_MODELS = ("qwen2.5-vl-3b", "qwen2.5-vl-7b")
+_FRAMES = (200, 150, 100, 75, 50, 32, 16, 8)
+_SIDES = (448, 336, 224)  # of a square frame, pixels; 224 is what the smallest of today's video models see
+_TRIES = 6
+_UNTRACED = ("dataloader_", "tf32", "torch_compile", "gradient_accumulation_steps")  # what changes no trace
+# A weight's bytes that cannot be saved on: 4-bit weights, weights of 16 bits, and those with their gradients.
+_LEAST = {"qlora": 0.5, "lora": 2, "full": 4}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a clip, the side of a square frame in pixels, clips in a micro-batch."""
+
+    frames: int
+    side: int
+    micro_batch: int
+
+
+_FIRST = (Clip(8, 224, 1), Clip(75, 224, 2))  # the clips that the line is drawn through
+
+
+@dataclass(frozen=True)
+class Given:
+    """What stays as it is: frames, height × width of a frame, the micro-batch; None for what is to be chosen."""
+
+    max_frames: int | None = None
+    max_pixels_per_frame: int | None = None
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The clips that fit.
+
+    Attributes:
+        max_pixels_per_frame: None where the model sees frames of one size alone.
+        estimate: of that job.
+    """
+
+    max_frames: int
+    max_pixels_per_frame: int | None
+    micro_batch: int
+    estimate: Estimate
+
+
+class NothingFits(Exception):
+    """Not even the smallest clip fits.
+
+    Attributes:
+        needed: bytes that it takes at least.
+        room: bytes that there are.
+    """
+
+    def __init__(self, needed: int, room: int):
+        super().__init__(f"{needed} of {room} bytes")
+        self.needed, self.room = needed, room
+
+
+def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The guide's frames and micro-batch for a device, each from and to.
+
+    Args:
+        memory: bytes of the device.
+    """
+    return next((frames, micro) for least, frames, micro in reversed(GUIDE) if memory >= least)
+
+
+def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
+    """Clips in the order in which they are wanted: most frames first, then room for the guide's smallest micro-batch
+    in frames that are as large as possible, then a larger micro-batch.
+
+    Args:
+        memory: bytes of the device, which decide the guide's row.
+        effective: samples of an optimizer step, which every micro-batch must divide.
+    """
+    (_, most_frames), (least, most) = guide_row(memory)
+    frames = (given.max_frames,) if given.max_frames else [count for count in _FRAMES if count <= most_frames]
+    sides = (math.isqrt(given.max_pixels_per_frame),) if given.max_pixels_per_frame else _SIDES
+    batches = [size for size in range(min(most, effective), 0, -1) if effective % size == 0]
+    if given.micro_batch:
+        batches, least = [given.micro_batch], given.micro_batch
+    enough = [size for size in batches if size >= least]
+    for count in frames:
+        for side in sides:
+            yield from (Clip(count, side, size) for size in enough)
+        yield from (Clip(count, sides[-1], size) for size in batches if size < least)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a tier is chosen for.
+
+    Attributes:
+        effective_batch_size: samples of an optimizer step.
+        given: what stays.
+        memory: bytes that the device has for the job; None for all of its memory.
+        share: of it that may be filled.
+        longest: tokens of a sample, at most.
+    """
+
+    effective_batch_size: int = EFFECTIVE_BATCH
+    given: Given = Given()
+    memory: int | None = None
+    share: float = SHARE
+    longest: float = math.inf
+
+
+def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text: None, map_fn=on_all_cores) -> Tier:
+    """The first of the candidates that is predicted to fit.
+
+    Memory grows linearly with the tokens of a micro-batch, so that two estimates point to a third, which is made too:
+    the answer was estimated itself.
+
+    Args:
+        job: with `video`, whose clip is varied.
+        note: told what is being tried.
+        map_fn: as for estimate_job().
+
+    Raises:
+        NothingFits: what is given leaves no clip that fits.
+        InputError: the job cannot be traced, or its device's memory is not known.
+    """
+    memory = wish.memory or job.device.memory
+    if not memory:
+        raise InputError(f"the memory of {job.device.label} is not known")
+    room = int(memory * wish.share)
+    if (least := _least_bytes(job)) > room:
+        raise NothingFits(least, room)
+    positions = getattr(job.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    longest = math.inf if wish.given.max_frames else min(wish.longest, positions)
+    wanted = [clip for clip in candidates(memory, wish.effective_batch_size, wish.given)
+              if _tokens(job, clip) <= longest]  # fmt: skip
+    search = _Search(job, wish.effective_batch_size, room, note, map_fn)
+    clip = search.first_that_fits(wanted)
+    if clip is None:
+        raise NothingFits(int(min(map(search.needs, wanted), default=least)), room)
+    one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
+    pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
+    return Tier(clip.frames, pixels, clip.micro_batch, search.tried[clip])
+
+
+@dataclass
+class _Search:
+    job: Job
+    effective_batch_size: int
+    room: int
+    note: Callable[[str], None]
+    map_fn: Callable
+    tried: dict[Clip, Estimate] = field(default_factory=dict)
+
+    def first_that_fits(self, wanted: list[Clip]) -> Clip | None:
+        """The first clip that an estimate says fits; None where none does."""
+        for first in _FIRST:
+            # Where the smallest clip does not fit, no larger one needs a trace.
+            if self.estimate(first) > self.room and all(_load(self.job, clip) >= _load(self.job, first)
+                                                        for clip in wanted):  # fmt: skip
+                return None
+        for _ in range(_TRIES):
+            clip = next((clip for clip in wanted if self.needs(clip) <= self.room), None)
+            if clip is None or clip in self.tried:
+                return clip
+            self.estimate(clip)
+        return next((clip for clip in wanted if clip in self.tried and self.needs(clip) <= self.room), None)
+
+    def estimate(self, clip: Clip) -> int:
+        if clip not in self.tried:
+            self.note(f"{clip.frames} frames of {clip.side} × {clip.side}, micro-batch {clip.micro_batch}")
+            self.tried[clip] = estimate_job(with_clip(self.job, clip, self.effective_batch_size), self.map_fn)
+        return self.tried[clip].device_bytes
+
+    def needs(self, clip: Clip) -> float:
+        """Bytes: estimated where that was done, else on the line through the two nearest estimates."""
+        if clip in self.tried:
+            return self.tried[clip].device_bytes
+        load = _load(self.job, clip)
+        points = sorted({_load(self.job, one): found.device_bytes for one, found in self.tried.items()}.items(),
+                        key=lambda point: abs(point[0] - load))[:2]  # fmt: skip
+        if len(points) < 2:
+            return points[0][1]
+        (near, bytes_near), (far, bytes_far) = points
+        return bytes_near + (load - near) * (bytes_near - bytes_far) / (near - far)
+
+
+def with_clip(job: Job, clip: Clip, effective_batch_size: int) -> Job:
+    """The job on such clips, with the micro-batch that an effective batch is divided into."""
+    video = replace(job.video, frames=clip.frames, height=clip.side, width=clip.side,
+                    max_pixels_per_frame=clip.side**2)  # fmt: skip
+    batch = {"per_device_train_batch_size": clip.micro_batch, "per_device_eval_batch_size": clip.micro_batch,
+             "gradient_accumulation_steps": max(1, effective_batch_size // clip.micro_batch)}  # fmt: skip
+    return replace(job, video=video, fields={**job.fields, **batch}, seq_len=_tokens(job, clip))
+
+
+def _tokens(job: Job, clip: Clip) -> int:
+    """Tokens of a sample."""
+    video = replace(job.video, frames=clip.frames, height=clip.side, width=clip.side,
+                    max_pixels_per_frame=clip.side**2)  # fmt: skip
+    _, steps, per_step, closing = video.clip(job.config)
+    return video.text_tokens(job.config, steps) + steps * per_step + closing
+
+
+def _load(job: Job, clip: Clip) -> int:
+    """Tokens of a micro-batch."""
+    return clip.micro_batch * _tokens(job, clip)
+
+
+def _least_bytes(job: Job) -> int:
+    """Bytes of the weights alone, and of their gradients where all are trained."""
+    method = "qlora" if job.quantization is not None else "full" if job.peft_config is None else "lora"
+    return int(_LEAST[method] * count_weights(job.config, job.task))
+
+
+# ---- a preset's job, and the file
+
+
+def bundled_video_models() -> list[str]:
+    """The bundled architectures that see videos."""
+    return [name for name in list_architectures() if load_config(name).model_type in FAMILIES]
+
+
+def covered_presets() -> list[str]:
+    """Presets that the file has rows of: those for one device whose memory is known."""
+    singles = (name for name in list_presets() if get_preset(name).processes == 1)
+    return [name for name in singles if get_preset(name).hardware.backend != "cpu"]
+
+
+def video_preset(preset: Preset) -> Preset:
+    """The preset as the video recipe changes it: bfloat16 weights where it trains all of them and computes in bf16."""
+    return replace(preset, dtype="bfloat16") if preset.method == "full" and preset.precision == "bf16" else preset
+
+
+def tier_job(preset: Preset, config, **changes: Any) -> Job:
+    """The video recipe's job with a preset: vision tower frozen, logits of answers alone, layers checkpointed.
+
+    Args:
+        preset: as video_preset() makes it.
+        changes: further arguments of estimator.reference.job_of, over these.
+    """
+    # An evaluation needs less than a step of the same micro-batch, and its trace takes a third of the time.
+    fields = {"activation_checkpointing": True, **changes.pop("fields", {}), "eval_strategy": "no"}
+    clip = _FIRST[0]
+    job = {"video": VideoInputs(clip.frames, clip.side, clip.side, clip.side**2), "frozen": ("vision",),
+           "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
+           "quantization_config": quantization(preset, config, changes.pop("quantization", {}))}  # fmt: skip
+    return job_of(preset, config, None, 1, {**fields, "per_device_train_batch_size": 1}, **{**job, **changes})
+
+
+def quantization(preset: Preset, config, changed: dict[str, Any]):
+    """The BitsAndBytesConfig of a preset that leaves the vision tower as it is; None where the method is another."""
+    if preset.method != "qlora":
+        return None
+    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+    skipped = not_quantized(config, AutoModelForImageTextToText)
+    return BitsAndBytesConfig(**{**preset.quantization(), "llm_int8_skip_modules": skipped, **changed})
+
+
+def tier_row(preset: Preset, model: str, map_fn=on_all_cores) -> dict[str, Any]:
+    """A preset's row of the file, for a bundled model: the tier, or why there is none."""
+    row = {"preset": preset.name, "method": preset.method, "model": model, "capacity_bytes": preset.hardware.memory}
+    try:
+        tier = choose_tier(tier_job(video_preset(preset), load_config(model)), Wish(), map_fn=map_fn)
+    except NothingFits as short:
+        return row | {"max_frames": 0, "needed_bytes": short.needed}
+    except InputError as error:  # 4-bit weights on a Mac
+        return row | {"max_frames": 0, "refused": str(error)}
+    return row | {
+        "max_frames": tier.max_frames,
+        "max_pixels_per_frame": tier.max_pixels_per_frame,
+        "per_device_train_batch_size": tier.micro_batch,
+        "gradient_accumulation_steps": EFFECTIVE_BATCH // tier.micro_batch,
+        "device_bytes": tier.estimate.device_bytes,
+    }
+
+
+class _Remembered:
+    """Maps a function as one_by_one() does, and traces alike jobs once: those of cards that differ in memory alone."""
+
+    def __init__(self):
+        self.traces: dict[str, Any] = {}
+
+    def __call__(self, function, items) -> list:
+        return [self._trace(function, *item) if len(item) == 2 else function(item) for item in items]
+
+    def _trace(self, function, job: Job, depth: int):
+        fields = {name: value for name, value in job.fields.items() if not name.startswith(_UNTRACED)}
+        device = job.device.backend == "cpu", job.device.memory_apart
+        key = repr((device, depth, job.dtype, fields, job.peft_config, job.quantization, job.video))
+        if key not in self.traces:
+            self.traces[key] = function((job, depth))
+        return self.traces[key]
+
+
+def _rows_of(model_and_method: tuple[str, str]) -> list[dict[str, Any]]:
+    rows, map_fn = [], _Remembered()
+    model, method = model_and_method
+    for name in covered_presets():
+        rows.append(tier_row(get_preset(name, method), model, map_fn))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    pairs = [(model, method) for model in COVERED_MODELS for method in METHODS]
+    rows = [row for rows in on_all_cores(_rows_of, pairs) for row in rows]
+    versions = {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")}
+    told = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "tiers": rows}
+    write_whole(TIERS_FILE, json.dumps(told, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""The frames, frame size and micro-batch of a run that were not asked for: what is predicted to fit its device.
+
+The command line and the file go over a profile that was named, and that goes over what is chosen here. Where nothing
+can be chosen the balanced profile stands in, which the first line says.
+"""
+
+import functools
+import logging
+import math
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_memopt.compatibility.launch import launched_strategy, world_size
+from hf_memopt.data.video_pixels import FAMILIES
+from hf_memopt.data.video_processor import settings_of
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.prediction import Job as EstimatedJob
+from hf_memopt.estimator.video import VideoInputs
+from hf_memopt.hardware.catalog import gib
+from hf_memopt.levers.answer_logits import with_few_logits
+from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.planner.video_tiers import (
+    SHARE,
+    Given,
+    NothingFits,
+    Wish,
+    bundled_video_models,
+    choose_tier,
+    quantization,
+    tier_job,
+)
+from hf_memopt.presets import METHODS, get_preset
+from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
+from hf_memopt.recipe.arguments import Parsed
+from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
+from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.job import load_config as load_job_config
+
+logger = logging.getLogger(__name__)
+
+_MICRO, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_SMALLEST = (8, 224 * 224, 1)  # frames, pixels, micro-batch: where not even what was given fits
+# TrainingArguments fields that do not change what the file's rows predict.
+_HARMLESS = (
+    "activation_checkpointing", "adam_", "data_seed", "dataloader_", "disable_tqdm", "effective_batch_size", "eval_on",
+    "eval_steps", _ACCUMULATION, "hub_", "learning_rate", "logging_", "lr_scheduler", "max_steps", "num_train_epochs",
+    "output_dir", _MICRO, "per_device_eval_batch_size", "push_to_hub", "report_to", "resume_from_checkpoint",
+    "run_name", "save_", "seed", "use_cpu", "warmup_", "weight_decay",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line, the file and a profile that was named decide.
+
+    Attributes:
+        given: frames, pixels and micro-batch of it.
+        unbounded: a limit that was taken away ("none"), so that there is no largest clip; None if none was.
+        by: who decides, in words; empty where nobody does.
+    """
+
+    given: Given
+    unbounded: str | None
+    by: str
+
+
+def choose_clips(job: Job, training: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
+    """Put the clips that fit into a job: its recipe's limits and its preset's micro-batch.
+
+    With --preset auto also the plan for them: micro-batch, checkpointing and whatever else of it was not given.
+
+    Args:
+        training: the TrainingArguments fields so far.
+
+    Returns:
+        TrainingArguments fields that a plan decides.
+
+    Raises:
+        InputError: nothing fits, and none of it was asked for.
+    """
+    asked = _asked(job, training, parsed)
+    config = load_job_config(job)
+    if reason := _not_chosen(job, config, asked):
+        micro = asked.given.micro_batch or job.preset.micro_batch_size
+        _tell(f"{_limits(job)}, micro-batch {micro}{asked.by}: not chosen here, since {reason}")
+        return {}
+    wanted = _Wanted(job, config, training, parsed, asked.given)
+    chosen = wanted.of_the_file() or wanted.estimated()
+    job.recipe = replace(job.recipe, max_frames=chosen.frames, max_pixels_per_frame=chosen.pixels)
+    if plans_here(job.recipe.preset):
+        _tell(f"{_limits(job)}{asked.by}: {chosen.about}")
+        return wanted.plan()
+    job.preset = replace(job.preset, micro_batch_size=chosen.micro_batch)
+    accumulation = max(1, _effective(job, training) // chosen.micro_batch)
+    _tell(f"{_limits(job)}, micro-batch {chosen.micro_batch} × {accumulation}{asked.by}: {chosen.about}")
+    return {}
+
+
+def _tell(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{'frames':>8}  {text}")
+
+
+def _limits(job: Job) -> str:
+    return limits_in_words(job.recipe.max_frames, job.recipe.max_pixels_per_frame)
+
+
+def _effective(job: Job, training: dict[str, Any]) -> int:
+    if training.get(_MICRO) and training.get(_ACCUMULATION):
+        return training[_MICRO] * training[_ACCUMULATION]
+    return training.get("effective_batch_size") or job.preset.effective_batch_size
+
+
+def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
+    limits = ("max_frames", "max_pixels_per_frame")
+    fixed = {name: getattr(job.recipe, name) for name in limits if name in parsed.given}
+    micro = training.get(_MICRO)
+    if micro is None and training.get(_ACCUMULATION):
+        micro = max(1, _effective(job, training) // training[_ACCUMULATION])
+    names = ", ".join([*fixed, *([_MICRO] if micro else [])])
+    said = [f"{names} as given"] if names else []
+    if profile := job.recipe.video_profile:
+        fixed.setdefault("max_frames", parsed.profile["max_frames"])
+        micro = micro or job.preset.micro_batch_size  # which is the profile's
+        said.append(f"video_profile {profile} goes over preset {job.recipe.preset}")
+    unbounded = next((name for name, value in fixed.items() if value is None), None)
+    return _Asked(Given(**fixed, micro_batch=micro), unbounded, f" ({'; '.join(said)})" if said else "")
+
+
+def _not_chosen(job: Job, config, asked: _Asked) -> str | None:
+    """Why nothing is chosen; None where something is."""
+    given = (asked.given.max_frames, asked.given.max_pixels_per_frame, asked.given.micro_batch)
+    if asked.unbounded:
+        return f"{asked.unbounded} none leaves no largest clip to predict"
+    if None not in given and not plans_here(job.recipe.preset):
+        return "all of it is given"
+    if job.preset.strategy != "none" or world_size() > 1 or launched_strategy() is not None:
+        return "that is predicted for one device alone"
+    if config.model_type not in FAMILIES:
+        return f"models of the type {config.model_type} are not predicted"
+    return None if job.preset.hardware.memory else "the device's memory is not known"
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    frames: int
+    pixels: int | None
+    micro_batch: int
+    about: str
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The clips that fit a job, with what is given of them."""
+
+    job: Job
+    config: Any
+    training: dict[str, Any]
+    parsed: Parsed
+    given: Given
+
+    @functools.cached_property
+    def bundled(self) -> str | None:
+        """The bundled architecture that the model has the sizes of; None where there is none."""
+        sizes = _sizes(self.config)
+        return next((name for name in bundled_video_models() if _sizes(load_config(name)) == sizes), None)
+
+    def of_the_file(self) -> _Chosen | None:
+        """The preset's row of the file; None where it says nothing of this job.
+
+        Raises:
+            InputError: nothing fits, and nothing is given.
+        """
+        preset = self.job.preset
+        if plans_here(self.job.recipe.preset) or not self.bundled or not _as_shipped(self.job, self.parsed):
+            return None
+        row = tiers_of(preset).get(self.bundled)
+        if not row or "refused" in row or row["capacity_bytes"] > preset.hardware.memory * 1.001:
+            return None
+        if not row["max_frames"]:
+            if self.given == Given():
+                raise _refusal(self.job, self.bundled, row["needed_bytes"], int(row["capacity_bytes"] * SHARE))
+            return None
+        limits = (row["max_frames"], row["max_pixels_per_frame"], row[_MICRO])
+        own = (self.given.max_frames, self.given.max_pixels_per_frame, self.given.micro_batch)
+        if any(mine and mine > limit for mine, limit in zip(own, limits, strict=True)):
+            return None
+        clip = (mine or limit for mine, limit in zip(own, limits, strict=True))
+        taken = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} at most"
+        where = f"{preset.name} with {preset.method} of {self.bundled}"
+        return _Chosen(*clip, f"what is predicted to fit {where} ({taken})")
+
+    def estimated(self) -> _Chosen:
+        """The clips that estimates say fit, made now.
+
+        Raises:
+            InputError: nothing fits, nothing is given, and there is no plan to make room.
+        """
+        recipe, preset, given = self.job.recipe, self.job.preset, self.given
+        planned = plans_here(recipe.preset)
+        memory = free_memory_of(preset.hardware) if planned else preset.hardware.memory
+        share = RUNGS[recipe.rung][1] if planned else SHARE
+        where = f"the {gib(memory)} that are free" if planned else preset.name
+        own = (given.max_frames, given.max_pixels_per_frame, given.micro_batch)
+        smallest = [mine or least for mine, least in zip(own, _SMALLEST, strict=True)]
+        if planned and given.max_frames and given.max_pixels_per_frame:
+            return _Chosen(*smallest, "as given")
+        wish = Wish(_effective(self.job, self.training), given, memory, share, _longest(self.job))
+        try:
+            tier = choose_tier(self._traced_job(), wish, lambda text: print(f"estimating {text}", file=sys.stderr))
+        except NothingFits as short:
+            if planned:
+                return _Chosen(*smallest, "the smallest there are, for which the plan is to make room")
+            if given == Given():
+                raise _refusal(self.job, self.bundled, short.needed, short.room) from None
+            needs = f"predicted not to fit {where}: {gib(short.needed)} of the {gib(short.room)} that may be filled"
+            logger.warning("%s; what is given stays", needs)
+            return _Chosen(*smallest, needs)
+        except InputError as error:  # training may go on all the same
+            usual = (recipe.max_frames, recipe.max_pixels_per_frame, given.micro_batch or preset.micro_batch_size)
+            return _Chosen(*usual, f"not predicted ({error})")
+        taken = f"{gib(tier.estimate.device_bytes)} of {gib(memory)}"
+        about = f"what is predicted to fit {where} with {preset.method} ({taken})"
+        return _Chosen(tier.max_frames, tier.max_pixels_per_frame, tier.micro_batch, about)
+
+    def _traced_job(self) -> EstimatedJob:
+        job = self.job
+        return tier_job(
+            job.preset, self.config, fields=dict(self.training), lora=self.parsed.lora, memory_args=job.memory_args,
+            quantization=job.quantization, frozen=job.recipe.frozen,
+            attn_implementation=job.recipe.attn_implementation, video=self._clip(*_SMALLEST[:2]),
+        )  # fmt: skip
+
+    def _clip(self, frames: int, pixels: int | None) -> VideoInputs:
+        side = math.isqrt(pixels or 448 * 448)
+        return VideoInputs(frames, side, side, pixels, settings=settings_of(self.job.model_name))
+
+    def plan(self) -> dict[str, Any]:
+        """Plan for the memory that is free, with the clips that were chosen: the TrainingArguments fields of it."""
+        job, recipe, config = self.job, self.job.recipe, self.config
+        if not {"activation_checkpointing", "video_profile"} & self.parsed.given:
+            self.training.pop("activation_checkpointing", None)  # the balanced profile's, which nobody named
+        fields = {**self.training, "effective_batch_size": _effective(job, self.training)}
+        if self.given.micro_batch:
+            fields[_MICRO] = self.given.micro_batch
+            fields.pop(_ACCUMULATION, None)
+        video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
+        planned = plan_here(
+            config, job.preset, video.batch(config, 1)["input_ids"].shape[1], recipe.rung, fields, self.parsed.lora,
+            (lambda preset: quantization(preset, config, job.quantization)) if recipe.method == "qlora" else None,
+            with_few_logits(job.memory_args, config), video=video, frozen=recipe.frozen,
+            attn_implementation=recipe.attn_implementation,
+        )  # fmt: skip
+        job.planned, job.preset, job.memory_args = planned, planned.preset, planned.memory_args
+        return planned.fields
+
+
+def _longest(job: Job) -> float:
+    limits = [limit for limit in (job.recipe.max_length, job.recipe.max_video_tokens) if limit]
+    return min(limits, default=math.inf)
+
+
+def _as_shipped(job: Job, parsed: Parsed) -> bool:
+    """Whether nothing that was given takes memory, besides the batch: the file's rows hold."""
+    recipe = job.recipe
+    usual = recipe.freeze_vision and not recipe.freeze_projector and recipe.dtype is None
+    plain = not (parsed.lora or parsed.quantization or parsed.memory.levers() or recipe.attn_implementation)
+    checkpointed = parsed.training.get("activation_checkpointing") is True
+    fields = parsed.training.keys() & parsed.given
+    return usual and plain and checkpointed and all(name.startswith(_HARMLESS) for name in fields)
+
+
+def _sizes(config) -> tuple:
+    """What the shapes of a model's weights follow from."""
+    text, vision = config.get_text_config(), config.vision_config
+    return (
+        config.model_type,
+        *(getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "num_hidden_layers",
+          "num_attention_heads", "num_key_value_heads", "vocab_size")),
+        *(getattr(vision, name, None) for name in ("depth", "hidden_size", "intermediate_size", "num_heads",
+          "out_hidden_size", "patch_size", "spatial_merge_size", "temporal_patch_size")),
+    )  # fmt: skip
+
+
+def _refusal(job: Job, bundled: str | None, needed: int, room: int) -> InputError:
+    """Nothing fits, and the nearest that does."""
+    nearest = "; ".join(_nearest(job, bundled)) or "a smaller model, method=qlora, or a larger card"
+    return InputError(
+        f"model {bundled or job.model_name} with method={job.preset.method}: 8 frames of 224 × 224 pixels are "
+        f"predicted to need {gib(needed)} at least, and {SHARE:.0%} of {job.preset.name} is {gib(room)}; what fits: "
+        f"{nearest}. With max_frames or per_device_train_batch_size given it goes ahead all the same"
+    )
+
+
+def _nearest(job: Job, bundled: str | None) -> list[str]:
+    """Of the file's rows: another method, a smaller model and a larger card, as far as there are any."""
+    if bundled is None:
+        return []
+    name, method = job.preset.name, job.preset.method
+    rows = [row for row in all_tiers() if row["max_frames"]]
+    here = {row["method"] for row in rows if (row["preset"], row["model"]) == (name, bundled)}
+    found = [f"method={other}" for other in METHODS if other in here][:1]
+    size = {model: _size(model) for model in bundled_video_models()}
+    smaller = [row for row in rows if row["preset"] == name and size[row["model"]] < size[bundled]]
+    smaller.sort(key=lambda row: (-size[row["model"]], row["method"] != method))
+    found += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
+    backend = job.preset.hardware.backend
+    larger = [row for row in rows if (row["model"], row["method"]) == (bundled, method)
+              and get_preset(row["preset"], method).hardware.backend == backend]  # fmt: skip
+    larger.sort(key=lambda row: row["capacity_bytes"])
+    return found + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]
+
+
+def _size(model: str) -> int:
+    """Layers × width²: enough to say which of two models is smaller."""
+    text = load_config(model).get_text_config()
+    return text.num_hidden_layers * text.hidden_size**2
