@@ -31,15 +31,13 @@ def items() -> str:
 
 def summary() -> str:
     """How many items are in which state."""
-    found = Counter("not here yet" if row.get("pending") else row["state"] for row in rows())
-    counts = ", ".join(f"{found[state]} {state}" for state in (*STATES, "not here yet") if found[state])
+    found = Counter(row["state"] for row in rows())
+    counts = ", ".join(f"{found[state]} {state}" for state in STATES if found[state])
     return f"{sum(found.values())} items: {counts}."
 
 
 def state(row: dict) -> str:
     """What the page says of a row: its state, why, and what shows it."""
-    if row.get("pending"):
-        return "not here yet"
     shown = [_link(name) for name in row.get("tested_by", ())]
     if "command" in row:
         shown.append(f"`{row['command']}`")

@@ -198,7 +198,6 @@ def nested() -> Iterator[BadInput]:
         "loss_chunk_size=abc",
         "sparse_block_size=0",
         "num_local_blocks=-1",
-        "torch_compile_mode=fast",
         "checkpoint_ratio=.nan",
         "oom_recovery=5",
         "max_memory_gib=.inf",

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -130,7 +131,8 @@ def command(monkeypatch, capsys):
             main()
         return ended.value.code, *capsys.readouterr()
 
-    return call
+    yield call
+    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)  # doctor raises it, as the last thing its process does
 
 
 @pytest.fixture(scope="session")

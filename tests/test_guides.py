@@ -15,13 +15,12 @@ from hf_memopt.presets import get_preset, list_presets
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import guides_docs
 
-PENDING_ALLOWED = True  # rows of what is being built; none when it is there
 ROWS = guides_docs.rows()
-WORKS = [row for row in ROWS if row["state"] == "works" and not row.get("pending")]
-NAMED = sorted({test for row in ROWS if not row.get("pending") for test in row.get("tested_by", ())})
+WORKS = [row for row in ROWS if row["state"] == "works"]
+NAMED = sorted({test for row in ROWS for test in row.get("tested_by", ())})
 COMMANDS = sorted({row["command"] for row in ROWS if "command" in row})
 QUICK = ("show", "monitor", "export")  # commands that need no estimate
-KEYS = {"item", "here", "state", "tested_by", "command", "why", "pending"}
+KEYS = {"item", "here", "state", "tested_by", "command", "why"}
 
 
 # ---- rows
@@ -36,11 +35,6 @@ def test_rows_are_whole():
         return bool(named and (shown and not why if row["state"] == "works" else why))
 
     assert not [row for row in ROWS if not whole(row)]
-
-
-def test_nothing_is_pending():
-    pending = [row["item"] for row in ROWS if row.get("pending")]
-    assert PENDING_ALLOWED or not pending
 
 
 def test_five_guides_with_all_their_items():
@@ -137,7 +131,7 @@ OTHERS = {
     "flash_attention_2", "flash_attention_3", "lion_32bit", "lion_8bit", "paged_lion_8bit", "adamw_8bit",
     "adamw_torch_fused", "adafactor", "none", "int8", "mixed_precision", "gradient_checkpointing",
     "num_hidden_layers", "intermediate_size", "track_memory_optimizations", "tp8", "hsdp8", "matmuls",
-    "torch_compile_mode",
+    "torch_compile_mode", "data_wait_share",
 }  # fmt: skip
 
 
@@ -157,7 +151,7 @@ def test_what_stands_here_exists():
         setting = re.fullmatch(r"([a-z]\w*)(: \S+)?", code)
         return not setting or setting[1] in known | OTHERS
 
-    asked = [code for row in ROWS if not row.get("pending") for code in re.findall(r"`([^`]+)`", row["here"])]
+    asked = [code for row in ROWS for code in re.findall(r"`([^`]+)`", row["here"])]
     assert len(asked) > 150 and not [code for code in asked if not exists(code)]
 
 
