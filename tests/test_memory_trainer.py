@@ -586,6 +586,26 @@ def test_data_that_run_out_of_memory_end_the_run_with_a_report(prepare, fields, 
     assert torch.allclose(train(tmp_path / "out", resume=True).weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
+    """The connection may break before the signal comes that torch names the worker by: here at its third question."""
+    from torch.utils.data._utils import signal_handling
+
+    from hf_memopt.trainer.ending import worker_death
+
+    asked = []
+
+    def ask():
+        asked.append(1)
+        if len(asked) == 3:
+            raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed.")
+
+    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", ask)
+    assert "killed by signal" in str(worker_death(ConnectionResetError(104, "Connection reset by peer")))
+    assert len(asked) == 3
+    unrelated = ValueError("a bug")
+    assert worker_death(unrelated) is unrelated and len(asked) == 3
+
+
 def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):
     class Average(TrainerCallback):
         """An average of the weights, for which there is no room from the third step on."""

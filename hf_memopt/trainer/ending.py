@@ -1,6 +1,7 @@
 """The end of a run that memory cannot hold: saved first, then explained, then raised."""
 
 import logging
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,29 @@ from hf_memopt.trainer.split import tensor_shapes
 from hf_memopt.trainer.updates import Updates
 
 logger = logging.getLogger(__name__)
+
+_CONNECTION_LOST = (ConnectionError, EOFError, FileNotFoundError)
+_SIGNAL_WITHIN = 1.0  # seconds
+
+
+def worker_death(error: Exception) -> Exception:
+    """The error that names a data loading worker which was killed while it handed a batch over; otherwise `error`.
+
+    A lost connection to it may come before SIGCHLD, whose handler raises the one that says so (torch 2.13,
+    torch.utils.data._utils.signal_handling).
+    """
+    from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
+
+    if not isinstance(error, _CONNECTION_LOST):
+        return error
+    end = time.monotonic() + _SIGNAL_WITHIN
+    try:
+        while time.monotonic() < end:
+            _error_if_any_worker_fails()
+            time.sleep(0.01)
+    except RuntimeError as death:  # by the call, or by the handler within the loop
+        return death
+    return error
 
 
 class Ending:

@@ -31,7 +31,7 @@ from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints
 from hf_memopt.trainer.combination import check_combination, check_given, check_launcher
 from hf_memopt.trainer.distributed import Peers
-from hf_memopt.trainer.ending import Ending
+from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
 from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.pressure import Pressure
@@ -222,9 +222,10 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
                 try:
                     return super().train(checkpoint, *args, **kwargs)
                 except Exception as error:
-                    if stop.signal is not None or not self._ending.explains(error):
+                    cause = worker_death(error)
+                    if stop.signal is not None or not self._ending.explains(cause):
                         raise
-                    found = diagnose(error)
+                    found = diagnose(cause)
                     traceback.clear_frames(error.__traceback__)
                 self._ending.elsewhere(found)
         finally:
