@@ -11,7 +11,7 @@ from conftest import ROOT, run, slow
 from hf_memopt.cli.doctor import check_files
 from hf_memopt.compatibility import check_config_file
 from hf_memopt.compatibility.engine import decode_inline, deepspeed_config
-from hf_memopt.compatibility.launch import missing_launcher
+from hf_memopt.compatibility.launch import cannot_start
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
@@ -80,12 +80,27 @@ def test_without_a_launcher_deepspeed_cannot_start(monkeypatch):
     engine = resolve_engine({"deepspeed": "zero3"})
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert "torchrun --nproc_per_node 1" in missing_launcher(engine)
-    assert missing_launcher(resolve_engine({})) is None
+    assert "torchrun --nproc_per_node 1" in cannot_start(engine)
+    assert cannot_start(resolve_engine({})) is None
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        assert missing_launcher(engine) is not None
+        assert cannot_start(engine) is not None
         monkeypatch.setenv(name, "1")
-    assert missing_launcher(engine) is None
+    assert cannot_start(engine) is None
+
+
+def test_a_json_without_a_batch_size_is_refused_with_what_to_add(tmp_path, recipe, builtin_model):
+    """The founding guide's own: DeepSpeed refuses it after the model was loaded."""
+    guides = tmp_path / "guide.json"
+    offload = {"device": "cpu", "pin_memory": True}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    guides.write_text(json.dumps({"zero_optimization": zero}))
+    with pytest.raises(InputError, match="neither train_batch_size nor train_micro_batch_size_per_gpu: add"):
+        check_config_file(guides)
+    words = ["--preset", "cpu", "--output_dir", str(tmp_path / "out"), "--model_name_or_path", str(builtin_model)]
+    with pytest.raises(InputError, match="neither train_batch_size"):
+        recipe("pretrain")([*words, "--deepspeed", str(guides), "--optim", "adamw_torch"])
+    guides.write_text(json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}))
+    assert check_config_file(guides) == "deepspeed"
 
 
 def test_a_recipe_without_a_launcher_names_one(recipe, tmp_path, builtin_model):

@@ -2,12 +2,13 @@
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.engine import decode_inline
+from hf_memopt.compatibility.engine import decode_inline, missing_batch_size
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json
@@ -75,7 +76,7 @@ def kind_of(path: str | Path) -> str:
 
 
 def find_faults(path: str | Path) -> list[Fault]:
-    """All that is wrong in a file, in the order of its lines."""
+    """All that is wrong in a file, in the order of its lines; what is wrong with all of it comes last."""
     path = Path(path)
     try:
         text = read_text(path, "")
@@ -87,7 +88,7 @@ def find_faults(path: str | Path) -> list[Fault]:
     lines = _Lines(text)
     find = _deepspeed_faults if kind_of(path) == "deepspeed" else _accelerate_faults
     faults = [Fault(path, lines.line_of(keys), said) for keys, said in find(path, content)]
-    return sorted(faults, key=lambda fault: fault.line or 0)
+    return sorted(faults, key=lambda fault: fault.line or math.inf)  # of the whole file: last
 
 
 def difference_here(path: str | Path) -> str | None:
@@ -203,6 +204,8 @@ def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
         close = difflib.get_close_matches(key, _DEEPSPEED_TOP, n=1, cutoff=0.8)
         if close:
             yield (key,), f"unknown key {key!r}, which DeepSpeed would ignore: did you mean {close[0]!r}?"
+    if reason := missing_batch_size(content):
+        yield (), reason
     try:
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -12,6 +12,8 @@ from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.files import read_json, shipped
 
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -133,6 +135,17 @@ def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[
         return read_json(given)
     with as_input_error(field, ValueError):
         return json.loads(given)
+
+
+def missing_batch_size(config: Mapping[str, Any]) -> str | None:
+    """What to add where a DeepSpeed configuration has no batch size, which DeepSpeed refuses; None where it has."""
+    if any(config.get(name) is not None for name in BATCH_SIZES):
+        return None
+    return (
+        "the DeepSpeed configuration has neither train_batch_size nor train_micro_batch_size_per_gpu: add "
+        '"train_micro_batch_size_per_gpu": "auto", and "auto" for gradient_accumulation_steps, gradient_clipping and '
+        "the enabled of bf16 and fp16, so that TrainingArguments decide them"
+    )
 
 
 def decode_inline(text: str) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true
+from hf_memopt.compatibility.engine import BATCH_SIZES, Engine, deepspeed_config, is_true, missing_batch_size
 
 # Sizes of accelerate's ParallelismConfig; their product is the number of processes.
 PARALLEL = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -51,12 +51,16 @@ def chosen_by_launcher() -> Engine | None:
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
 
-def missing_launcher(engine: Engine) -> str | None:
-    """Why DeepSpeed cannot start in this process; None where it can, or is not asked for.
+def cannot_start(engine: Engine) -> str | None:
+    """Why DeepSpeed cannot start in this process; None where it can, or is not asked for."""
+    if engine.deepspeed is None:
+        return None
+    return missing_batch_size(engine.deepspeed) or _missing_launcher()
 
-    Its own message is "No module named 'mpi4py'", after the model was made.
-    """
-    if engine.deepspeed is None or all(name in os.environ for name in _LAUNCHERS_VARIABLES):
+
+def _missing_launcher() -> str | None:
+    """DeepSpeed's own message is "No module named 'mpi4py'", after the model was made."""
+    if all(name in os.environ for name in _LAUNCHERS_VARIABLES):
         return None
     from torch import distributed
 
@@ -115,7 +119,8 @@ def _launched_zero() -> dict[str, Any]:
         return dict(deepspeed_config(file))
     stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}}}
+    zero = {"stage": stage, "offload_optimizer": {"device": device}}
+    return {"zero_optimization": zero, **dict.fromkeys(BATCH_SIZES, "auto")}
 
 
 def _zero_file() -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.compatibility.engine import is_true
-from hf_memopt.compatibility.launch import missing_launcher, parallel_sizes
+from hf_memopt.compatibility.launch import cannot_start, parallel_sizes
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
@@ -45,7 +45,7 @@ class Launch:
         host_free: bytes.
         lockable: bytes that a process may lock in memory.
         compiles: whether DeepSpeed's operators can be built here: operator -> yes or no.
-        launcher: what is wrong with how this process was started; None where nothing is.
+        cannot_start: why DeepSpeed would not start at all; None where it would.
     """
 
     world_size: int = 1
@@ -61,7 +61,7 @@ class Launch:
     host_free: int = 2**62
     lockable: int = 2**62
     compiles: dict[str, bool] = field(default_factory=dict)
-    launcher: str | None = None
+    cannot_start: str | None = None
 
     def zero(self, part: str) -> dict[str, Any]:
         """offload_optimizer or offload_param of the DeepSpeed configuration."""
@@ -75,8 +75,8 @@ class Launch:
 
 def problems(launch: Launch) -> Iterator[str]:
     """Every reason why a job would fail."""
-    if launch.launcher:
-        yield launch.launcher
+    if launch.cannot_start:
+        yield launch.cannot_start
     yield from _sizes(launch)
     yield from _batches(launch)
     yield from _loading(launch)
@@ -254,7 +254,7 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
         host_free=psutil.virtual_memory().available,
         lockable=_lockable(),
         compiles=_buildable() if engine.deepspeed is not None else {},
-        launcher=missing_launcher(engine),
+        cannot_start=cannot_start(engine),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from hf_memopt.compatibility.launch import missing_launcher
+from hf_memopt.compatibility.launch import cannot_start
 from hf_memopt.compatibility.mesh import Mesh, mesh_strategy
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
@@ -64,13 +64,13 @@ def check_combination(model, args, state=None, optimizer=None, replaced: bool = 
     )
 
 
-def check_launcher(args, state=None) -> None:
-    """Refuse to train under DeepSpeed in a process that no launcher started.
+def check_start(args, state=None) -> None:
+    """Refuse to train where DeepSpeed cannot start.
 
     Raises:
-        InputError: with the command that would.
+        InputError: with what to change.
     """
-    if reason := missing_launcher(resolve_engine(args, state)):
+    if reason := cannot_start(resolve_engine(args, state)):
         raise InputError(reason)
 
 

@@ -29,7 +29,7 @@ from hf_memopt.oom.classify import diagnose
 from hf_memopt.reports.events import told
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints
-from hf_memopt.trainer.combination import check_combination, check_given, check_launcher
+from hf_memopt.trainer.combination import check_combination, check_given, check_start
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
@@ -206,7 +206,7 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         return given[0] if given else MemoryCallback(self.memory_args).attach(self)
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        check_launcher(self.args, self.accelerator.state)
+        check_start(self.args, self.accelerator.state)
         self._newest, self._runner.resume_states = None, {}  # nothing of an earlier call
         checkpoint = self._agree_on_checkpoint(self._checkpoint_to_resume(resume_from_checkpoint))
         own = claimed(self.args.output_dir) if self.args.process_index == 0 else contextlib.nullcontext()
