@@ -75,7 +75,7 @@ Strategy = Annotated[
 ]
 
 Precision = Annotated[
-    str | None, typer.Option("--precision", help="fp8: products in 8 bits, on cards that have them, with torchao.")
+    str | None, typer.Option("--precision", help="fp8: matmuls in 8 bits, on cards that have them, with torchao.")
 ]
 
 
@@ -138,7 +138,11 @@ def estimate(
     hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
     settings: Settings = None,
     levers: Annotated[
-        bool, typer.Option("--levers", help="Also say what would save most; always said where the job does not fit.")
+        bool,
+        typer.Option(
+            "--levers",
+            help="Also list the changes that would save the most memory; always listed where the job does not fit.",
+        ),
     ] = False,
     plot: Plot = None,
     json: Json = False,
@@ -267,14 +271,15 @@ def export(
     machines: Annotated[
         int | None,
         typer.Option(
-            callback=_at_least_one, help="So many machines, each with the preset's devices; also writes slurm.sbatch."
+            callback=_at_least_one,
+            help="Number of machines, each with the preset's devices; also writes slurm.sbatch.",
         ),
     ] = None,
     sequence_parallel: Annotated[
         int | None,
         typer.Option(
             callback=_at_least_one,
-            help="So many devices share every batch's tokens (Ulysses), under ZeRO; long samples.",
+            help="Number of devices that split each sequence (Ulysses, needs ZeRO), for long samples.",
         ),
     ] = None,
     yaml_only: Annotated[
