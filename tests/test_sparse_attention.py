@@ -22,6 +22,7 @@ from hf_memopt.estimator.truth import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import refusals
+from hf_memopt.levers.sliding_window import set_window
 from hf_memopt.levers.sparse_attention import attend_to_blocks
 
 BLOCK, LOCAL, FIRST, TOKENS = 4, 1, 1, 23
@@ -95,6 +96,31 @@ def test_packed_sequences_are_as_if_alone():
     found = model(**packed).logits[0].split(lengths)
     alone = [model(input_ids=row[None]).logits[0] for row in ids(1)[0].split(lengths)]
     assert same(found, alone)
+
+
+def test_padding_before_a_sequence_does_not_count():
+    """As batches are padded for generation: neither blocks nor the first ones are of padding."""
+    model, row = sparse(), ids(1)
+    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), row], dim=1)
+    mask, positions = (padded > 0).long(), torch.cat([torch.zeros(6, dtype=torch.long), torch.arange(TOKENS)])[None]
+    found = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits[:, 6:]
+    assert torch.allclose(found, model(input_ids=row).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_is_as_without_a_cache(cache):
+    model, limits = sparse().eval(), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids(1), use_cache=False, **limits)
+    assert torch.equal(model.generate(ids(1), use_cache=True, cache_implementation=cache, **limits), plain)
+
+
+def test_a_window_in_the_place_of_saved_blocks():
+    """A model that was trained with blocks keeps them in its configuration."""
+    model = sparse()
+    set_window(model, 5)
+    only = llama()
+    set_window(only, 5)
+    assert torch.equal(model(input_ids=ids()).logits, only(input_ids=ids()).logits)
 
 
 def test_short_sequences_need_no_mask():

@@ -17,6 +17,7 @@ from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
 
 IMPLEMENTATION = "hf_memopt_pattern"
+_BLOCKS = ("sparse_block_size", "num_local_blocks", "num_global_blocks")
 # position_ids of the forward pass that runs, (batch, tokens). A mask's maker is not given them, and a pattern that
 # counts blocks needs to know where each packed sequence begins.
 _POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
@@ -41,9 +42,11 @@ def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
         raise InputError(f"{setting}: flex attention has no dropout: use a model with attention_dropout=0")
     _register()
     for config in text_configs(inner):
+        for name in _BLOCKS:  # of an earlier run, which the saved configuration has kept
+            vars(config).pop(name, None)
         vars(config).update(pattern)
         config._attn_implementation = IMPLEMENTATION
-    _know_positions(inner, setting, counted="sparse_block_size" in pattern)
+    _know_positions(inner, setting)
 
 
 def causal_attention(inner, setting: str) -> list[torch.nn.Module]:
@@ -112,13 +115,25 @@ def _mask(*, q_length, kv_length, mask_function, config, attention_mask=None, al
 
     overlay, reach = _overlay(config)
     if kv_length > reach:
-        positions = _POSITIONS.get()
-        if positions is not None and attention_mask is None and q_length == kv_length == positions.shape[-1]:
+        positions = _positions(config, attention_mask, q_length, kv_length)
+        if positions is not None:
             overlay = _at(positions.expand(kwargs["batch_size"], -1), overlay)
         mask_function, allow_is_causal_skip = and_masks(mask_function, overlay), False
     make = flex_mask if uses_flex(device) else sdpa_mask
     return make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
                 allow_is_causal_skip=allow_is_causal_skip, device=device, config=config, **kwargs)  # fmt: skip
+
+
+def _positions(config, attention_mask, q_length: int, kv_length: int) -> torch.Tensor | None:
+    """Where each token stands in its own sequence, (batch or 1, tokens), so that blocks are counted from there and not
+    from padding before it or from the sequences packed before it; None where that is its place in the row."""
+    if getattr(config, "sparse_block_size", None) is None:
+        return None  # a window is the same anywhere in a row
+    if attention_mask is not None:
+        padded = attention_mask.ndim == 2 and attention_mask.shape[-1] == kv_length
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0) if padded else None
+    positions = _POSITIONS.get()
+    return positions if positions is not None and q_length == kv_length == positions.shape[-1] else None
 
 
 def _overlay(config) -> tuple[Callable, int]:
@@ -149,23 +164,19 @@ def _at(positions: torch.Tensor, overlay: Callable) -> Callable:
     return of_sequence
 
 
-def _know_positions(inner, setting: str, counted: bool) -> None:
-    """Refuse batches whose mask would be taken as it is, and keep the positions of those that run.
-
-    Args:
-        counted: the pattern counts blocks from where a sequence begins; a window is the same anywhere in a row.
-    """
+def _know_positions(inner, setting: str) -> None:
+    """Keep the positions of the batch that runs, and refuse one whose mask would be taken without the pattern."""
     forward, signature = inner.forward, inspect.signature(type(inner).forward)
 
     @functools.wraps(forward)
     def with_positions(*args, **kwargs):
         given = signature.bind_partial(inner, *args, **kwargs).arguments
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None and mask.ndim == 4:  # it would be taken as it is, without the pattern
+        # generate() with a static cache brings the mask that was made for it here, by the pattern.
+        if mask is not None and mask.ndim == 4 and given.get("past_key_values") is None:
             raise InputError(f"{setting}: the batch brings an attention_mask of its own: leave one of them out")
         # Positions in three dimensions (videos) are no places in a sequence.
-        known = counted and positions is not None and positions.ndim == 2
-        token = _POSITIONS.set(positions if known else None)
+        token = _POSITIONS.set(positions if positions is not None and positions.ndim == 2 else None)
         try:
             return forward(*args, **kwargs)
         finally:
