@@ -77,3 +77,16 @@ def test_doctor_says_what_a_worker_takes(command):
     found = json.loads(out)["data_loading"]
     assert code == 0 and found["workers"] >= 1 and found["worker"] > 2**20 and found["total"] > found["worker"]
     assert "data loading" in command("doctor")[1]
+
+
+def test_a_kernel_that_does_not_count_is_no_reason_to_stop(monkeypatch):
+    def denied(self):
+        raise psutil.AccessDenied()
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", denied)
+    assert measure_worker("fork") is None
+
+
+def test_without_workers_the_buffer_alone_is_named():
+    memory = replace(loader_memory({}, 1000, 1, 10**6, 2048), free=2**30)
+    assert memory.warning.endswith("set a smaller shuffle_buffer_size")

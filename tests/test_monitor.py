@@ -345,6 +345,12 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
         trainer(3)
 
 
+def test_no_chunk_is_smaller_than_the_fewest_samples():
+    limit = BatchLimit(patience=1, fewest_rows=4)
+    assert limit.lower(16, 1600) == 8 and limit.lower(8, 800) == 4 and limit.lower(4, 400) == 4
+    assert limit.rows_at_once(16, 1600) == 4 and limit.rows_at_once(3, 10**6) == 3
+
+
 def test_chunks_grow_in_steps():
     """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
     limit, sizes = BatchLimit(patience=3, first_rows=2), []

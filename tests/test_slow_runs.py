@@ -138,6 +138,12 @@ def waiting(**shares) -> list[dict]:
     [
         ({"data_wait_share": 0.43, "dataloader_num_workers": 0}, {}, "waits for its data", "dataloader_num_workers=4"),
         ({"data_wait_share": 0.43, "dataloader_num_workers": 4}, {}, "waits for its data", "dataloader_num_workers=8"),
+        ({"data_wait_share": 0.43, "dataloader_num_workers": 4, "processors": 6}, {}, "waits for its data",
+         "dataloader_num_workers=6"),
+        ({"data_wait_share": 0.43, "dataloader_num_workers": 2, "processors": 2},
+         {"dataloader_prefetch_factor": {"a": 1}}, "waits for its data", "dataloader_prefetch_factor=4"),
+        ({"data_wait_share": 0.43}, {"dataloader_num_workers": "many"}, "waits for its data",
+         "dataloader_num_workers=4"),
         ({"data_wait_share": 0.43, "dataloader_num_workers": 4, "disk_wait_share": 0.3}, {}, "waits for the disk",
          "copy the data to a local disk"),
         ({"data_wait_share": 0.01, "device_busy_share": 0.4},
@@ -163,6 +169,11 @@ def test_a_run_that_is_not_slow_has_no_advice(tmp_path, capsys):
     assert advise(str(folder)) is None
     assert run_advise(str(folder), None, None, "full", None, [], False) == 1
     assert "waits" in capsys.readouterr().out
+
+
+def test_one_reading_has_the_start_in_it_and_says_nothing(tmp_path):
+    folder = write_run(tmp_path, report(events=[]), [reading(1) | {"data_wait_share": 0.9}])
+    assert advise(str(folder)) is None
 
 
 def test_memory_that_ran_out_comes_first(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,11 @@ def _missing_launcher() -> str | None:
         return None
     from torch import distributed
 
-    if distributed.is_initialized() or importlib.util.find_spec("mpi4py") is not None:
+    # AzureML and SageMaker have variables of their own, which DeepSpeed reads.
+    managed = "AZUREML_EXPERIMENT_ID" in os.environ or "SM_TRAINING_ENV" in os.environ
+    if distributed.is_initialized() or managed or importlib.util.find_spec("mpi4py") is not None:
         return None
-    script = os.path.basename(sys.argv[0]) or "SCRIPT.py"
+    script = shlex.quote(os.path.relpath(sys.argv[0])) if os.path.isfile(sys.argv[0]) else "SCRIPT.py"
     return (
         f"DeepSpeed needs a launcher, and nothing launched this process: start it with `torchrun --nproc_per_node 1 "
         f"{script} …` or `deepspeed --num_gpus 1 {script} …`"

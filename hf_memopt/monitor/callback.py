@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from dataclasses import replace
 from functools import cache
@@ -149,7 +150,7 @@ class MemoryCallback(TrainerCallback):
         line["status"] = self.monitor.status(self._at_its_fullest(reading).utilization)
         line |= {name: figures[name] for name in _SPEEDS if name in figures}
         if figures:
-            line["dataloader_num_workers"] = args.dataloader_num_workers
+            line |= {"dataloader_num_workers": args.dataloader_num_workers, "processors": _processors()}
         append(args.output_dir, line)
 
 
@@ -174,6 +175,11 @@ class _Shown(TrainerCallback):
         if logs is not None:
             logs.update(self.kept)
         self.kept.clear()
+
+
+def _processors() -> int:
+    """Processors that this process may run on: more workers than that take turns."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def append(folder: str, line: dict[str, Any]) -> None:

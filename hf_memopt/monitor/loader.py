@@ -50,10 +50,11 @@ class LoaderMemory:
         if self.total <= self.free:
             return None
         each = self.processes * ((self.worker or 0) + self.prefetch * self.batch + self.buffer)
-        change = f"set dataloader_num_workers={self.free // max(1, each)}"
+        changes = [f"dataloader_num_workers={self.free // max(1, each)}"] if self.workers else []
         if self.buffer > (self.worker or 0):
-            change += ", or a smaller shuffle_buffer_size"
-        return f"data loading takes about {gib(self.total)} of host memory, and {gib(self.free)} are free: {change}"
+            changes.append("a smaller shuffle_buffer_size")
+        needs = f"data loading takes about {gib(self.total)} of host memory, and {gib(self.free)} are free"
+        return f"{needs}: set {', or '.join(changes)}"
 
     def __str__(self) -> str:
         many = f"{self.processes} × " if self.processes > 1 else ""
@@ -119,8 +120,8 @@ def measure_worker(context: str | None = None) -> int | None:
     loader = DataLoader(_OwnMemory(), num_workers=1, batch_size=None, multiprocessing_context=context, timeout=120,
                         generator=torch.Generator())  # fmt: skip
     try:
-        return int(next(iter(loader)))
-    except RuntimeError:  # it died; training's own workers will say why, where they do
+        return int(next(iter(loader))) or None
+    except (RuntimeError, OSError):  # none could be started, or it died; training's own workers will say why
         return None
 
 
@@ -131,4 +132,7 @@ class _OwnMemory:
         return 1
 
     def __getitem__(self, index: int) -> int:
-        return psutil.Process().memory_full_info().uss
+        try:
+            return psutil.Process().memory_full_info().uss
+        except (psutil.Error, OSError, AttributeError):  # kernels without /proc/PID/smaps have no such figure
+            return 0

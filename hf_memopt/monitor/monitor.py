@@ -166,7 +166,7 @@ class MemoryMonitor:
             InputError: a precision or ZeRO stage that does not exist, or a job that cannot be predicted.
         """
         settings = read_settings(config)
-        saved = repeat({"memory_savings": None})
+        saved = repeat({"memory_savings": None, "not_predicted": "needs a model: pass model=…"})
         if model is not None:
             saved = savings(settings, model, seq_len, hardware, world_size)
         return {name: {"enabled": optimization.is_on(settings), **about}

@@ -48,6 +48,7 @@ BYTES = _plain("a number of bytes", lambda value: _is_finite(value) and 0 <= val
 SIGNED_BYTES = _plain("a number of bytes", lambda value: _is_finite(value) and abs(value) < LARGEST)
 SECONDS = _plain("a time in seconds", lambda value: _is_finite(value) and 0 <= value < 2**40)
 RATE = _plain("a number of 0 or more", lambda value: _is_finite(value) and 0 <= value < LARGEST)
+PART = _plain("a share of 1", lambda value: _is_finite(value) and 0 <= value <= 1)
 SHARE = _plain("a share", lambda value: _is_finite(value) and 0 <= value <= 1000)
 LOSS = _plain("a number", lambda value: _is_number(value) and (isinstance(value, float) or abs(value) < LARGEST))
 ANYTHING = _plain("anything", lambda value: True)
@@ -134,10 +135,11 @@ READING = objects(
     capacity=BYTES,
     free=SIGNED_BYTES,
     tokens_per_second=RATE,
-    data_wait_share=SHARE,
-    device_busy_share=SHARE,
-    disk_wait_share=SHARE,
+    data_wait_share=PART,
+    device_busy_share=PART,
+    disk_wait_share=PART,
     dataloader_num_workers=COUNT,
+    processors=COUNT,
 )
 REPORT = objects(
     date=TEXT,
@@ -165,6 +167,6 @@ REPORT = objects(
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
     held_out_loss=mappings(LOSS),
     global_step=COUNT,
-    data_wait_share=SHARE,
+    data_wait_share=PART,
     events=lists(EVENT),
 )

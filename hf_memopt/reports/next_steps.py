@@ -37,7 +37,7 @@ def next_steps(run: Run) -> list[str]:
                     "largest batch first, loss_chunk_size=1024 takes the logits out of the peak.")  # fmt: skip
     slow = why_slow(run)
     if slow:
-        told.append(f"{slow.why[0].upper()}{slow.why[1:]}: {'; '.join(slow.changes)}.")
+        told.append(f"{slow.why[0].upper()}{slow.why[1:]}. What helps: {'; '.join(slow.changes)}.")
     if share is not None and share < ROOM and not told:
         larger = "Recompute fewer layers (checkpoint_ratio below 1), then take" if _recomputes(settings) else "Take"
         told.append(

@@ -29,7 +29,7 @@ def why_slow(run: Run) -> Slow | None:
     """What holds a run up; None where nothing does, or the log does not say (it is of an older version)."""
     waited, busy, disk = data_wait_share(run), _usual(run, "device_busy_share"), _usual(run, "disk_wait_share")
     if waited is not None and waited >= _WAITS:
-        workers = _workers(run)
+        workers = _logged(run, "dataloader_num_workers")
         why = f"the steps waited for data {waited:.0%} of their time"
         if disk is not None and disk >= _DISK and workers:
             why += f", with {workers} workers, and the host's processors for the disk {disk:.0%} of theirs"
@@ -54,15 +54,20 @@ _DISK_CHANGES = [
 
 def _data_changes(run: Run, workers: int) -> list[str]:
     settings = run.report.get("settings", {})
-    more = f"dataloader_num_workers={2 * workers or 4}: batches are made beside the step, not before it"
-    kept = "dataloader_persistent_workers=true: the workers stay from epoch to epoch"
-    ahead = 2 * (settings.get("dataloader_prefetch_factor") or 2)
-    prepared = "tokenize and pack before training, not in __getitem__ or the collator"
-    if not workers:
-        return [more, prepared, kept]
-    further = [] if settings.get("dataloader_persistent_workers") else [kept]
-    return [more, f"dataloader_prefetch_factor={ahead}, where some samples take much longer than others", prepared,
-            *further]  # fmt: skip
+    most = min(2 * workers or 4, _logged(run, "processors") or 4096)
+    changes = []
+    if most > workers:
+        changes.append(
+            f"dataloader_num_workers={most}: batches are made beside the step, not before it (an IterableDataset of "
+            "your own must share its rows out among them)"
+        )
+    if workers:
+        ahead = 2 * (_count(settings.get("dataloader_prefetch_factor")) or 2)
+        changes.append(f"dataloader_prefetch_factor={ahead}, where some samples take much longer than others")
+    changes.append("tokenize and pack before training, not in __getitem__ or the collator")
+    if not settings.get("dataloader_persistent_workers"):
+        changes.append("dataloader_persistent_workers=true: the workers stay from epoch to epoch")
+    return changes
 
 
 def _device_changes(run: Run) -> list[str]:
@@ -99,10 +104,16 @@ def filled(run: Run) -> float | None:
 
 def _usual(run: Run, name: str) -> float | None:
     """The median of a share over the log; the first reading, which has the start in it, is left out."""
-    found = [one[name] for one in run.readings if name in one]
-    return median(found[1:] or found) if found else None
+    found = [one[name] for one in run.readings if name in one][1:]
+    return median(found) if found else None
 
 
-def _workers(run: Run) -> int:
-    logged = [one["dataloader_num_workers"] for one in run.readings if "dataloader_num_workers" in one]
-    return logged[-1] if logged else run.report.get("settings", {}).get("dataloader_num_workers") or 0
+def _logged(run: Run, name: str) -> int:
+    """A number of the log's last reading that has it, or of the run's settings; 0 where neither says."""
+    logged = [one[name] for one in run.readings if name in one]
+    return logged[-1] if logged else _count(run.report.get("settings", {}).get(name))
+
+
+def _count(value: object) -> int:
+    """A setting as a count; 0 where a report of somebody's says anything else."""
+    return value if isinstance(value, int) and value > 0 else 0
