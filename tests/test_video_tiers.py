@@ -2,21 +2,25 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import video_models
 import videos
+from transformers import TrainerState
 
 from hf_memopt import get_preset, list_presets
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import architectures
 from hf_memopt.estimator.prediction import estimate_job
 from hf_memopt.hardware.catalog import GIB
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.video_tiers import (
     COVERED_MODELS,
     Clip,
     Given,
     NothingFits,
+    Tier,
     Wish,
     bundled_video_models,
     candidates,
@@ -25,6 +29,7 @@ from hf_memopt.planner.video_tiers import (
     guide_row,
     tier_job,
     tier_row,
+    wanted_clips,
     with_clip,
 )
 from hf_memopt.presets import METHODS
@@ -55,6 +60,28 @@ def test_what_is_given_stays():
     assert {clip.micro_batch for clip in candidates(8 * GIB, 32, Given(micro_batch=7))} == {7}
 
 
+def test_a_limit_below_every_clip_leaves_the_shortest():
+    """The encoder drops frames to keep to it, so that such a job works."""
+    job = tier_job(get_preset("rtx_4090", "qlora"), architectures.load_config("qwen2.5-vl-3b"))
+    memory = get_preset("rtx_4090").hardware.memory
+    shortest = wanted_clips(job, memory, Wish(longest=8))
+    assert {(clip.frames, clip.side) for clip in shortest} == {(8, 224)}
+    assert [clip.micro_batch for clip in shortest] == [16, 8, 4, 2, 1]
+    assert shortest == wanted_clips(job, memory, Wish(longest=64))
+    assert {clip.frames for clip in wanted_clips(job, memory, Wish(longest=700))} == {16, 8}
+    assert wanted_clips(job, memory, Wish(longest=8, given=Given(max_frames=12)))[0].frames == 12
+
+
+def test_an_evaluation_that_was_given_is_estimated_too():
+    config, preset = architectures.load_config("qwen2.5-vl-3b"), get_preset("rtx_4090", "qlora")
+    given = tier_job(preset, config, fields={"per_device_eval_batch_size": 64, "eval_strategy": "steps"})
+    fields = with_clip(given, Clip(8, 224, 2), 32).fields
+    assert (fields["per_device_train_batch_size"], fields["per_device_eval_batch_size"]) == (2, 64)
+    assert fields["eval_strategy"] == "steps"
+    usual = with_clip(tier_job(preset, config, fields={"eval_strategy": "steps"}), Clip(8, 224, 2), 32).fields
+    assert (usual["per_device_eval_batch_size"], usual.get("eval_strategy", "no")) == (2, "no")
+
+
 @pytest.mark.slow
 def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
     folder = video_models.make("qwen3_vl", tmp_path, weights=False)
@@ -68,6 +95,8 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
     tier = choose_tier(job, Wish(memory=16 * GIB, share=(sixth + 1000) / (16 * GIB)))
     assert (tier.max_frames, tier.max_pixels_per_frame, tier.micro_batch) == (150, 224 * 224, 2)  # wanted[6]
     assert tier.estimate.device_bytes <= sixth + 1000
+    short = choose_tier(job, Wish(memory=16 * GIB, longest=8))
+    assert (short.max_frames, short.max_pixels_per_frame, short.micro_batch) == (8, 224 * 224, 8)
     with pytest.raises(NothingFits) as short:
         choose_tier(job, Wish(memory=16 * GIB, share=1e-5))
     assert short.value.needed > short.value.room
@@ -76,15 +105,12 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
 # ---- the file
 
 
-def test_the_file_has_the_rows_that_are_asked_for_most():
-    """Of the others the recipe makes estimates as it starts."""
+def test_the_file_has_a_row_for_every_preset_method_and_covered_model():
     singles = {name for name in list_presets() if get_preset(name).processes == 1} - {"cpu"}
     assert set(covered_presets()) == singles and set(COVERED_MODELS) <= set(bundled_video_models())
     keys = [(row["preset"], row["method"], row["model"]) for row in all_tiers()]
     known = {(name, method, model) for name in singles for method in METHODS for model in COVERED_MODELS}
-    assert len(keys) == len(set(keys)) and set(keys) <= known
-    cards = {name for name in singles if name.startswith("rtx_")} | {"l4", "l40s", "a100_40gb", "a100_80gb"}
-    assert {(name, "qlora", model) for name in cards for model in COVERED_MODELS} <= set(keys)
+    assert len(keys) == len(set(keys)) and set(keys) == known
 
 
 def test_every_row_fits_its_card_and_keeps_to_the_rule():
@@ -187,13 +213,34 @@ def test_what_was_given_goes_over_the_row(started, no_traces):
     assert clips_of(job) == (None, None, 4, 8) and "max_frames none leaves no largest clip" in line
 
 
+@pytest.mark.parametrize("preset", ["rtx_3070", "rtx_4090"])
+def test_the_line_states_the_batch_that_runs(started, no_traces, preset):
+    for words in (*(["--effective_batch_size", str(size)] for size in (1, 3, 5, 6, 32)),
+                  ["--gradient_accumulation_steps", "16"],
+                  ["--effective_batch_size", "6", "--video_profile", "maximum_savings"],
+                  ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "5"]):  # fmt: skip
+        job, line = started(*words, preset=preset)
+        micro, accumulation = clips_of(job)[2:]
+        assert f", micro-batch {micro} × {accumulation}" in line
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            assert (name in line) == (f"--{name}" in words)
+
+
+def test_no_batch_is_stated_where_none_was_chosen(started, no_traces, monkeypatch):
+    with pytest.raises(InputError, match="gradient_accumulation_steps=5 does not divide"):
+        started("--gradient_accumulation_steps", "5")
+    monkeypatch.setattr(video_tier, "world_size", lambda: 2)  # there is one process here
+    _, line = started("--effective_batch_size", "4")
+    assert "predicted for one device alone" in line and "micro-batch" not in line
+
+
 def test_a_profile_goes_over_the_preset_and_under_what_was_given(started, no_traces):
     job, line = started("--video_profile", "maximum_savings", "--effective_batch_size", "16")
     assert clips_of(job) == (50, 224 * 224, 2, 8)
     assert "video_profile maximum_savings goes over preset rtx_3070" in line
     job, line = started("--video_profile", "maximum_savings", "--max_frames", "30", "--gradient_accumulation_steps",
                         "32")  # fmt: skip
-    assert clips_of(job)[:3] == (30, 224 * 224, 1) and "max_frames, per_device_train_batch_size as given" in line
+    assert clips_of(job)[:3] == (30, 224 * 224, 1) and "max_frames, gradient_accumulation_steps as given" in line
     job, _ = started("--video_profile", "maximum_performance", "--activation_checkpointing", "true")
     assert clips_of(job)[0] is None and job.args.activation_checkpointing and job.preset.dtype == "float32"
 
@@ -217,10 +264,11 @@ def test_nothing_fits(recipe, qwen, tmp_path, no_traces):
 
 
 def test_a_row_holds_for_its_own_settings_alone(started, monkeypatch):
-    asked = []
+    asked, jobs_asked = [], []
 
     def stopped(job, wish, note):
         asked.append((job.peft_config.r, wish.given, wish.effective_batch_size))
+        jobs_asked.append(job)
         raise InputError("stopped here")
 
     monkeypatch.setattr(video_tier, "choose_tier", stopped)
@@ -231,9 +279,47 @@ def test_a_row_holds_for_its_own_settings_alone(started, monkeypatch):
     started("--freeze_projector", "true")
     started("--activation_checkpointing", "false")
     assert len(asked) == 4 and asked[1][1] == Given(max_frames=76)
+    started("--activation_checkpointing_kwargs", '{"every_n_layers": 4}')
+    started("--per_device_eval_batch_size", "64")
+    assert jobs_asked[-1].fields["per_device_eval_batch_size"] == 64
+    started("--max_length", "1000")
+    started("--max_video_tokens", "8")
+    assert len(asked) == 8
+    started("--max_length", "3000", "--max_frames", "40")  # which no sample reaches
+    assert len(asked) == 8
 
 
 # ---- other models, and plans
+
+
+def test_a_resumed_plan_keeps_its_clips(started, monkeypatch, tmp_path, caplog):
+    """The search and the plan are stood in for: other memory is free each time, and a trace takes long."""
+    fits = iter((150, 75, 50))
+
+    def choose(job, wish, note):
+        return Tier(next(fits), 336**2, 1, SimpleNamespace(device_bytes=GIB))
+
+    def plan(config, preset, *_args, **_layout):
+        return auto.Planned(preset, MemoryArguments(), {"per_device_train_batch_size": 2}, "", None)
+
+    monkeypatch.setattr(video_tier, "choose_tier", choose)
+    monkeypatch.setattr(video_tier, "plan_here", plan)
+    words = {"preset": "auto", "method": "lora"}
+    assert clips_of(started("--dry_run", **words)[0])[:2] == (150, 336**2)
+    assert not (tmp_path / "out").exists()
+    assert clips_of(started(**words)[0])[0] == 75
+    assert clips_of(started(**words)[0])[0] == 50  # nothing was saved: it begins anew
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    (checkpoint / "global_step1").mkdir(parents=True)
+    TrainerState().save_to_json(str(checkpoint / "trainer_state.json"))
+    job, line = started(**words)
+    assert clips_of(job)[:2] == (50, 336**2) and "what the run that is resumed began with" in line
+    assert clips_of(started("--max_frames", "40", **words)[0])[:2] == (40, 336**2)
+    assert clips_of(started(**words)[0])[0] == 40
+    fits = iter((32, 16))
+    assert clips_of(started("--resume_from_checkpoint", "no", **words)[0])[0] == 32
+    (tmp_path / "out" / video_tier.CLIPS_FILE).unlink()
+    assert clips_of(started(**words)[0])[0] == 16 and "frames are chosen anew: pass --max_frames" in caplog.text
 
 
 @pytest.fixture

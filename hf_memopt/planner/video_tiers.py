@@ -17,7 +17,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.model import count_weights
 from hf_memopt.estimator.parallel import on_all_cores
-from hf_memopt.estimator.prediction import Job, estimate_job
+from hf_memopt.estimator.prediction import Job, estimate_job, evaluates
 from hf_memopt.estimator.reference import job_of
 from hf_memopt.estimator.report import Estimate
 from hf_memopt.estimator.video import VideoInputs
@@ -163,10 +163,7 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     room = int(memory * wish.share)
     if (least := _least_bytes(job)) > room:
         raise NothingFits(least, room)
-    positions = getattr(job.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    longest = math.inf if wish.given.max_frames else min(wish.longest, positions)
-    wanted = [clip for clip in candidates(memory, wish.effective_batch_size, wish.given)
-              if _tokens(job, clip) <= longest]  # fmt: skip
+    wanted = wanted_clips(job, memory, wish)
     search = _Search(job, wish.effective_batch_size, room, note, map_fn)
     clip = search.first_that_fits(wanted)
     if clip is None:
@@ -174,6 +171,22 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
     pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
     return Tier(clip.frames, pixels, clip.micro_batch, search.tried[clip])
+
+
+def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
+    """The candidates that keep to the longest sample, or the shortest where none does: what is too long loses frames
+    when it is encoded.
+
+    Args:
+        memory: bytes of the device.
+    """
+    clips = list(candidates(memory, wish.effective_batch_size, wish.given))
+    if wish.given.max_frames:
+        return clips
+    positions = getattr(job.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    tokens = {clip: _tokens(job, clip) for clip in clips}
+    longest = max(min(wish.longest, positions), min(tokens.values()))
+    return [clip for clip in clips if tokens[clip] <= longest]
 
 
 @dataclass
@@ -222,8 +235,11 @@ def with_clip(job: Job, clip: Clip, effective_batch_size: int) -> Job:
     """The job on such clips, with the micro-batch that an effective batch is divided into."""
     video = replace(job.video, frames=clip.frames, height=clip.side, width=clip.side,
                     max_pixels_per_frame=clip.side**2)  # fmt: skip
-    batch = {"per_device_train_batch_size": clip.micro_batch, "per_device_eval_batch_size": clip.micro_batch,
-             "gradient_accumulation_steps": max(1, effective_batch_size // clip.micro_batch)}  # fmt: skip
+    batch = {
+        "per_device_train_batch_size": clip.micro_batch,
+        "per_device_eval_batch_size": _evaluated_at_once(job) or clip.micro_batch,
+        "gradient_accumulation_steps": max(1, effective_batch_size // clip.micro_batch),
+    }
     return replace(job, video=video, fields={**job.fields, **batch}, seq_len=_tokens(job, clip))
 
 
@@ -236,8 +252,14 @@ def _tokens(job: Job, clip: Clip) -> int:
 
 
 def _load(job: Job, clip: Clip) -> int:
-    """Tokens of a micro-batch."""
-    return clip.micro_batch * _tokens(job, clip)
+    """Tokens of a micro-batch, and of an evaluation's where it may be the larger: a clip whose load is no larger in
+    either is no larger here."""
+    return (clip.micro_batch + _evaluated_at_once(job)) * _tokens(job, clip)
+
+
+def _evaluated_at_once(job: Job) -> int:
+    """Samples of an evaluation's micro-batch that was given; 0 where it follows the step's: see tier_job()."""
+    return job.fields["per_device_eval_batch_size"] if evaluates(job.fields) else 0
 
 
 def _least_bytes(job: Job) -> int:
@@ -272,8 +294,10 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
         preset: as video_preset() makes it.
         changes: further arguments of estimator.reference.job_of, over these.
     """
-    # An evaluation needs less than a step of the same micro-batch, and its trace takes a third of the time.
-    fields = {"activation_checkpointing": True, **changes.pop("fields", {}), "eval_strategy": "no"}
+    fields = {"activation_checkpointing": True, **changes.pop("fields", {})}
+    if "per_device_eval_batch_size" not in fields:
+        # An evaluation needs less than a step of the same micro-batch, and its trace takes a third of the time.
+        fields["eval_strategy"] = "no"
     clip = _FIRST[0]
     job = {"video": VideoInputs(clip.frames, clip.side, clip.side, clip.side**2), "frozen": ("vision",),
            "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),

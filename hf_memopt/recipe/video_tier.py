@@ -5,20 +5,25 @@ can be chosen the balanced profile stands in, which the first line says.
 """
 
 import functools
+import json
 import logging
 import math
 import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.data.video_pixels import FAMILIES
 from hf_memopt.data.video_processor import settings_of
+from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.prediction import Job as EstimatedJob
 from hf_memopt.estimator.video import VideoInputs
+from hf_memopt.files import user_path, write_json
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import RUNGS
@@ -33,23 +38,29 @@ from hf_memopt.planner.video_tiers import (
     tier_job,
 )
 from hf_memopt.presets import METHODS, get_preset
+from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
 from hf_memopt.recipe.arguments import Parsed
 from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
+from hf_memopt.recipe.resume import checkpoint_to_resume
 
 logger = logging.getLogger(__name__)
 
 _MICRO, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_PIXELS = "max_pixels_per_frame"
 _SMALLEST = (8, 224 * 224, 1)  # frames, pixels, micro-batch: where not even what was given fits
-# TrainingArguments fields that do not change what the file's rows predict.
+CLIPS_FILE = "video_clips.json"  # in output_dir: the limits of a planned run, for the run that resumes it
+# TrainingArguments fields that do not change what the file's rows predict. Whole names, since a longer one may change
+# it: activation_checkpointing_kwargs.
 _HARMLESS = (
-    "activation_checkpointing", "adam_", "data_seed", "dataloader_", "disable_tqdm", "effective_batch_size", "eval_on",
-    "eval_steps", _ACCUMULATION, "hub_", "learning_rate", "logging_", "lr_scheduler", "max_steps", "num_train_epochs",
-    "output_dir", _MICRO, "per_device_eval_batch_size", "push_to_hub", "report_to", "resume_from_checkpoint",
-    "run_name", "save_", "seed", "use_cpu", "warmup_", "weight_decay",
+    "activation_checkpointing", "data_seed", "disable_tqdm", "effective_batch_size", "eval_on_start", "eval_steps",
+    _ACCUMULATION, "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs",
+    "output_dir", _MICRO, "push_to_hub", "report_to", "resume_from_checkpoint", "run_name", "seed", "use_cpu",
+    "weight_decay",
 )  # fmt: skip
+_HARMLESS_PREFIXES = ("adam_", "dataloader_", "hub_", "logging_", "save_", "warmup_")
 
 
 @dataclass(frozen=True)
@@ -84,18 +95,21 @@ def choose_clips(job: Job, training: dict[str, Any], parsed: Parsed) -> dict[str
     asked = _asked(job, training, parsed)
     config = load_job_config(job)
     if reason := _not_chosen(job, config, asked):
-        micro = asked.given.micro_batch or job.preset.micro_batch_size
-        _tell(f"{_limits(job)}, micro-batch {micro}{asked.by}: not chosen here, since {reason}")
+        _tell(f"{_limits(job)}{asked.by}: not chosen here, since {reason}")
         return {}
     wanted = _Wanted(job, config, training, parsed, asked.given)
-    chosen = wanted.of_the_file() or wanted.estimated()
+    planned = plans_here(job.recipe.preset)
+    chosen = (planned and _resumed(training, asked.given)) or wanted.of_the_file() or wanted.estimated()
     job.recipe = replace(job.recipe, max_frames=chosen.frames, max_pixels_per_frame=chosen.pixels)
-    if plans_here(job.recipe.preset):
+    if planned:
         _tell(f"{_limits(job)}{asked.by}: {chosen.about}")
-        return wanted.plan()
+        fields = wanted.plan()
+        if not job.recipe.dry_run:
+            _remember(job, training["output_dir"])
+        return fields
     job.preset = replace(job.preset, micro_batch_size=chosen.micro_batch)
-    accumulation = max(1, _effective(job, training) // chosen.micro_batch)
-    _tell(f"{_limits(job)}, micro-batch {chosen.micro_batch} × {accumulation}{asked.by}: {chosen.about}")
+    micro, accumulation = _batch(job, training)
+    _tell(f"{_limits(job)}, micro-batch {micro} × {accumulation}{asked.by}: {chosen.about}")
     return {}
 
 
@@ -111,21 +125,31 @@ def _limits(job: Job) -> str:
 def _effective(job: Job, training: dict[str, Any]) -> int:
     if training.get(_MICRO) and training.get(_ACCUMULATION):
         return training[_MICRO] * training[_ACCUMULATION]
-    return training.get("effective_batch_size") or job.preset.effective_batch_size
+    given = training.get("effective_batch_size")
+    return job.preset.effective_batch_size if given is None else given
+
+
+def _batch(job: Job, training: dict[str, Any]) -> tuple[int, int]:
+    """The micro-batch and accumulation that TrainingArguments will get, on one device.
+
+    Raises:
+        InputError: no whole numbers give the effective batch.
+    """
+    given = training.get(_MICRO), training.get(_ACCUMULATION)
+    return batch_settings(_effective(job, training), job.preset.micro_batch_size, 1, *given)
 
 
 def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
-    limits = ("max_frames", "max_pixels_per_frame")
+    limits = ("max_frames", _PIXELS)
     fixed = {name: getattr(job.recipe, name) for name in limits if name in parsed.given}
-    micro = training.get(_MICRO)
-    if micro is None and training.get(_ACCUMULATION):
-        micro = max(1, _effective(job, training) // training[_ACCUMULATION])
-    names = ", ".join([*fixed, *([_MICRO] if micro else [])])
+    batch = [name for name in (_MICRO, _ACCUMULATION) if training.get(name) is not None]
+    micro, _ = _batch(job, training)  # the profile's too
+    names = ", ".join([*fixed, *batch])
     said = [f"{names} as given"] if names else []
     if profile := job.recipe.video_profile:
         fixed.setdefault("max_frames", parsed.profile["max_frames"])
-        micro = micro or job.preset.micro_batch_size  # which is the profile's
         said.append(f"video_profile {profile} goes over preset {job.recipe.preset}")
+    micro = micro if batch or profile else None
     unbounded = next((name for name, value in fixed.items() if value is None), None)
     return _Asked(Given(**fixed, micro_batch=micro), unbounded, f" ({'; '.join(said)})" if said else "")
 
@@ -150,6 +174,43 @@ class _Chosen:
     pixels: int | None
     micro_batch: int
     about: str
+
+
+def _resumed(training: dict[str, Any], given: Given) -> _Chosen | None:
+    """The clips of the run that is resumed, under what is given: the memory that is free now is no reason to go on
+    with other data. None where no run is resumed, or its clips are not known.
+
+    Raises:
+        InputError: the checkpoint is missing or damaged.
+    """
+    if given.max_frames and given.max_pixels_per_frame:
+        return None
+    where = str(user_path(training["output_dir"]))
+    named, alone = training.get("resume_from_checkpoint"), training.get("save_only_model", False)
+    checkpoint = checkpoint_to_resume(
+        SimpleNamespace(output_dir=where, resume_from_checkpoint=named, save_only_model=alone)
+    )
+    if checkpoint is None:
+        return None
+    try:
+        began = json.loads((Path(checkpoint).parent / CLIPS_FILE).read_text(encoding="utf-8"))
+        frames, pixels = given.max_frames or began["max_frames"], given.max_pixels_per_frame or began[_PIXELS]
+    except (OSError, ValueError, LookupError, TypeError):
+        logger.warning(
+            "%s was saved without %s, so that frames are chosen anew: pass --max_frames and --max_pixels_per_frame to "
+            "keep those that the run began with",
+            checkpoint,
+            CLIPS_FILE,
+        )
+        return None
+    return _Chosen(frames, pixels, given.micro_batch or 1, "what the run that is resumed began with")
+
+
+def _remember(job: Job, output_dir: str) -> None:
+    check_writable(output_dir)
+    folder = user_path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CLIPS_FILE, {"max_frames": job.recipe.max_frames, _PIXELS: job.recipe.max_pixels_per_frame})
 
 
 @dataclass(frozen=True)
@@ -188,10 +249,12 @@ class _Wanted:
         own = (self.given.max_frames, self.given.max_pixels_per_frame, self.given.micro_batch)
         if any(mine and mine > limit for mine, limit in zip(own, limits, strict=True)):
             return None
-        clip = (mine or limit for mine, limit in zip(own, limits, strict=True))
+        frames, pixels, micro = (mine or limit for mine, limit in zip(own, limits, strict=True))
+        if self._tokens(frames, pixels) > _longest(self.job):
+            return None
         taken = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} at most"
         where = f"{preset.name} with {preset.method} of {self.bundled}"
-        return _Chosen(*clip, f"what is predicted to fit {where} ({taken})")
+        return _Chosen(frames, pixels, micro, f"what is predicted to fit {where} ({taken})")
 
     def estimated(self) -> _Chosen:
         """The clips that estimates say fit, made now.
@@ -238,6 +301,10 @@ class _Wanted:
         side = math.isqrt(pixels or 448 * 448)
         return VideoInputs(frames, side, side, pixels, settings=settings_of(self.job.model_name))
 
+    def _tokens(self, frames: int, pixels: int | None) -> int:
+        """Tokens of a sample."""
+        return self._clip(frames, pixels).batch(self.config, 1)["input_ids"].shape[1]
+
     def plan(self) -> dict[str, Any]:
         """Plan for the memory that is free, with the clips that were chosen: the TrainingArguments fields of it."""
         job, recipe, config = self.job, self.job.recipe, self.config
@@ -248,8 +315,9 @@ class _Wanted:
             fields[_MICRO] = self.given.micro_batch
             fields.pop(_ACCUMULATION, None)
         video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
+        length = self._tokens(recipe.max_frames, recipe.max_pixels_per_frame)
         planned = plan_here(
-            config, job.preset, video.batch(config, 1)["input_ids"].shape[1], recipe.rung, fields, self.parsed.lora,
+            config, job.preset, length, recipe.rung, fields, self.parsed.lora,
             (lambda preset: quantization(preset, config, job.quantization)) if recipe.method == "qlora" else None,
             with_few_logits(job.memory_args, config), video=video, frozen=recipe.frozen,
             attn_implementation=recipe.attn_implementation,
@@ -270,7 +338,11 @@ def _as_shipped(job: Job, parsed: Parsed) -> bool:
     plain = not (parsed.lora or parsed.quantization or parsed.memory.levers() or recipe.attn_implementation)
     checkpointed = parsed.training.get("activation_checkpointing") is True
     fields = parsed.training.keys() & parsed.given
-    return usual and plain and checkpointed and all(name.startswith(_HARMLESS) for name in fields)
+    return usual and plain and checkpointed and all(map(_harmless, fields))
+
+
+def _harmless(field: str) -> bool:
+    return field in _HARMLESS or field.startswith(_HARMLESS_PREFIXES)
 
 
 def _sizes(config) -> tuple:
