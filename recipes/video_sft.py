@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.data.video_batch import VideoCollator
     from hf_memopt.data.video_processor import load_processor
     from hf_memopt.levers.answer_logits import with_few_logits
+    from hf_memopt.recipe.video_tier import remember_clips
     from hf_memopt.video.trainer import VideoTrainer
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None):
     told = videos.budget(train, largest, frozen)
     estimated = summary.announce(job, trainer, length, told, video=videos.real_inputs(largest), frozen=frozen)
     if not job.recipe.dry_run:
+        remember_clips(job)
         summary.train(job, trainer, resume, processor, estimated, videos.show_answers)
     return trainer
 

@@ -217,6 +217,7 @@ def test_doctor_lists_every_fault_with_its_line(tmp_path, command):
         ("bad.yaml: line 5", "did you mean 'version'"),
         ("bad.json: line 3", "did you mean 'stage'"),
         ("bad.json: line 4", "stage"),
+        ("bad.json: ", "neither train_batch_size nor train_micro_batch_size_per_gpu"),
     ]
     assert len(lines) == len(expected)
     for line, (place, said) in zip(lines, expected, strict=True):

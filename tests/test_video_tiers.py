@@ -306,20 +306,27 @@ def test_a_resumed_plan_keeps_its_clips(started, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(video_tier, "plan_here", plan)
     words = {"preset": "auto", "method": "lora"}
     assert clips_of(started("--dry_run", **words)[0])[:2] == (150, 336**2)
+
     assert not (tmp_path / "out").exists()
-    assert clips_of(started(**words)[0])[0] == 75
-    assert clips_of(started(**words)[0])[0] == 50  # nothing was saved: it begins anew
+
+    def trained(*more) -> tuple:
+        """What a run begins with; whether it says that it is another's."""
+        job, line = started(*more, **words)
+        video_tier.remember_clips(job)
+        return *clips_of(job)[:2], "what the run that is resumed began with" in line
+
+    assert trained() == (75, 336**2, False)
+    assert trained() == (50, 336**2, False)  # nothing was saved: it begins anew
     checkpoint = tmp_path / "out" / "checkpoint-1"
     (checkpoint / "global_step1").mkdir(parents=True)
     TrainerState().save_to_json(str(checkpoint / "trainer_state.json"))
-    job, line = started(**words)
-    assert clips_of(job)[:2] == (50, 336**2) and "what the run that is resumed began with" in line
-    assert clips_of(started("--max_frames", "40", **words)[0])[:2] == (40, 336**2)
-    assert clips_of(started(**words)[0])[0] == 40
+    assert trained() == (50, 336**2, True)
+    assert trained("--max_frames", "40")[:2] == (40, 336**2)
+    assert trained()[:2] == (40, 336**2)
     fits = iter((32, 16))
-    assert clips_of(started("--resume_from_checkpoint", "no", **words)[0])[0] == 32
+    assert trained("--resume_from_checkpoint", "no") == (32, 336**2, False)
     (tmp_path / "out" / video_tier.CLIPS_FILE).unlink()
-    assert clips_of(started(**words)[0])[0] == 16 and "frames are chosen anew: pass --max_frames" in caplog.text
+    assert trained()[0] == 16 and "frames are chosen anew: pass --max_frames" in caplog.text
 
 
 @pytest.fixture

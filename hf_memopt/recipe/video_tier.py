@@ -18,7 +18,6 @@ from typing import Any
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.data.video_pixels import FAMILIES
 from hf_memopt.data.video_processor import settings_of
-from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.prediction import Job as EstimatedJob
@@ -103,10 +102,7 @@ def choose_clips(job: Job, training: dict[str, Any], parsed: Parsed) -> dict[str
     job.recipe = replace(job.recipe, max_frames=chosen.frames, max_pixels_per_frame=chosen.pixels)
     if planned:
         _tell(f"{_limits(job)}{asked.by}: {chosen.about}")
-        fields = wanted.plan()
-        if not job.recipe.dry_run:
-            _remember(job, training["output_dir"])
-        return fields
+        return wanted.plan()
     job.preset = replace(job.preset, micro_batch_size=chosen.micro_batch)
     micro, accumulation = _batch(job, training)
     _tell(f"{_limits(job)}, micro-batch {micro} × {accumulation}{asked.by}: {chosen.about}")
@@ -206,9 +202,11 @@ def _resumed(training: dict[str, Any], given: Given) -> _Chosen | None:
     return _Chosen(frames, pixels, given.micro_batch or 1, "what the run that is resumed began with")
 
 
-def _remember(job: Job, output_dir: str) -> None:
-    check_writable(output_dir)
-    folder = user_path(output_dir)
+def remember_clips(job: Job) -> None:
+    """Write what a plan chose for the memory that was free, as training begins: a resumed run keeps to it."""
+    if job.planned is None:
+        return
+    folder = Path(job.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CLIPS_FILE, {"max_frames": job.recipe.max_frames, _PIXELS: job.recipe.max_pixels_per_frame})
 
