@@ -134,9 +134,8 @@ def predict_rows(runner: Runner, results: Results, deadline: float) -> None:
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         for number, (key, row) in enumerate(pool.map(predict, waiting.items()), 1):
             if row is None or row["outcome"] != "measured":
-                print(
-                    f"[{number}/{len(waiting)}] not predicted: {(row or {}).get('reason', 'the budget is spent')[-300:]}"
-                )
+                reason = (row or {}).get("reason", "the budget is spent")[-300:]
+                print(f"[{number}/{len(waiting)}] {waiting[key]['case']} is not predicted: {reason}")
                 continue
             known[key] = row["predicted"]
             write_whole(path, json.dumps(known, indent=1) + "\n")

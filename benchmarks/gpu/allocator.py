@@ -46,9 +46,9 @@ def recorded(setting: Setting) -> tuple[list[tuple[int, int]], dict]:
     if not torch.cuda.is_available():
         from torch.profiler import ProfilerActivity, profile
 
-        with tempfile.TemporaryDirectory() as folder:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-                make_trainer(setting, folder, 2).train()
+        watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with tempfile.TemporaryDirectory() as folder, watched as recording:
+            make_trainer(setting, folder, 2).train()
         raw = [event for event in recording.profiler.kineto_results.events() if event.name() == "[memory]"]
         raw.sort(key=lambda event: event.start_ns())
         live = [(number, event.nbytes()) for number, event in enumerate(raw)]

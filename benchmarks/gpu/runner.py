@@ -41,11 +41,11 @@ class Runner:
                "date": datetime.now(UTC).date().isoformat()}  # fmt: skip
         began = time.monotonic()
         found = self._run(case, limit, task, device)
-        if self.context.get_start_method() == "forkserver" and "CUDA" in (text := found.get("reason", "")):
-            if any(phrase in text for phrase in ("forked subprocess", "initialization error")):
-                print("CUDA cannot be used after the fork: every case imports for itself from here on")
-                self.context = multiprocessing.get_context("spawn")
-                found = self._run(case, limit, task, device)
+        started = any(phrase in found.get("reason", "") for phrase in ("forked subprocess", "initialization error"))
+        if started and self.context.get_start_method() == "forkserver":
+            print("CUDA cannot be used after the fork: every case imports for itself from here on")
+            self.context = multiprocessing.get_context("spawn")
+            found = self._run(case, limit, task, device)
         return row | found | {"seconds": round(time.monotonic() - began, 1)}
 
     def _run(self, case: Case, limit: float, task: str, device: dict | None) -> dict:

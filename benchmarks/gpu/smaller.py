@@ -51,7 +51,8 @@ def measure(case: Case) -> dict:
     config = config_of(Setting("smaller", predicted["model"], sizes=sizes))
     length = predicted["seq_len"] if on_card else 32
     micro = {} if on_card else {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "use_cpu": True,
-                                "bf16": False, "fp16": False, "optim": "adamw_torch"}  # fmt: skip
+                                "bf16": False, "fp16": False, "optim": "adamw_torch",
+                                "dataloader_num_workers": 0}  # fmt: skip
     outcome = "trained"
     with tempfile.TemporaryDirectory() as folder, peaks() as found:
         try:

@@ -27,10 +27,8 @@ def build(results: dict, predictions: dict) -> dict[str, list[dict]]:
         predictions: settings as sorted JSON -> what was predicted for them.
     """
     rows = [row for row in results["rows"] if row["outcome"] == "measured"]
-    jobs = [
-        (row, predictions[key]) for row in rows
-        if row["part"] in ("estimator", "speed") and (key := json.dumps(row["settings"], sort_keys=True)) in predictions
-    ]  # fmt: skip
+    keys = [json.dumps(row["settings"], sort_keys=True) for row in rows]
+    jobs = [(row, predictions[key]) for row, key in zip(rows, keys, strict=True) if key in predictions]
     errors = [errors_of(row, predicted) for row, predicted in jobs]
     tables = {"Memory, predicted beside measured": errors, "Error by kind": by_kind(errors), "Speed": speeds(jobs)}
     for part in ("smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards"):

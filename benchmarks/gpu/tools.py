@@ -57,7 +57,8 @@ def constants(setting: Setting) -> dict:
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     link = host.nbytes / seconds_of(lambda: target[: host.nbytes].copy_(host, non_blocking=True))
     launch = seconds_of(lambda: small.add_(1), 2000)
-    del left, right, product, source, target
+    left = right = product = source = target = None  # the training that follows finds an empty card
+    torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         make_trainer(setting, folder, 2).train()
     context = (used_on_card() or 0) - idle - torch.cuda.memory_reserved()

@@ -128,12 +128,9 @@ def check_needs(setting: Setting) -> None:
 
     import torch
 
-    if not torch.cuda.is_available():
-        if setting.fields.get("fp16") or "paged" in setting.fields.get("optim", "") or setting.attention:
-            if setting.attention not in (None, "sdpa", "eager"):
-                raise Skip(f"{setting.attention} needs a card")
-            if not setting.attention:
-                raise Skip("fp16 training and paged optimizers need a card")
+    card_only = setting.fields.get("fp16") or "paged" in setting.fields.get("optim", "")
+    if not torch.cuda.is_available() and (card_only or str(setting.attention).startswith("flash")):
+        raise Skip("fp16 training, paged optimizers and flash attention need a card")
     needed = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(setting.attention)
     quantized = setting.method == "qlora" or "bit" in setting.fields.get("optim", "")
     for package in filter(None, (needed, "bitsandbytes" if quantized else None)):
