@@ -18,12 +18,11 @@ from pathlib import Path
 
 from benchmarks.gpu.case import COMMITTED, Case, Results, load
 from benchmarks.gpu.runner import Runner
-from benchmarks.gpu.tables import write_tables
+from benchmarks.gpu.tables import PREDICTED, write_tables
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import write_whole
 
 PARTS = ("estimator", "speed", "smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards")
-PREDICTED = ("estimator", "speed")  # parts whose settings are training jobs
 REHEARSAL = "rehearsal"
 HEADER = ("benchmark", "rehearsal", "hardware", "driver", "cuda", "cards", "cores", "versions")
 

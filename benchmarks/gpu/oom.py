@@ -5,7 +5,7 @@ import tempfile
 import time
 
 from benchmarks.gpu.case import Case
-from benchmarks.gpu.training import Setting, make_trainer, step_clock
+from benchmarks.gpu.training import Setting, make_trainer, release, step_clock
 
 PHASES = ("forward", "backward", "clipping", "optimizer", "eval", "save")
 MODEL = Setting("oom", "smollm2-135m", {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}, {}, micro=4,
@@ -87,11 +87,10 @@ def too_small(setting: Setting) -> dict:
     if not torch.cuda.is_available():
         return {"weights_error": distance(plain, run(setting)[0]), "limit_bytes": None, "micro_batch": setting.micro}
     whole = torch.cuda.max_memory_reserved()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    release()
     run(dataclasses.replace(setting, micro=setting.micro // 2))
     limit = (whole + torch.cuda.max_memory_reserved()) // 2
-    torch.cuda.empty_cache()
+    release()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     weights, trainer, limited_seconds, _ = run(setting)
     return {"limit_bytes": limit, "whole_bytes": whole, "weights_error": distance(plain, weights),

@@ -30,7 +30,7 @@ def measure(case: Case) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
-    from benchmarks.gpu.training import TINY, Setting, config_of, peaks
+    from benchmarks.gpu.training import TINY, Setting, config_of, peaks, release
     from hf_memopt.estimator import overheads
     from hf_memopt.hardware import configure_allocator
     from hf_memopt.levers.adapters import add_adapters
@@ -44,7 +44,6 @@ def measure(case: Case) -> dict:
         limit = preset.hardware.memory - overheads.context(preset.hardware)
         if limit > total:
             raise Skip(f"the card has {total / GIB:.1f} GiB, less than {preset.hardware.label} leaves")
-        torch.cuda.set_per_process_memory_fraction(limit / total)
     if preset.method == "qlora" and not on_card:
         raise Skip("the rehearsal has no 4-bit model of a preset")
     sizes = {} if on_card else {**TINY, "tiny": 1}
@@ -60,8 +59,11 @@ def measure(case: Case) -> dict:
                 model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, preset.dtype))
             if preset.method == "qlora":
                 model.save_pretrained(folder)
-                del model
+                model = None
+                release()
                 model = AutoModelForCausalLM.from_pretrained(folder, **preset.model_kwargs("sdpa"))
+            if on_card:  # from here on: the whole model in 16 bits, of which QLoRA's was made, may be larger than it
+                torch.cuda.set_per_process_memory_fraction(limit / total)
             if preset.method != "full":
                 model = add_adapters(model, preset.peft_config())
             args = preset.training_arguments(folder, world_size=1, max_steps=2, report_to="none", disable_tqdm=True,

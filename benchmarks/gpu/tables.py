@@ -8,6 +8,7 @@ from benchmarks.gpu.case import load
 from hf_memopt.files import write_whole
 
 GIB = 2**30
+PREDICTED = ("estimator", "speed")  # parts whose settings are training jobs
 BYTES = ("allocated_bytes", "reserved_bytes", "device_bytes")
 
 
@@ -28,7 +29,11 @@ def build(results: dict, predictions: dict) -> dict[str, list[dict]]:
     """
     rows = [row for row in results["rows"] if row["outcome"] == "measured"]
     keys = [json.dumps(row["settings"], sort_keys=True) for row in rows]
-    jobs = [(row, predictions[key]) for row, key in zip(rows, keys, strict=True) if key in predictions]
+    jobs = [
+        (row, predictions[key])
+        for row, key in zip(rows, keys, strict=True)
+        if row["part"] in PREDICTED and key in predictions
+    ]
     errors = [errors_of(row, predicted) for row, predicted in jobs]
     tables = {"Memory, predicted beside measured": errors, "Error by kind": by_kind(errors), "Speed": speeds(jobs)}
     for part in ("smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards"):

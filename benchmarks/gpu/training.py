@@ -109,13 +109,26 @@ def build(setting: Setting, device: str):
         memory_disk = Path("/dev/shm")  # 8B in 16 bits are 16 GB: through memory, not through a disk
         with tempfile.TemporaryDirectory(dir=memory_disk if memory_disk.is_dir() else None) as folder:
             model.save_pretrained(folder)
-            del model
+            model = None
+            release()  # the job itself loads a layer at a time, so the whole model in 16 bits is no part of its peak
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, quantization_config=packing, device_map={"": device}, **attention
             )
     if (peft_config := adapter(setting.method)) is not None:
         model = add_adapters(model, peft_config)
     return model
+
+
+def release() -> None:
+    """Give back everything that nobody holds any more, and begin the card's counters anew."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def check_needs(setting: Setting) -> None:
@@ -128,9 +141,14 @@ def check_needs(setting: Setting) -> None:
 
     import torch
 
-    card_only = setting.fields.get("fp16") or "paged" in setting.fields.get("optim", "")
-    if not torch.cuda.is_available() and (card_only or str(setting.attention).startswith("flash")):
-        raise Skip("fp16 training, paged optimizers and flash attention need a card")
+    card_only = {
+        "fp16 training": setting.fields.get("fp16"),
+        "a paged optimizer": "paged" in setting.fields.get("optim", ""),
+        "flash attention": str(setting.attention).startswith("flash"),
+        "transformers' own offload": setting.fields.get("activation_checkpointing_kwargs", {}).get("offload"),
+    }
+    if not torch.cuda.is_available() and (names := [name for name, asked in card_only.items() if asked]):
+        raise Skip(f"{names[0]} needs a card")
     needed = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(setting.attention)
     quantized = setting.method == "qlora" or "bit" in setting.fields.get("optim", "")
     for package in filter(None, (needed, "bitsandbytes" if quantized else None)):
@@ -168,7 +186,7 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
         **setting.fields, **fields,
     })  # fmt: skip
     rows = samples(setting, model.config.get_text_config().vocab_size)
-    given = {"model": model, "args": args, "train_dataset": rows, "eval_dataset": rows[: 2 * setting.micro],
+    given = {"model": model, "args": args, "train_dataset": rows, "eval_dataset": rows,
              "data_collator": default_data_collator, "callbacks": list(callbacks)}  # fmt: skip
     if kind is None:
         kind = Trainer if setting.memory is None else MemoryTrainer
