@@ -10,6 +10,7 @@ import time
 import pytest
 from conftest import ROOT
 
+sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import tables
 from benchmarks.gpu.__main__ import PARTS, all_cases
 from benchmarks.gpu.case import Case, Results

@@ -1,10 +1,11 @@
 """Part 4: real CUDA out-of-memory errors: recovered weights, time lost, and what MemoryTrainer costs without any."""
 
 import statistics
+import sys
 import tempfile
 import time
 
-from benchmarks.gpu.case import Case
+from benchmarks.gpu.case import ROOT, Case
 from benchmarks.gpu.training import Setting, make_trainer, release, step_clock
 
 PHASES = ("forward", "backward", "clipping", "optimizer", "eval", "save")
@@ -46,7 +47,8 @@ def failing(setting: Setting, phase: str) -> dict:
 
 def run(setting: Setting, phase: str | None = None, prepare=None):
     """Train; the weights, the trainer, the seconds and the failures."""
-    from tests.faults import Strikes, struck
+    sys.path.insert(0, str(ROOT / "tests"))  # an installed package may be called tests, too
+    from faults import Strikes, struck
 
     class Exhausted(Strikes):
         """On a card the failure is the allocator's own: more is asked for than the card has."""
