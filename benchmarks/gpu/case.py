@@ -67,8 +67,9 @@ class Results:
             self.rows = {row["case"]: row for row in load(source)["rows"]} if source else {}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a case's row in place of its older one."""
-        self.rows[row["case"]] = row
+        """Keep a case's row in place of its older one, with what it was measured by: later calls may have others."""
+        measured_by = {name: self.header.get(name) for name in ("driver", "versions", "command")}
+        self.rows[row["case"]] = row | measured_by
         content = {**self.header, "rows": list(self.rows.values())}
         write_whole(self.path, json.dumps(content, indent=1, default=str) + "\n")
 
