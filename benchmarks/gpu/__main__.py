@@ -121,7 +121,7 @@ def predict_rows(runner: Runner, results: Results, deadline: float) -> None:
     device = content["hardware"]
     rows = [row for row in content["rows"] if row["part"] in PREDICTED and row["outcome"] == "measured"]
     jobs = {json.dumps(row["settings"], sort_keys=True): row for row in rows}
-    waiting = {key: row for key, row in jobs.items() if key not in known}
+    waiting = {key: row for key, row in jobs.items() if "refused" in known.get(key, {"refused": ""})}
 
     def predict(item) -> tuple[str, dict | None]:
         key, row = item

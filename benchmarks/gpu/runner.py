@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.gpu.case import ROOT, Case, Skip, die_with_parent
+from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 
 TAIL = 1500  # characters of a failed case's output that are kept
@@ -86,7 +87,10 @@ def run_case(case: Case, task: str, device: dict | None, answer: Path, log: Path
             from benchmarks.gpu.training import Setting, predict
             from hf_memopt.hardware import Hardware
 
-            found = {"predicted": predict(Setting(**case.settings), Hardware(**device))}
+            try:
+                found = {"predicted": predict(Setting(**case.settings), Hardware(**device))}
+            except InputError as reason:  # the estimator says that it does not model this job
+                found = {"predicted": {"refused": str(reason)}}
         elif task == "header":
             found = header(case.rehearse)
         else:

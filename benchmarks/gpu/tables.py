@@ -34,11 +34,14 @@ def build(results: dict, predictions: dict) -> dict[str, list[dict]]:
         for row, key in zip(rows, keys, strict=True)
         if row["part"] in PREDICTED and key in predictions
     ]
+    refused = [(row, predicted["refused"]) for row, predicted in jobs if "refused" in predicted]
+    jobs = [(row, predicted) for row, predicted in jobs if "refused" not in predicted]
     errors = [errors_of(row, predicted) for row, predicted in jobs]
     tables = {"Memory, predicted beside measured": errors, "Error by kind": by_kind(errors), "Speed": speeds(jobs)}
     for part in ("smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards"):
         tables[part] = [{"case": row["case"].partition("/")[2], **flat(row["measured"])}
                         for row in rows if row["part"] == part]  # fmt: skip
+    tables["Not predicted"] = [{"case": row["case"], "reason": reason} for row, reason in refused]
     left = [row for row in results["rows"] if row["outcome"] != "measured"]
     tables["Not measured"] = [
         {"case": row["case"], "outcome": row["outcome"], "reason": row["reason"][-200:].replace("\n", " ")}
