@@ -35,12 +35,14 @@ def main(argv: list[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)])
     top = {} if args.tables else runner.run(Case("", "header", 0, rehearse=args.rehearse), 120, "header")
     folder = args.out / device_folder(args, top)
-    results = Results(folder, {name: top.get(name) for name in HEADER} | {"command": command}, args.fresh)
+    results = Results(
+        folder, {name: top.get(name) for name in HEADER} | {"command": command}, args.fresh and not args.tables
+    )
     if not args.tables:
         measure_cases(runner, cases, results, deadline)
     if not results.rows:
         raise InputError(f"{results.path} has no rows yet: run without --tables first, on the card")
-    predict_rows(runner, results, deadline)
+    predict_rows(runner, results, deadline, args.fresh)
     write_tables(results.path.parent)
     print(f"wrote {results.path.parent}/tables.md")
     return 0
@@ -52,7 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no case begins that might outlast them")
     parser.add_argument("--resume", action="store_true", help="keep what earlier calls measured (this is the default)")
-    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again; with --tables, predict again")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny models, under another name")
     parser.add_argument("--tables", action="store_true", help="no measuring: predict and write the tables; no card")
     parser.add_argument("--device", help="with --tables: the folder's name, where there are several")
@@ -113,10 +115,10 @@ def measure_cases(runner: Runner, cases: list[Case], results: Results, deadline:
               f"{row.get('reason', '')[-200:]}", flush=True)  # fmt: skip
 
 
-def predict_rows(runner: Runner, results: Results, deadline: float) -> None:
+def predict_rows(runner: Runner, results: Results, deadline: float, fresh: bool) -> None:
     """Predict the measured training jobs that have no prediction yet, several at a time, until the deadline."""
     path = results.path.with_name("predictions.json")
-    known = load(path) if path.is_file() else {}
+    known = load(path) if path.is_file() and not fresh else {}
     content = load(results.path)
     device = content["hardware"]
     rows = [row for row in content["rows"] if row["part"] in PREDICTED and row["outcome"] == "measured"]
