@@ -6,7 +6,9 @@ TESTABLE := $(VENV)/.testable
 READABLE := $(VENV)/.readable
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help train test test-slow test-engines test-pages test-all bench lint format configs estimates operators docs site picture clean
+WHEELS ?= .wheels
+
+.PHONY: help train gpu gpu-wheels test test-slow test-engines test-pages test-all bench lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -16,6 +18,8 @@ help:
 	@echo "make test-pages    reports and documentation in a browser; needs Chromium"
 	@echo "make test-all      all four"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
+	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
+	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
 	@echo "make lint     check style;  make format  apply it"
 	@echo "make docs     put measured, predicted and recomputed numbers into README.md and docs"
 	@echo "make site     build the documentation into out/site"
@@ -31,7 +35,7 @@ test: $(TESTABLE)
 # Operators first: a test's time limit is not for compiling.
 test-slow: $(TESTABLE)
 	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
-	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not engines and not pages"
+	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not engines and not pages and not cuda"
 
 test-engines: $(TESTABLE)
 	python -m pytest -m engines
@@ -66,6 +70,13 @@ bench: $(INSTALLED)
 	python benchmarks/cards.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
+
+# Does not install anything: the card's machine may have no network.
+gpu:
+	$(if $(wildcard $(BIN)/python),python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+gpu-wheels:
+	$(PYTHON) -m benchmarks.gpu.wheels $(WHEELS) $(ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

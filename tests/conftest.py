@@ -36,14 +36,15 @@ def pytest_configure(config):
     and need what their launcher has set."""
     for name in _foreign():
         del os.environ[name]
+    if config.option.markexpr != "cuda":  # the same tests, with the same numbers, on every machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = str(CACHE / "huggingface")
 os.environ["HF_MEMOPT_CACHE"] = str(CACHE / "hf_memopt")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests, with the same numbers, on every machine
-os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some with two processes
 
 BIN = Path(sys.executable).parent
@@ -78,7 +79,7 @@ def pytest_runtest_setup(item):
         del os.environ[name]
     for marker, (there, reason) in _NEEDS.items():
         if item.get_closest_marker(marker) and not there():
-            pytest.skip(f"{reason}: install it, then make test-slow")
+            pytest.skip(reason)
 
 
 @cache
@@ -93,9 +94,17 @@ def _has_libaio() -> bool:
     return has_libaio()
 
 
+@cache
+def _has_card() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 _NEEDS = {
-    "needs_compiler": (_has_compiler, "needs a C++ compiler (g++)"),
-    "needs_libaio": (_has_libaio, "needs libaio-dev"),
+    "needs_compiler": (_has_compiler, "needs a C++ compiler (g++): install it, then make test-slow"),
+    "needs_libaio": (_has_libaio, "needs libaio-dev: install it, then make test-slow"),
+    "cuda": (_has_card, "needs an NVIDIA or AMD card, and pytest -m cuda"),
 }
 
 

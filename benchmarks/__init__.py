@@ -1,0 +1,1 @@
+"""Measurements; each writes its rows to results/."""

@@ -1,0 +1,1 @@
+"""What only a card can show, by one command: python -m benchmarks.gpu (see __main__.py)."""

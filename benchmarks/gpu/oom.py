@@ -1,0 +1,159 @@
+"""Part 4: real CUDA out-of-memory errors: recovered weights, time lost, and what MemoryTrainer costs without any."""
+
+import statistics
+import sys
+import tempfile
+import time
+
+from benchmarks.gpu.case import ROOT, Case
+from benchmarks.gpu.training import Setting, make_trainer, release, step_clock
+
+PHASES = ("forward", "backward", "clipping", "optimizer", "eval", "save")
+MODEL = Setting("oom", "smollm2-135m", {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}, {}, micro=4,
+                length=256)  # fmt: skip
+STEPS = 3
+OVERHEADS = {"0.1B": "smollm2-135m", "0.5B": "qwen2.5-0.5b"}
+
+
+def cases(rehearse: bool) -> list[Case]:
+    """A failure in every phase, a card that is really too small, and the time of a step."""
+    made = [Case("oom", phase, 15 + 5 * number) for number, phase in enumerate(PHASES)]
+    made += [Case("oom", "card too small", 16), Case("oom", "fragmented", 60)]
+    made += [Case("oom", f"step time {name}", 11 + number, {"model": model})
+             for number, (name, model) in enumerate(OVERHEADS.items())]  # fmt: skip
+    return [Case(case.part, case.name, case.worth, case.settings, rehearse=rehearse) for case in made]
+
+
+def measure(case: Case) -> dict:
+    """By the case's name."""
+    setting = MODEL.rehearsed() if case.rehearse else MODEL
+    if case.name.startswith("step time"):
+        return step_time(case)
+    if case.name == "card too small":
+        return too_small(setting)
+    if case.name == "fragmented":
+        return fragmented(setting)
+    return failing(setting, case.name)
+
+
+def failing(setting: Setting, phase: str) -> dict:
+    """One allocation of a phase cannot be had: trained on, its weights beside those of a run without a failure."""
+    plain, _, seconds, _ = run(setting)
+    weights, trainer, failed_seconds, hits = run(setting, phase)
+    return {"hits": hits, "steps": trainer.state.global_step, "weights_error": distance(plain, weights),
+            "seconds": round(seconds, 3), "seconds_with_failure": round(failed_seconds, 3),
+            "events": len(hits)}  # fmt: skip
+
+
+def run(setting: Setting, phase: str | None = None, prepare=None):
+    """Train; the weights, the trainer, the seconds and the failures."""
+    sys.path.insert(0, str(ROOT / "tests"))  # an installed package may be called tests, too
+    from faults import Strikes, struck
+
+    class Exhausted(Strikes):
+        """On a card the failure is the allocator's own: more is asked for than the card has."""
+
+        def fail(self, func) -> None:
+            import torch
+
+            if torch.cuda.is_available():
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.empty(2 * total, dtype=torch.uint8, device="cuda")
+            super().fail(func)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Exhausted({phase: {3}} if phase not in (None, "save") else {}) as strikes,
+    ):
+        fields = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(setting, folder, STEPS, **fields)
+        struck(trainer, strikes)
+        if phase == "save":
+            fail_first_save(trainer, strikes)
+        if prepare:
+            prepare(trainer)
+        began = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - began
+        weights = {name: weight.detach().float().cpu() for name, weight in trainer.model.named_parameters()}
+    return weights, trainer, seconds, [f"{name} {number}" for name, number in strikes.hits]
+
+
+def fail_first_save(trainer, strikes) -> None:
+    """Writing a checkpoint's states need not allocate anything that the dispatcher sees: fail at its beginning."""
+    usual = trainer._save_optimizer_and_scheduler
+
+    def save(*args, **kwargs):
+        if not strikes.hits:
+            strikes.hits.append(("save", 1))
+            strikes.fail("save")
+        return usual(*args, **kwargs)
+
+    trainer._save_optimizer_and_scheduler = save
+
+
+def distance(one: dict, other: dict) -> float:
+    """The largest difference of a weight, relative to the largest weight of its tensor."""
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1e-12)) for name in one)
+
+
+def too_small(setting: Setting) -> dict:
+    """A limit between what half a micro-batch needs and what a whole one does, from the first step on."""
+    import dataclasses
+
+    import torch
+
+    plain, _, seconds, _ = run(setting)
+    if not torch.cuda.is_available():
+        return {"weights_error": distance(plain, run(setting)[0]), "limit_bytes": None, "micro_batch": setting.micro}
+    whole = torch.cuda.max_memory_reserved()
+    release()
+    run(dataclasses.replace(setting, micro=setting.micro // 2))
+    limit = (whole + torch.cuda.max_memory_reserved()) // 2
+    release()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    weights, trainer, limited_seconds, _ = run(setting)
+    return {"limit_bytes": limit, "whole_bytes": whole, "weights_error": distance(plain, weights),
+            "retries": torch.cuda.memory_stats()["num_alloc_retries"], "ooms": torch.cuda.memory_stats()["num_ooms"],
+            "seconds": round(seconds, 3), "limited_seconds": round(limited_seconds, 3),
+            "micro_batch": trainer.args.per_device_train_batch_size}  # fmt: skip
+
+
+def fragmented(setting: Setting) -> dict:
+    """Free memory in holes between blocks that stay: the allocator's cache cannot serve a large request."""
+    import torch
+
+    if torch.cuda.is_available():
+        blocks = [torch.empty(24 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(256)]
+        kept = blocks[::2]
+        del blocks
+        stats = torch.cuda.memory_stats()
+        limit = torch.cuda.memory_reserved() + 2**29
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        run(setting)
+        later = torch.cuda.memory_stats()
+        return {"blocks_kept": len(kept), "inactive_split_bytes": stats["inactive_split_bytes.all.current"],
+                "retries": later["num_alloc_retries"], "ooms": later["num_ooms"]}  # fmt: skip
+    run(setting)
+    return {"blocks_kept": 0, "inactive_split_bytes": 0, "retries": 0, "ooms": 0}
+
+
+def step_time(case: Case) -> dict:
+    """MemoryTrainer's step beside Trainer's, the two in turn."""
+    from transformers import Trainer
+
+    from hf_memopt import MemoryTrainer
+
+    # No synchronization but the clock's own at both ends of a step, which both have.
+    setting = Setting("oom", case.settings["model"], {"bf16": True, "gradient_accumulation_steps": 2}, None, micro=4)
+    setting = setting.rehearsed() if case.rehearse else setting
+    rounds, steps = (1, 4) if case.rehearse else (3, 16)
+    times = {"Trainer": [], "MemoryTrainer": []}
+    for _ in range(rounds):
+        for kind in (Trainer, MemoryTrainer):
+            clock = step_clock()
+            with tempfile.TemporaryDirectory() as folder:
+                make_trainer(setting, folder, steps, kind, [clock]).train()
+            times[kind.__name__] += clock.seconds[steps // 4 :]
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {"step_time_ratio": round(medians["MemoryTrainer"] / medians["Trainer"], 4), "median_step_s": medians}

@@ -1,0 +1,316 @@
+"""Settings of a training job, the real run of it on this device, and what the estimator predicts for it."""
+
+import dataclasses
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.case import Skip
+
+STEPS = 6  # the first two build states and warm up; the rest is timed
+TINY = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A training job, as JSON values.
+
+    Attributes:
+        kind: what the error table groups by.
+        fields: of TrainingArguments.
+        memory: of MemoryArguments; None trains with the plain Trainer.
+        method: full, lora, qlora, or the name of a peft configuration in ADAPTERS.
+        padded: half of the samples have padding, so that an attention mask is built.
+    """
+
+    kind: str
+    model: str = "qwen2.5-0.5b"
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    memory: dict[str, Any] | None = None
+    method: str = "full"
+    dtype: str = "float32"
+    attention: str | None = None
+    micro: int = 2
+    length: int = 1024
+    padded: bool = False
+    sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def rehearsed(self) -> "Setting":
+        """The same job, tiny."""
+        return dataclasses.replace(self, micro=min(self.micro, 2), length=32, sizes={**TINY, **self.sizes, "tiny": 1})
+
+
+def adapter(method: str):
+    """The peft configuration of a method; None trains all weights."""
+    import peft
+
+    linear = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return {
+        "full": lambda: None,
+        "lora": lambda: peft.LoraConfig(r=16, **linear),
+        "qlora": lambda: peft.LoraConfig(r=16, **linear),
+        "dora": lambda: peft.LoraConfig(r=16, use_dora=True, **linear),
+        "rslora": lambda: peft.LoraConfig(r=64, use_rslora=True, **linear),
+        "loha": lambda: peft.LoHaConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        "ia3": lambda: peft.IA3Config(task_type="CAUSAL_LM"),
+        "vera": lambda: peft.VeraConfig(r=64, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=16, task_type="CAUSAL_LM"),
+    }[method]()
+
+
+def quantization(method: str):
+    """The BitsAndBytesConfig of QLoRA; None of everything else."""
+    if method != "qlora":
+        return None
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                              bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+
+
+def config_of(setting: Setting):
+    """The model's configuration, in the setting's sizes."""
+    from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.estimator.smaller import with_sizes
+
+    config = load_config(setting.model)
+    sizes = dict(setting.sizes)
+    if not sizes:
+        return config
+    tiny = sizes.pop("tiny", False)
+    text = config.get_text_config()
+    known = {name: value for name, value in sizes.items() if getattr(text, name, None) is not None}
+    smaller = with_sizes(config, known)
+    if tiny:  # special tokens lie beyond a tiny vocabulary
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(smaller.get_text_config(), name, None)
+    return smaller
+
+
+def build(setting: Setting, device: str):
+    """The model with random weights, made on the device; with adapters where the method has them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hf_memopt.levers.adapters import add_adapters
+
+    config, dtype = config_of(setting), getattr(torch, setting.dtype)
+    attention = {"attn_implementation": setting.attention} if setting.attention else {}
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+    if (packing := quantization(setting.method)) is not None:
+        memory_disk = Path("/dev/shm")  # 8B in 16 bits are 16 GB: through memory, not through a disk
+        with tempfile.TemporaryDirectory(dir=memory_disk if memory_disk.is_dir() else None) as folder:
+            model.save_pretrained(folder)
+            model = None
+            release()  # the job itself loads a layer at a time, so the whole model in 16 bits is no part of its peak
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, quantization_config=packing, device_map={"": device}, **attention
+            )
+    if (peft_config := adapter(setting.method)) is not None:
+        model = add_adapters(model, peft_config)
+    return model
+
+
+def release() -> None:
+    """Give back everything that nobody holds any more, and begin the card's counters anew."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def check_needs(setting: Setting) -> None:
+    """Refuse what this machine cannot run.
+
+    Raises:
+        Skip: a card or a package is missing.
+    """
+    import importlib.util
+
+    import torch
+
+    card_only = {
+        "fp16 training": setting.fields.get("fp16"),
+        "a paged optimizer": "paged" in setting.fields.get("optim", ""),
+        "flash attention": str(setting.attention).startswith("flash"),
+        "transformers' own offload": setting.fields.get("activation_checkpointing_kwargs", {}).get("offload"),
+    }
+    if not torch.cuda.is_available() and (names := [name for name, asked in card_only.items() if asked]):
+        raise Skip(f"{names[0]} needs a card")
+    needed = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(setting.attention)
+    quantized = setting.method == "qlora" or "bit" in setting.fields.get("optim", "")
+    for package in filter(None, (needed, "bitsandbytes" if quantized else None)):
+        if importlib.util.find_spec(package) is None:
+            raise Skip(f"{package} is not installed")
+
+
+def samples(setting: Setting, vocabulary: int, number: int = 16) -> list[dict]:
+    """Random tokens, the same ones at every call."""
+    import torch
+
+    ids = torch.randint(0, vocabulary, (number, setting.length), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    if setting.padded:
+        short = setting.length // 2
+        for index, row in enumerate(rows):
+            kept = setting.length if index % 2 else short
+            row["attention_mask"] = [1] * kept + [0] * (setting.length - kept)
+    return rows
+
+
+def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, callbacks=(), **fields):
+    """The real Trainer of a setting on this device, or MemoryTrainer where the setting has `memory`."""
+    import torch
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    from hf_memopt import MemoryArguments, MemoryTrainer
+
+    on_card = torch.cuda.is_available()
+    torch.manual_seed(0)
+    model = build(setting, "cuda" if on_card else "cpu")
+    args = TrainingArguments(**{
+        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": setting.micro, "report_to": "none",
+        "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "use_cpu": not on_card,
+        **setting.fields, **fields,
+    })  # fmt: skip
+    rows = samples(setting, model.config.get_text_config().vocab_size)
+    given = {"model": model, "args": args, "train_dataset": rows, "eval_dataset": rows,
+             "data_collator": default_data_collator, "callbacks": list(callbacks)}  # fmt: skip
+    if kind is None:
+        kind = Trainer if setting.memory is None else MemoryTrainer
+    if issubclass(kind, MemoryTrainer):
+        given["memory_args"] = MemoryArguments(**(setting.memory or {}))
+    return kind(**given)
+
+
+def step_clock():
+    """A callback whose `seconds` are those of every optimizer step, the device's work included."""
+    import torch
+    from transformers import TrainerCallback
+
+    class StepClock(TrainerCallback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def _now(self) -> float:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+        def on_step_begin(self, *_, **__):
+            self.began = self._now()
+
+        def on_step_end(self, *_, **__):
+            self.seconds.append(self._now() - self.began)
+
+    return StepClock()
+
+
+def used_on_card() -> int | None:
+    """Bytes of the card that its driver has given to anybody (NVML, which needs no context); None without a card."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+    except Exception:  # the driver's library is missing, or has no card: each says so in an error of its own
+        return None
+
+
+@contextmanager
+def peaks():
+    """What the block took at most: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
+
+    On a CPU the allocator's peak of what the block itself allocates, by the profiler's events; no reserved bytes.
+    """
+    import torch
+
+    found: dict[str, int | None] = {"reserved_bytes": None, "device_bytes": None}
+    if torch.cuda.is_available():
+        idle = used_on_card()
+        torch.cuda.reset_peak_memory_stats()
+        yield found
+        used = used_on_card()
+        found["allocated_bytes"] = torch.cuda.max_memory_allocated()
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["device_bytes"] = None if used is None else used - (idle or 0)
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        yield found
+    live = found["allocated_bytes"] = 0
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        found["allocated_bytes"] = max(found["allocated_bytes"], live)
+
+
+def train(setting: Setting) -> dict[str, Any]:
+    """Train a setting on this device: its peaks and the seconds of a step.
+
+    Returns:
+        outcome_of_training: "trained" or "out of memory". The latter is a result: it should have been predicted.
+
+    Raises:
+        Skip: this machine lacks what the setting needs.
+    """
+    import statistics
+
+    import torch
+
+    from hf_memopt.hardware import configure_allocator
+
+    allocator = configure_allocator()
+    check_needs(setting)
+    clock, outcome = step_clock(), "trained"
+    steps = STEPS if torch.cuda.is_available() else 2
+    with tempfile.TemporaryDirectory() as folder, peaks() as found:
+        try:
+            make_trainer(setting, folder, steps, callbacks=[clock]).train()
+        except torch.OutOfMemoryError:
+            outcome = "out of memory"
+    seconds = statistics.median(clock.seconds[2:] or clock.seconds or [0.0])
+    tokens = setting.micro * setting.length * setting.fields.get("gradient_accumulation_steps", 1)
+    return {
+        "outcome_of_training": outcome, **found, "allocator": allocator, "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+    }  # fmt: skip
+
+
+def predict(setting: Setting, device) -> dict[str, Any]:
+    """What the estimator and the cost model say of a setting on a device; needs neither card nor weights.
+
+    Args:
+        device: a hardware.Hardware.
+    """
+    from hf_memopt import MemoryArguments
+    from hf_memopt.estimator.prediction import describe, estimate_job
+    from hf_memopt.planner.cost import times
+    from hf_memopt.planner.sketch import traced_jobs
+
+    memory_args = None if setting.memory is None else MemoryArguments(**setting.memory)
+    fields = {"per_device_train_batch_size": setting.micro, **setting.fields}
+    job = describe(
+        config_of(setting), fields, setting.length, device, adapter(setting.method), setting.dtype, setting.attention,
+        setting.padded, quantization(setting.method), memory_args=memory_args,
+    )  # fmt: skip
+    found = estimate_job(job)
+    micro, optimizer = times(traced_jobs([job])[0], device)
+    return {
+        "allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.reserved_bytes,
+        "device_bytes": found.device_bytes, "phase": found.phase, "fits": found.fits,
+        "step_seconds": setting.fields.get("gradient_accumulation_steps", 1) * micro + optimizer,
+    }  # fmt: skip
