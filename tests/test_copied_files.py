@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 
 import pytest
 import yaml
@@ -45,10 +46,17 @@ def _trains_under_zero(project, *words) -> None:
 # ---- a DeepSpeed JSON
 
 
+def _free_port() -> int:
+    """One that nobody listens at; DeepSpeed's launcher cannot choose one itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 # ZeRO-3 on a CPU under torchrun needs DeepSpeed's communication before the model, which the recipes start (below).
 LAUNCHERS = [
     slow(["torchrun", "--standalone", "--nproc_per_node", 2], ["--deepspeed", "zero2.json"]),
-    slow(["deepspeed", "--num_gpus", 2, "--master_port", 29517], ["--deepspeed", "zero2.json"]),
+    slow(["deepspeed", "--num_gpus", 2, "--master_port", _free_port()], ["--deepspeed", "zero2.json"]),
     slow(["accelerate", "launch", "--main_process_port", 0, "--num_processes", 2, "--use_deepspeed",
           "--deepspeed_config_file", "zero3.json", "--zero3_init_flag", "true"], []),
 ]  # fmt: skip
