@@ -20,6 +20,14 @@ from hf_memopt.trainer.interrupt import TrainingInterrupted
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True)
+def _sigint_is_heard():
+    """Shells have what they start in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Struck(TrainerCallback):
     """Sends this process a signal at a moment of one step."""
 

@@ -204,7 +204,11 @@ def test_what_optimizations_save_is_predicted(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, optim="adamw_torch_fused")
     monitor = MemoryMonitor(device="cpu")
     found = monitor.track_memory_optimizations(args)
-    assert found["mixed_precision"] == {"enabled": True, "memory_savings": None}
+    assert found["mixed_precision"] == {
+        "enabled": True,
+        "memory_savings": None,
+        "not_predicted": "needs a model: pass model=…",
+    }
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=8000
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_memopt.compatibility import check_config_file, launched_config_file, resolve_engine, world_size
 from hf_memopt.compatibility.engine import Engine
-from hf_memopt.compatibility.launch import LAUNCHER
+from hf_memopt.compatibility.launch import LAUNCHER, chosen_by_launcher
 from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
@@ -178,7 +178,7 @@ def start(description: str, argv: list[str] | None, scratch: bool = False, built
     job.args = job.preset.training_arguments(world_size=world_size(), **training)
     _keep_token_out_of_files(job.args)
     job.profile = _profile_changes(job, parsed, before)
-    if job.args.deepspeed_plugin is not None and world_size() > 1 and job.args.device.type == "cpu":
+    if job.args.device.type == "cpu" and _needs_deepspeed_now(job):
         with quick_cpu_info(job.args):
             _start_deepspeed()
     output = Path(job.args.output_dir)
@@ -231,11 +231,16 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
     return f"{name}: {', '.join(changed)}" if name and changed else None
 
 
-def _start_deepspeed() -> None:
-    """DeepSpeed's communication, which accelerate starts for accelerators only (accelerate 1.15, PartialState).
+def _needs_deepspeed_now(job: Job) -> bool:
+    """Whether a job on CPUs needs DeepSpeed's communication before its model, which accelerate starts for accelerators
+    only (accelerate 1.15, PartialState): Ulysses does, and ZeRO-3 under torchrun, where every process would take
+    itself for the only one while it loads."""
+    if job.args.deepspeed_plugin is None:
+        return False
+    return job.preset.sequence_parallel > 1 or (world_size() > 1 and chosen_by_launcher() is None)
 
-    On a CPU Ulysses finds it missing, and ZeRO-3 takes every process for the only one while it loads the model.
-    """
+
+def _start_deepspeed() -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
