@@ -34,7 +34,7 @@ class Waiting(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step + 1 == self.step:
-            print(f"waiting {os.getpid()}", flush=True)
+            os.write(1, f"waiting {os.getpid()}\n".encode())  # at once: print() of two processes makes one line
             while not (self.folder / "go").exists():
                 time.sleep(0.01)
 
