@@ -35,10 +35,7 @@ def predicted() -> str:
         name, method, model = told
         parts.append(f"`{name}`, {method}, `{model}`:")
         parts.append(table(["strategy", "GiB a device", "GiB of host memory a process"], lines))
-    versions = found["versions"]
-    parts.append(f"Predicted {found['date']} with torch {versions['torch']}, transformers {versions['transformers']}: "
-                 "[clusters.json](../benchmarks/results/clusters.json).")  # fmt: skip
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _source(found)])
 
 
 def offloading() -> str:
@@ -51,10 +48,14 @@ def offloading() -> str:
              for row in found["rows"]]  # fmt: skip
     lines.append(["guides say", "", "", "2–3 ×, 10–20 ×", "5–10 ×", "5–10 ×"])
     heads = ["job", "without", "tokens a device and step", *places]
-    versions = found["versions"]
-    told = (f"Predicted {found['date']} with torch {versions['torch']}, transformers {versions['transformers']}: "
-            "[offloading.json](../benchmarks/results/offloading.json).")  # fmt: skip
-    return f"{table(heads, lines)}\n\n{told}"
+    return f"{table(heads, lines)}\n\n{_source(found)}"
+
+
+def _source(found: dict) -> str:
+    """When predictions were made, with what, and their file."""
+    versions, file = found["versions"], f"{found['benchmark']}.json"
+    made = f"Predicted {found['date']} with torch {versions['torch']}, transformers {versions['transformers']}"
+    return f"{made}: [{file}](../benchmarks/results/{file})."
 
 
 TABLES = {"engines": engines, "predicted": predicted, "offloading": offloading}
