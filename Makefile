@@ -90,7 +90,7 @@ configs: $(INSTALLED)
 	python -m hf_memopt.presets.shipped_configs
 
 estimates: $(INSTALLED)
-	python -m hf_memopt.estimator.reference
+	python -m hf_memopt.estimator.preset_estimates
 	python -m hf_memopt.planner.video_tiers
 
 docs: $(INSTALLED)

@@ -14,8 +14,8 @@ ROWS = (
 def main() -> None:
     from hf_memopt import MemoryArguments, get_preset
     from hf_memopt.errors import InputError
-    from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.reference import job_of
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.preset_estimates import job_of
 
     rows = []
     for name, method, strategies in ROWS:

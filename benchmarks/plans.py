@@ -112,7 +112,7 @@ def _lora():
 
 
 def _video(title: str, guide: str, fields: dict, dtype: str, frames: int, lora) -> dict:
-    from hf_memopt.estimator.video import VideoInputs
+    from hf_memopt.video.inputs import VideoInputs
 
     few = MemoryArguments(logits_to_keep=dtype != "float32")
     return guessed("2B video", title, guide, "qwen2.5-vl-3b", fields, 1, "rtx_3090", dtype=dtype, peft_config=lora,

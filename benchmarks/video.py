@@ -22,13 +22,13 @@ from record import record
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
 from hf_memopt import MemoryArguments, estimate
-from hf_memopt.data.video import Encoder, Limits
-from hf_memopt.data.video_batch import VideoCollator
-from hf_memopt.data.video_processor import load_processor
 from hf_memopt.levers.replaced import put_back
-from hf_memopt.levers.video_parts import train_parts
 from hf_memopt.recipe.callbacks import PhasePeaks
 from hf_memopt.recipe.video import real_inputs
+from hf_memopt.video.batch import VideoCollator
+from hf_memopt.video.model_parts import train_parts
+from hf_memopt.video.processor import load_processor
+from hf_memopt.video.samples import Encoder, Limits
 from hf_memopt.video.trainer import VideoTrainer
 
 FAMILIES = ("qwen2_5_vl", "smolvlm", "llava_onevision")

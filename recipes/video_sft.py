@@ -24,11 +24,11 @@ from hf_memopt.errors import run
 
 
 def main(argv: list[str] | None = None):
-    from hf_memopt.data.builtin_video_model import builtin_video_model
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import summary
     from hf_memopt.recipe import video as videos
     from hf_memopt.recipe.resume import checkpoint_to_resume
+    from hf_memopt.video.builtin_model import builtin_video_model
 
     job = jobs.start(
         __doc__,
@@ -50,10 +50,10 @@ def main(argv: list[str] | None = None):
 
     from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
 
-    from hf_memopt.data.video_batch import VideoCollator
-    from hf_memopt.data.video_processor import load_processor
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.recipe.video_tier import remember_clips
+    from hf_memopt.video.batch import VideoCollator
+    from hf_memopt.video.processor import load_processor
     from hf_memopt.video.trainer import VideoTrainer
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded

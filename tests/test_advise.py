@@ -7,10 +7,10 @@ import sys
 import pytest
 from test_oom import TABLE
 
-from hf_memopt.debug.advice import Advice, advise, of_text
 from hf_memopt.errors import InputError
 from hf_memopt.oom.causes import figures_of, reason
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
+from hf_memopt.reports.advice import Advice, advise, of_text
 
 CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "
@@ -222,7 +222,7 @@ def test_sizes_that_are_none(message):
 
 
 def test_only_a_logs_end_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_memopt.debug.advice.LARGEST_TEXT", 1000)
+    monkeypatch.setattr("hf_memopt.reports.advice.LARGEST_TEXT", 1000)
     (tmp_path / "a.log").write_text(log("train backward") + "x" * 2000)
     assert advise(str(tmp_path / "a.log")) is None
     (tmp_path / "a.log").write_text("x" * 2000 + "\n" + log("train backward"))

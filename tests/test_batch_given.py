@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from hf_memopt.data.builtin_video_model import builtin_video_model
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.job import start
 from hf_memopt.recipe.video import VideoArguments
+from hf_memopt.video.builtin_model import builtin_video_model
 
 MICRO, ACCUMULATION, EFFECTIVE = "per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size"
 

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import videos
 
-from hf_memopt.data.clips import BadVideo, capped_size, frame_count, glance, read_clip
 from hf_memopt.errors import InputError
+from hf_memopt.video.clips import BadVideo, capped_size, frame_count, glance, read_clip
 
 CODECS = {
     "a.mkv": {},
@@ -151,7 +151,7 @@ def test_no_more_frames_than_chosen_are_held(tmp_path):
     )
     script = (
         "import sys, av, numpy\n"
-        "from hf_memopt.data.clips import read_clip\n"
+        "from hf_memopt.video.clips import read_clip\n"
         "def high():\n"
         "    return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "before = high()\n"
@@ -234,7 +234,7 @@ def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
     path = videos.write(tmp_path / "long.mp4", videos.numbered(600, 720, 1280), options={"preset": "ultrafast"})
     script = (
         "import resource, sys, av, numpy, psutil\n"
-        "from hf_memopt.data.clips import BadVideo, read_clip\n"
+        "from hf_memopt.video.clips import BadVideo, read_clip\n"
         "from hf_memopt.errors import InputError\n"
         "import av.video.reformatter\n"
         "held = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"

@@ -5,10 +5,10 @@ import json
 import pytest
 from runs import ENDED, RECOVERED, reading, report, write_run
 
-from hf_memopt.debug.advice import advise
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.monitor.callback import LOG_FILE
+from hf_memopt.reports.advice import advise
 from hf_memopt.reports.log import MOST_EVENTS, MOST_READINGS, Events, Readings, read_log
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run

@@ -166,7 +166,7 @@ def test_settings_that_others_are_translated_to_exist():
 
 def test_error_messages_are_known():
     """Each heading about memory is a message that advise() knows; the others stand in the libraries' source."""
-    from hf_memopt.debug.advice import of_text
+    from hf_memopt.reports.advice import of_text
 
     text = TEXTS["troubleshooting.md"]
     device, host = text.index("\n## Device memory"), text.index("\n## Settings")

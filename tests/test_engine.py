@@ -13,7 +13,7 @@ from hf_memopt import MemoryArguments, MemoryTrainer
 from hf_memopt.compatibility import RULES, Setup, refusals, resolve_engine
 from hf_memopt.compatibility.engine import deepspeed_config
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.prediction import estimate, fields_of
+from hf_memopt.estimator.api import estimate, fields_of
 from hf_memopt.presets import get_preset
 
 OFFLOADING = str(ROOT / "accelerate_configs" / "deepspeed" / "zero2_offload_cpu.json")

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
-from hf_memopt.estimator.ledger import KINDS
-from hf_memopt.estimator.truth import allocator_peak
+from hf_memopt.estimator.tracing.ledger import KINDS
+from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
 
-depth = importlib.import_module("hf_memopt.estimator.depth")
-prediction = importlib.import_module("hf_memopt.estimator.prediction")
+depth = importlib.import_module("hf_memopt.estimator.extrapolate")
+prediction = importlib.import_module("hf_memopt.estimator.api")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 LENGTH = 128
 
@@ -172,7 +172,7 @@ def test_a_configuration_of_something_else_is_refused():
 )
 def test_bundled_architectures_have_the_published_number_of_weights(model, weights):
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.model import make_model, task_of
+    from hf_memopt.estimator.tracing.model import make_model, task_of
 
     config = load_config(model)
     with torch.device("meta"):
@@ -183,7 +183,7 @@ def test_bundled_architectures_have_the_published_number_of_weights(model, weigh
 def test_every_bundled_architecture_can_be_read():
     from hf_memopt.estimator import list_architectures
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.depth import layers_of, shallow_depths
+    from hf_memopt.estimator.extrapolate import layers_of, shallow_depths
 
     assert len(list_architectures()) > 50
     for name in list_architectures():
@@ -204,7 +204,7 @@ def test_4_bit_weights_are_right_to_one_percent(tmp_path):
         default_data_collator,
     )
 
-    from hf_memopt.estimator.trace import weights_of
+    from hf_memopt.estimator.tracing.trace import weights_of
     from hf_memopt.levers.adapters import add_adapters
 
     packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -252,7 +252,7 @@ def test_other_heads_than_causal_ones(task, tmp_path):
     import transformers
     from transformers import AutoConfig, Trainer, TrainingArguments, default_data_collator
 
-    from hf_memopt.estimator.model import _AUTO_CLASSES
+    from hf_memopt.estimator.tracing.model import _AUTO_CLASSES
 
     if task == "seq2seq-lm":
         config = AutoConfig.for_model("t5", d_model=64, d_ff=176, num_layers=9, num_decoder_layers=9, num_heads=4,
@@ -388,7 +388,7 @@ def test_several_devices_and_4_bits_on_the_command_line(model_folder, command):
 
 def test_show_tells_what_the_reference_model_is_predicted_to_need():
     """The shipped file is what estimating anew gives; the cheapest row is made again."""
-    from hf_memopt.estimator.reference import reference_estimate
+    from hf_memopt.estimator.preset_estimates import reference_estimate
     from hf_memopt.presets import get_preset
 
     found = json.loads(run("hf-memopt", "show", "rtx_3070", "--json").stdout)["reference_estimate"]

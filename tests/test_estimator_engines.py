@@ -15,11 +15,11 @@ from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments
 from hf_memopt.estimator import estimate
-from hf_memopt.estimator.replay import CachingAllocator, replay
+from hf_memopt.estimator.allocator.replay import CachingAllocator, replay
 from hf_memopt.hardware import get_hardware
 
-depth = importlib.import_module("hf_memopt.estimator.depth")
-prediction = importlib.import_module("hf_memopt.estimator.prediction")
+depth = importlib.import_module("hf_memopt.estimator.extrapolate")
+prediction = importlib.import_module("hf_memopt.estimator.api")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 SHAPE = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": 8000}  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_memopt import get_preset
-from hf_memopt.estimator.reference import job_of
+from hf_memopt.estimator.preset_estimates import job_of
 from hf_memopt.monitor.loader import LoaderMemory, loader_memory, measure_worker
 
 GIB = 2**30

@@ -17,13 +17,13 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments, list_architectures, plan
 from hf_memopt.compatibility.setup import refusals
+from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import hub_id, load_config
-from hf_memopt.estimator.ledger import Ledger
-from hf_memopt.estimator.model import task_of
-from hf_memopt.estimator.parallel import on_all_cores, one_by_one
-from hf_memopt.estimator.prediction import estimate_jobs
-from hf_memopt.estimator.report import Estimate
-from hf_memopt.estimator.work import Kernel, Work, extended
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.ledger import Ledger
+from hf_memopt.estimator.tracing.model import task_of
+from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
+from hf_memopt.estimator.tracing.work import Kernel, Work, extended
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.levers.refusals import refusals as lever_refusals
@@ -399,9 +399,9 @@ _ANY_ESTIMATE = Estimate(1, 1, 1, 1, "forward", {}, {}, 2, {}, ())
 
 
 def test_videos_are_launched_with_their_frames():
-    from hf_memopt.estimator.video import VideoInputs
     from hf_memopt.recipe.arguments import parse
     from hf_memopt.recipe.video import VideoArguments
+    from hf_memopt.video.inputs import VideoInputs
 
     preset = preset_of("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT, run
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.model import count_weights
+from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.recipe.preflight import Launch, check, check_sharded, launch_of, problems
 
 BILLION = 10**9

@@ -11,9 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import MemoryCallback, MemoryTrainer
 from hf_memopt.cli.advise import run_advise
-from hf_memopt.debug.advice import advise
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.waiting import DataWait, DiskWait
+from hf_memopt.reports.advice import advise
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import run_page

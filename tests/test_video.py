@@ -10,18 +10,18 @@ import videos
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from hf_memopt.data.bad_videos import BadVideos
-from hf_memopt.data.clips import BadVideo, frame_count
-from hf_memopt.data.conversations import conversation
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.data.video import Encoder, Limits, VideoSamples, frames_in
-from hf_memopt.data.video_batch import VideoCollator
-from hf_memopt.data.video_processor import FramesToPixels, load_processor
 from hf_memopt.errors import InputError
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.video_parts import take_videos_of_any_length
+from hf_memopt.video.bad_videos import BadVideos
+from hf_memopt.video.batch import VideoCollator
+from hf_memopt.video.clips import BadVideo, frame_count
+from hf_memopt.video.conversations import conversation
+from hf_memopt.video.model_parts import take_videos_of_any_length
+from hf_memopt.video.processor import FramesToPixels, load_processor
+from hf_memopt.video.samples import Encoder, Limits, VideoSamples, frames_in
 
 FAMILIES = list(video_models.FAMILIES)
 LENGTHS = (1, 5, 150, 491)

@@ -13,15 +13,15 @@ from faults import Strikes, struck
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
 from hf_memopt import MemoryArguments, estimate, estimate_trainer
-from hf_memopt.data.clips import BadVideo
-from hf_memopt.data.video import Encoder, Limits
-from hf_memopt.data.video_batch import VideoCollator
-from hf_memopt.data.video_processor import load_processor
 from hf_memopt.errors import InputError
 from hf_memopt.levers.replaced import put_back
-from hf_memopt.levers.video_parts import train_parts, vision_parts
 from hf_memopt.recipe.callbacks import PhasePeaks
 from hf_memopt.recipe.video import answer, real_inputs
+from hf_memopt.video.batch import VideoCollator
+from hf_memopt.video.clips import BadVideo
+from hf_memopt.video.model_parts import train_parts, vision_parts
+from hf_memopt.video.processor import load_processor
+from hf_memopt.video.samples import Encoder, Limits
 from hf_memopt.video.trainer import VideoTrainer
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,

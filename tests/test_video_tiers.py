@@ -12,7 +12,7 @@ from transformers import TrainerState
 from hf_memopt import get_preset, list_presets
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import architectures
-from hf_memopt.estimator.prediction import estimate_job
+from hf_memopt.estimator.api import estimate_job
 from hf_memopt.hardware.catalog import GIB
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.video_tiers import (

@@ -20,9 +20,9 @@ import transformers  # noqa: E402
 import video_models  # noqa: E402
 from transformers import AutoConfig, AutoProcessor  # noqa: E402
 
-from hf_memopt.data.video import Encoder, Limits  # noqa: E402
-from hf_memopt.data.video_pixels import FAMILIES, pixels_of  # noqa: E402
-from hf_memopt.data.video_processor import _without_torchvision, load_processor  # noqa: E402
+from hf_memopt.video.pixels import FAMILIES, pixels_of  # noqa: E402
+from hf_memopt.video.processor import _without_torchvision, load_processor  # noqa: E402
+from hf_memopt.video.samples import Encoder, Limits  # noqa: E402
 
 SIZES = ((120, 160), (360, 640), (641, 359), (20, 300))
 

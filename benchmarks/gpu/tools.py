@@ -30,8 +30,8 @@ def constants(setting: Setting) -> dict:
     """Bytes of context and of cuBLAS's workspace beside what overheads.py assumes, and reached shares of the rates."""
     import torch
 
-    from hf_memopt.estimator import overheads
-    from hf_memopt.estimator.ledger import Peak
+    from hf_memopt.estimator import constants as overheads
+    from hf_memopt.estimator.tracing.ledger import Peak
     from hf_memopt.hardware import detect
 
     device = detect()
@@ -91,7 +91,7 @@ def snapshot(setting: Setting) -> dict:
     import torch
 
     from hf_memopt import SnapshotCallback
-    from hf_memopt.debug.snapshot import snapshot as read
+    from hf_memopt.reports.snapshot import snapshot as read
 
     recorder = SnapshotCallback("2", on_oom=False)
     with tempfile.TemporaryDirectory() as folder:

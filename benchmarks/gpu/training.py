@@ -297,7 +297,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         device: a hardware.Hardware.
     """
     from hf_memopt import MemoryArguments
-    from hf_memopt.estimator.prediction import describe, estimate_job
+    from hf_memopt.estimator.api import describe, estimate_job
     from hf_memopt.planner.cost import times
     from hf_memopt.planner.sketch import traced_jobs
 

@@ -9,7 +9,7 @@ import accelerate
 import peft
 import transformers
 
-import hf_memopt.estimator.prediction
+import hf_memopt.estimator.api
 import hf_memopt.planner.sketch
 import hf_memopt.trainer.trainer
 

@@ -5,9 +5,9 @@ from collections import deque
 from dataclasses import replace
 
 from hf_memopt.cli.output import print_json
-from hf_memopt.debug.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.catalog import gib
+from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
 
 _LARGEST_PIPE = 2**30  # bytes
 
@@ -48,9 +48,9 @@ def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
     from hf_memopt.cli.estimate import import_libraries, job_as_told
 
     import_libraries()
-    from hf_memopt.estimator.parallel import on_all_cores
-    from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.savings import largest_savings, smaller_models
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.suggestions import largest_savings, smaller_models
+    from hf_memopt.estimator.tracing.parallel import on_all_cores
 
     _, job = job_as_told(model, preset_name, method, seq_len, None, None, None, settings)
     found = estimate_job(job, on_all_cores)

@@ -35,9 +35,9 @@ def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hard
                  as_json) -> int:  # fmt: skip
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     import_libraries()
-    from hf_memopt.estimator.parallel import on_all_cores
-    from hf_memopt.estimator.prediction import estimate_job
-    from hf_memopt.estimator.savings import largest_savings
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.suggestions import largest_savings
+    from hf_memopt.estimator.tracing.parallel import on_all_cores
 
     preset, job = job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardware, settings)
     working(f"tracing the steps of {model}")
@@ -65,11 +65,11 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
         InputError: something of it cannot be used.
     """
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.reference import job_of
+    from hf_memopt.estimator.preset_estimates import job_of
     from hf_memopt.estimator.smaller import with_sizes
-    from hf_memopt.estimator.video import frozen_as_said, video_inputs
     from hf_memopt.hardware import get_hardware
     from hf_memopt.levers.answer_logits import with_few_logits
+    from hf_memopt.video.inputs import frozen_as_said, video_inputs
 
     preset = get_preset(preset_name, method, strategy)
     settings, sizes = without_model_sizes(settings)
@@ -141,7 +141,7 @@ def quantization_config(preset: Preset, changed: dict[str, Any], video_config=No
     if video_config is not None:
         from transformers import AutoModelForImageTextToText
 
-        from hf_memopt.levers.video_parts import not_quantized
+        from hf_memopt.video.model_parts import not_quantized
 
         settings.setdefault("llm_int8_skip_modules", not_quantized(video_config, AutoModelForImageTextToText))
     return BitsAndBytesConfig(**settings)

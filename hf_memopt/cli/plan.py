@@ -21,9 +21,9 @@ def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, m
         folder_for(export_dir)
     import_libraries()
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.video import frozen_as_said, video_inputs
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.planner.plan import plan
+    from hf_memopt.video.inputs import frozen_as_said, video_inputs
 
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
     config = load_config(model)
@@ -117,10 +117,10 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
     method = "full" if method == "any" else method
     import_libraries()
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.reference import job_of
-    from hf_memopt.estimator.video import frozen_as_said, video_inputs
+    from hf_memopt.estimator.preset_estimates import job_of
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.planner.frames import most_frames
+    from hf_memopt.video.inputs import frozen_as_said, video_inputs
 
     preset = get_preset(hardware, method)
     given, lora, quantization, own, memory_args, clips = split_settings(settings)

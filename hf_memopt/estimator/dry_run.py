@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.fake_world import cast_in_place
-from hf_memopt.estimator.model import quantize
-from hf_memopt.estimator.trace import generators_kept
+from hf_memopt.estimator.tracing.fake_tensors import cast_in_place
+from hf_memopt.estimator.tracing.model import quantize
+from hf_memopt.estimator.tracing.trace import generators_kept
 
 
 class Ready(BaseException):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hf_memopt import charts
-from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.result import Estimate
 
 
 def plot(found: Estimate, path: str | Path, title: str) -> None:

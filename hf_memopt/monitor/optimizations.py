@@ -57,7 +57,7 @@ def read_settings(config) -> Settings:
     Raises:
         InputError: a precision or ZeRO stage that does not exist.
     """
-    from hf_memopt.estimator.prediction import fields_of
+    from hf_memopt.estimator.api import fields_of
 
     if not isinstance(config, Mapping):
         return Settings(fields_of(config))

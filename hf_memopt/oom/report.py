@@ -77,8 +77,8 @@ def outlook(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
 def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     import copy
 
-    from hf_memopt.estimator.prediction import describe, estimate_job, fields_of_trainer
-    from hf_memopt.estimator.savings import largest_savings
+    from hf_memopt.estimator.api import describe, estimate_job, fields_of_trainer
+    from hf_memopt.estimator.suggestions import largest_savings
 
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.parallel import on_all_cores
-from hf_memopt.estimator.prediction import Job, estimate_job
-from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.api import Job, estimate_job
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.parallel import on_all_cores
 
 # height × width that frames are scaled down to; None is the model's own size.
 CAPS = (None, 448 * 448, 224 * 224)

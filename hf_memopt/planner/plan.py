@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
+from hf_memopt.estimator.api import Job
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.model import task_of
-from hf_memopt.estimator.prediction import Job
-from hf_memopt.estimator.reference import job_of
-from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.preset_estimates import job_of
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, GIB, gib
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.parallel import on_all_cores
-from hf_memopt.estimator.prediction import Job, estimate_jobs
-from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.api import Job, estimate_jobs
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.sketch import Sketch

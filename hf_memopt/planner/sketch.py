@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_memopt.estimator import overheads
-from hf_memopt.estimator.depth import FEWEST, at_full_depth, layers_of, shallow_depths
-from hf_memopt.estimator.ledger import Peak
-from hf_memopt.estimator.parallel import on_all_cores
-from hf_memopt.estimator.prediction import Job, traced
-from hf_memopt.estimator.work import Kernel, extended
+from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator.api import Job, traced
+from hf_memopt.estimator.extrapolate import FEWEST, at_full_depth, layers_of, shallow_depths
+from hf_memopt.estimator.tracing.ledger import Peak
+from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.estimator.tracing.work import Kernel, extended
 from hf_memopt.planner.choices import CHUNK, Choice
 
 # Bytes of 8-bit activations of those in 16 bits (benchmarks/results/levers.json: 0.516, and 0.258 of 32 bits).

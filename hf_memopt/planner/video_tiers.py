@@ -12,22 +12,22 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from hf_memopt.data.video_pixels import FAMILIES
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.api import Job, estimate_job, evaluates
 from hf_memopt.estimator.architectures import list_architectures, load_config
-from hf_memopt.estimator.model import count_weights
-from hf_memopt.estimator.parallel import on_all_cores
-from hf_memopt.estimator.prediction import Job, estimate_job, evaluates
-from hf_memopt.estimator.reference import job_of
-from hf_memopt.estimator.report import Estimate
-from hf_memopt.estimator.video import VideoInputs
+from hf_memopt.estimator.preset_estimates import job_of
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.model import count_weights
+from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.files import write_whole
 from hf_memopt.hardware.catalog import GIB
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.video_parts import not_quantized
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.video_tiers import TIERS_FILE
+from hf_memopt.video.inputs import VideoInputs
+from hf_memopt.video.model_parts import not_quantized
+from hf_memopt.video.pixels import FAMILIES
 
 EFFECTIVE_BATCH = 32
 SHARE = 0.90  # of a device's memory: what MemoryArguments.target_memory_utilization aims at

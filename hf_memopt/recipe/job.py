@@ -21,18 +21,18 @@ from hf_memopt.data.sources import load_rows
 from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
-from hf_memopt.estimator.model import task_of
+from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detect import counterpart
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
-from hf_memopt.levers.video_parts import not_quantized, train_parts
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
+from hf_memopt.video.model_parts import not_quantized, train_parts
 
 logger = logging.getLogger(__name__)
 

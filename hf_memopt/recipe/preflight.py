@@ -229,7 +229,7 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
     import psutil
     import torch
 
-    from hf_memopt.estimator.model import sizes_of_weights
+    from hf_memopt.estimator.tracing.model import sizes_of_weights
 
     sizes_of = sizes_of_weights(config, task)
     weights = sum(sizes_of)

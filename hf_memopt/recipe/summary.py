@@ -189,7 +189,7 @@ def predict(job: Job, trainer, length: int, **about):
         about: further arguments of estimate(); by default what the data set's columns say.
     """
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.prediction import fields_of_trainer
+    from hf_memopt.estimator.api import fields_of_trainer
 
     if job.preset.sequence_parallel > 1:
         print("  memory  not predicted: shared sequences (sequence parallelism) are not traced")

@@ -9,16 +9,16 @@ import torch
 from accelerate.utils import send_to_device
 
 from hf_memopt.compatibility import resolve_engine
-from hf_memopt.data.bad_videos import BadVideos
-from hf_memopt.data.moving_shapes import moving_shapes
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.data.video import Encoder, Limits, VideoSamples
-from hf_memopt.data.video_batch import TOKENS, VideoCollator
 from hf_memopt.errors import InputError, choose
-from hf_memopt.estimator.video import VideoInputs
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.job import Job, load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
+from hf_memopt.video.bad_videos import BadVideos
+from hf_memopt.video.batch import TOKENS, VideoCollator
+from hf_memopt.video.inputs import VideoInputs
+from hf_memopt.video.moving_shapes import moving_shapes
+from hf_memopt.video.samples import Encoder, Limits, VideoSamples
 
 _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 

@@ -16,12 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
-from hf_memopt.data.video_pixels import FAMILIES
-from hf_memopt.data.video_processor import settings_of
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.api import Job as EstimatedJob
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.prediction import Job as EstimatedJob
-from hf_memopt.estimator.video import VideoInputs
 from hf_memopt.files import user_path, write_json
 from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.answer_logits import with_few_logits
@@ -44,6 +41,9 @@ from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
 from hf_memopt.recipe.resume import checkpoint_to_resume
+from hf_memopt.video.inputs import VideoInputs
+from hf_memopt.video.pixels import FAMILIES
+from hf_memopt.video.processor import settings_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.positions import with_positions
 from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.prediction import fields_of_trainer
+from hf_memopt.estimator.api import fields_of_trainer
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers

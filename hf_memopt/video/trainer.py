@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hf_memopt.data.video_batch import join
-from hf_memopt.levers.video_parts import take_videos_of_any_length
 from hf_memopt.trainer.trainer import MemoryTrainer
+from hf_memopt.video.batch import join
+from hf_memopt.video.model_parts import take_videos_of_any_length
 
 
 class VideoTrainer(MemoryTrainer):

@@ -8,10 +8,7 @@ import torch
 
 from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.depth import at_full_depth, layers_of, shallow_depths
-from hf_memopt.estimator.fake_copy import fake_copy
-from hf_memopt.estimator.flex import runs_flex
-from hf_memopt.estimator.prediction import (
+from hf_memopt.estimator.api import (
     bound_by_groups,
     checkpointing_period,
     engine_of,
@@ -24,12 +21,15 @@ from hf_memopt.estimator.prediction import (
     traceable,
     traced,
 )
-from hf_memopt.estimator.report import Estimate
-from hf_memopt.estimator.trace import TracedJob, repeated_layers
-from hf_memopt.estimator.video import values_of
+from hf_memopt.estimator.extrapolate import at_full_depth, layers_of, shallow_depths
+from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.fake_copy import fake_copy
+from hf_memopt.estimator.tracing.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.token_budget import samples_within
-from hf_memopt.levers.video_parts import frozen_parts
+from hf_memopt.video.inputs import values_of
+from hf_memopt.video.model_parts import frozen_parts
 
 _ROWS_LOOKED_AT = 10_000
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.parallel import one_by_one
-from hf_memopt.estimator.prediction import Job, estimate_jobs, fsdp_checkpoints
-from hf_memopt.estimator.report import Estimate
+from hf_memopt.estimator.api import Job, estimate_jobs, fsdp_checkpoints
+from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
+from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.levers.arguments import MemoryArguments
 
 _CHUNK = 512  # tokens

@@ -9,8 +9,8 @@ from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.video_parts import train_parts
 from hf_memopt.remote_code import is_trusted
+from hf_memopt.video.model_parts import train_parts
 
 TASKS = ("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification")
 _AUTO_CLASSES = {

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from hf_memopt.data.clips import capped_size
 from hf_memopt.data.tokens import IGNORED
-from hf_memopt.data.video import cap_pixels
-from hf_memopt.data.video_batch import VideoCollator
-from hf_memopt.data.video_pixels import FAMILIES, Settings
-from hf_memopt.data.video_processor import FramesToPixels, settings_of
 from hf_memopt.errors import InputError, choose
+from hf_memopt.video.batch import VideoCollator
+from hf_memopt.video.clips import capped_size
+from hf_memopt.video.pixels import FAMILIES, Settings
+from hf_memopt.video.processor import FramesToPixels, settings_of
+from hf_memopt.video.samples import cap_pixels
 
 _VIDEO, _TEXT, _FEW = 2, 0, 4096  # elements: of what is no pixels
 

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from transformers.utils import PushToHubMixin, cached_file
 
-from hf_memopt.data.video_pixels import FAMILIES, pixels_of
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.video.pixels import FAMILIES, pixels_of
 
 _FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_center_crop": False}

@@ -9,16 +9,16 @@ from typing import Any
 import numpy
 import torch
 
-from hf_memopt.data.bad_videos import BadVideos
 from hf_memopt.data.chat import Chat
-from hf_memopt.data.clips import BadVideo, Clip, capped_size, glance, name_of, out_of_host_memory, read_clip
 from hf_memopt.data.columns import row_number
-from hf_memopt.data.conversations import Medium, conversation
 from hf_memopt.data.row_places import Place
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.data.turns import read_tools
-from hf_memopt.data.video_batch import TOKENS, join
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.video.bad_videos import BadVideos
+from hf_memopt.video.batch import TOKENS, join
+from hf_memopt.video.clips import BadVideo, Clip, capped_size, glance, name_of, out_of_host_memory, read_clip
+from hf_memopt.video.conversations import Medium, conversation
 
 
 @dataclass(frozen=True)

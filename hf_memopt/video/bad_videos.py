@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
-from hf_memopt.data.clips import BadVideo
 from hf_memopt.errors import one_line
+from hf_memopt.video.clips import BadVideo
 
 logger = logging.getLogger(__name__)
 

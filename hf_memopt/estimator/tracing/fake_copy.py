@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from hf_memopt.estimator.depth import layers_of, with_depth
-from hf_memopt.estimator.model import traceable
+from hf_memopt.estimator.extrapolate import layers_of, with_depth
+from hf_memopt.estimator.tracing.model import traceable
 from hf_memopt.levers.replaced import put_back
 
 

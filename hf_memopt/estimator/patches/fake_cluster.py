@@ -19,7 +19,7 @@ from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.compatibility.mesh import Mesh
-from hf_memopt.estimator import fake_disk
+from hf_memopt.estimator.patches import fake_disk
 
 ENGINES = ("none", "ddp", "fsdp2", "mesh", "deepspeed")
 _NUMBERS = itertools.count(-1, -1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_memopt.data.clips import within
+from hf_memopt.video.clips import within
 
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from hf_memopt.data.builtin_model import cached
-from hf_memopt.data.moving_shapes import COLOURS, QUESTION
+from hf_memopt.video.moving_shapes import COLOURS, QUESTION
 
 _VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
 _SPECIAL = ("<|end|>", "<|pad|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|user|>",

@@ -13,9 +13,10 @@ from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError, choose, one_line
-from hf_memopt.estimator import overheads
+from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.depth import (
+from hf_memopt.estimator.extrapolate import (
     FEWEST,
     FEWEST_IN_PARTITIONS,
     at_full_depth,
@@ -23,19 +24,18 @@ from hf_memopt.estimator.depth import (
     shallow_depths,
     with_depth,
 )
-from hf_memopt.estimator.fake_cluster import spread
-from hf_memopt.estimator.flex import runs_flex
-from hf_memopt.estimator.ledger import KINDS, Books, Peak
-from hf_memopt.estimator.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
-from hf_memopt.estimator.parallel import one_by_one
-from hf_memopt.estimator.replay import Replay, replay
-from hf_memopt.estimator.report import Estimate
-from hf_memopt.estimator.trace import TracedJob, trace
-from hf_memopt.estimator.video import VideoInputs, values_of
+from hf_memopt.estimator.patches.fake_cluster import spread
+from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.ledger import KINDS, Books, Peak
+from hf_memopt.estimator.tracing.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
+from hf_memopt.estimator.tracing.parallel import one_by_one
+from hf_memopt.estimator.tracing.trace import TracedJob, trace
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.levers.token_budget import samples_within
+from hf_memopt.video.inputs import VideoInputs, values_of
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16

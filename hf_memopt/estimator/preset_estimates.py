@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 from hf_memopt.data.builtin_model import builtin_model
-from hf_memopt.estimator.prediction import Job, describe, estimate_job
+from hf_memopt.estimator.api import Job, describe, estimate_job
 from hf_memopt.files import write_whole
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.accelerate_config import FSDP2

@@ -1,1 +1,0 @@
-"""What went wrong, from what a run left behind."""

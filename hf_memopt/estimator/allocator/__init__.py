@@ -1,0 +1,1 @@
+"""A model of CUDA's caching allocator."""

@@ -1,0 +1,1 @@
+"""The real Trainer's steps on fake tensors, followed storage by storage."""
