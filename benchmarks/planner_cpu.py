@@ -131,7 +131,7 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
             tried[rung.choice] = lived_through(request, rung.choice, budget)
         survived, peak = tried[rung.choice]
         rungs.append({
-            "rung": rung.name, "settings": rung.told, "predicted_bytes": rung.estimate.device_bytes,
+            "rung": rung.name, "settings": rung.summary, "predicted_bytes": rung.estimate.device_bytes,
             "room_bytes": int(budget * rung.share), "measured_bytes": peak, "survived": survived,
         })  # fmt: skip
     under, _ = lived_through(request, least, int(needed * 0.98))

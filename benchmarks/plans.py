@@ -34,7 +34,7 @@ def planned(title: str, model: str, hardware: str, seq_len: int, batch: int, met
     found = plan(model, hardware, batch, seq_len, method, say=lambda text: print("   ", text, flush=True))
     took = time.perf_counter() - began
     rungs = [
-        {"rung": rung.name, "settings": rung.told, "device_bytes": rung.estimate.device_bytes,
+        {"rung": rung.name, "settings": rung.summary, "device_bytes": rung.estimate.device_bytes,
          "host_bytes": rung.estimate.host_bytes, "breakdown": rung.estimate.breakdown,
          "relative_speed": round(rung.relative_speed, 3)}
         for rung in found

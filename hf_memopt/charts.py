@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import write_whole
-from hf_memopt.hardware.catalog import GIB
+from hf_memopt.units import GIB
 
 COLOURS = {
     "parameters": "#4c78a8", "gradients": "#e45756", "optimizer_states": "#72b7b2", "activations": "#f2a541",

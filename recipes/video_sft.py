@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None):
 
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.recipe.video_tier import remember_clips
+    from hf_memopt.trainer.video_trainer import VideoTrainer
     from hf_memopt.video.batch import VideoCollator
     from hf_memopt.video.processor import load_processor
-    from hf_memopt.video.trainer import VideoTrainer
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
     resume = checkpoint_to_resume(job.args)

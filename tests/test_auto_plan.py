@@ -82,7 +82,7 @@ def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
 
     def load_limited(job, *args, **kwargs):
         model = load(job, *args, **kwargs)
-        begun.append((job.planned.told.split(":")[0], job.args.per_device_train_batch_size))
+        begun.append((job.planned.summary.split(":")[0], job.args.per_device_train_batch_size))
         forward = model.forward
 
         def limited(input_ids, **inputs):

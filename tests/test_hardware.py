@@ -9,7 +9,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware import allocator, attention, configure_allocator, get_hardware, list_hardware
 from hf_memopt.hardware import detect as public_detect
 from hf_memopt.hardware.attention import resolve_attention
-from hf_memopt.hardware.catalog import GIB
+from hf_memopt.units import GIB
 
 detect = sys.modules["hf_memopt.hardware.detect"]
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from runs import ENDED, RECOVERED, reading, report, write_run
 
-from hf_memopt.reports.events import told as in_words
+from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
@@ -74,7 +74,7 @@ def test_what_to_try_next(changed, told, tmp_path):
     ],
 )  # fmt: skip
 def test_events_are_sentences(event, words):
-    assert in_words({"step": 9, "process": 0, **event}) == words
+    assert describe_event({"step": 9, "process": 0, **event}) == words
 
 
 def test_a_log_alone_is_enough(tmp_path):

@@ -13,7 +13,6 @@ from hf_memopt import get_preset, list_presets
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import architectures
 from hf_memopt.estimator.api import estimate_job
-from hf_memopt.hardware.catalog import GIB
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.video_tiers import (
     COVERED_MODELS,
@@ -36,6 +35,7 @@ from hf_memopt.presets import METHODS
 from hf_memopt.presets.video_tiers import all_tiers, tiers_of
 from hf_memopt.recipe import auto, video, video_tier
 from hf_memopt.recipe import job as jobs
+from hf_memopt.units import GIB
 
 # ---- the rule
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
+from hf_memopt.units import gib
 
 _LARGEST_PIPE = 2**30  # bytes
 

@@ -12,8 +12,8 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.compatibility.config_files import Fault, difference_here, find_faults, kind_of
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.hardware.compiler import compiler, has_libaio
+from hf_memopt.units import gib
 
 # Package -> what goes missing without it.
 _PACKAGES = {

@@ -7,10 +7,10 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.units import gib
 from hf_memopt.yaml_values import read_yaml
 
 _OWN = {

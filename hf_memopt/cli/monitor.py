@@ -13,7 +13,7 @@ from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.monitor.devices import Device, devices
 from hf_memopt.monitor.monitor import status_at
-from hf_memopt.reports.events import told
+from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import LOG, Run, read_run
 
@@ -145,5 +145,5 @@ def _steps(run: Run):
         row = (one["step"], phase, *sizes, f"{speed:,.0f}" if speed else "", status)
         table.add_row(*map(verbatim, row))
     for event in run.events[-1:]:
-        table.caption = verbatim(next(iter(told(event).splitlines()), ""))
+        table.caption = verbatim(next(iter(describe_event(event).splitlines()), ""))
     return table

@@ -7,9 +7,9 @@ from hf_memopt.cli.estimate import import_libraries, quantization_config, split_
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
-from hf_memopt.hardware.catalog import GIB, gib
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.presets import get_preset, list_presets
+from hf_memopt.units import GIB, gib
 
 
 def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory_gib, host_gib, settings,
@@ -79,7 +79,7 @@ def _print_plan(found, written: list[str]) -> None:
     print(f"{request.model}, {method}{request.effective_batch_size} samples a step of {length}, on {devices}"
           f"{preset.hardware.label} ({gib(request.memory)} each)")  # fmt: skip
     if found.ladder:
-        rows = [(rung.name, f"{rung.share:.0%}", rung.told, gib(rung.estimate.device_bytes),
+        rows = [(rung.name, f"{rung.share:.0%}", rung.summary, gib(rung.estimate.device_bytes),
                  f"{rung.relative_speed:.2f}") for rung in found.ladder]  # fmt: skip
         print_table("", ("rung", "fills", "settings", "predicted", "predicted speed"), rows)
         kinds = [kind for kind in found.ladder[0].estimate.breakdown

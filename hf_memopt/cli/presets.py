@@ -4,11 +4,12 @@ from dataclasses import fields
 from typing import Any
 
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.hardware.catalog import Hardware, gib
+from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.presets import Preset, get_preset, list_presets
-from hf_memopt.presets.reference import reference_estimate, told
+from hf_memopt.presets.reference import reference_estimate, summarize
+from hf_memopt.presets.video_tiers import summarize as summarize_clips
 from hf_memopt.presets.video_tiers import tiers_of
-from hf_memopt.presets.video_tiers import told as clips_told
+from hf_memopt.units import gib
 
 
 def list_all(method: str, as_json: bool) -> None:
@@ -44,8 +45,8 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
     if estimated := reference_estimate(preset):
-        rows.append(("memory on it", told(estimated)))
-    rows += [(f"video frames, {model}", clips_told(row)) for model, row in tiers_of(preset).items()]
+        rows.append(("memory on it", summarize(estimated)))
+    rows += [(f"video frames, {model}", summarize_clips(row)) for model, row in tiers_of(preset).items()]
     rows += [(f"${key}", value) for key, value in preset.environment.items()]
     rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
     rows += [

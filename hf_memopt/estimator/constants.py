@@ -128,8 +128,8 @@ def notes(job, books: Books) -> tuple[str, ...]:
             "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
         )
     video = getattr(job, "video", None)
-    if hasattr(video, "told") and video.sample is None:
-        said.append(f"a sample: {video.told(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
+    if hasattr(video, "summary") and video.sample is None:
+        said.append(f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
         if not video.settings:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:

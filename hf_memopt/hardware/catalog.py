@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hf_memopt.errors import choose
+from hf_memopt.units import GIB
 
 DEVICES_PER_HOST = 8  # at most, in the machines that clusters are made of (NVIDIA HGX and DGX, AMD's platforms)
-GIB = 2**30
 GB = 10**9
 TERA = 10**12
 
@@ -20,10 +20,6 @@ PCIE3_X16 = 15.75 * GB
 PCIE4_X16 = 31.5 * GB
 PCIE5_X16 = 63.0 * GB
 
-
-def gib(value: int | None) -> str:
-    """Bytes as text in GiB."""
-    return "unknown" if value is None else f"{value / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True)

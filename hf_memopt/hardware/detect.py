@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from hf_memopt.hardware.catalog import GIB, Hardware, get_hardware
+from hf_memopt.hardware.catalog import Hardware, get_hardware
+from hf_memopt.units import GIB
 
 # Product name as PyTorch reports it -> catalog name; the first match wins, so longer names come first.
 # Cards sold with several memory sizes must also match on memory (see _same_memory).

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from hf_memopt.hardware.catalog import gib
+from hf_memopt.units import gib
 
 TOKEN_BYTES = 24  # input_ids, labels and attention_mask or position_ids, 8 bytes each
 # Bytes of text for a token: about four characters of English (OpenAI, "What are tokens and how to count them?"). Other

@@ -2,9 +2,9 @@
 
 import re
 
-from hf_memopt.hardware.catalog import GIB, gib
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.classify import Diagnosis, OomKind
+from hf_memopt.units import GIB, gib
 
 _SIZE = r"(?<![\d.])(\d{1,9}(?:\.\d{1,9})?) (GiB|MiB|KiB|GB|MB)"  # bounded: a long row of digits costs linear time
 _FIGURES = {

@@ -26,7 +26,7 @@ def as_dict(request, rung) -> dict[str, Any]:
     kwargs = {"dtype": rung.preset.dtype, "attn_implementation": attention}
     return {
         "rung": rung.name,
-        "settings": rung.told,
+        "settings": rung.summary,
         "target_utilization": rung.share,
         "strategy": rung.preset.strategy,
         "training_arguments": training_arguments(request, rung),
@@ -105,7 +105,7 @@ def write_files(request, rung, directory: str) -> list[str]:
     if deepspeed := rung.preset.deepspeed_config():
         files["deepspeed.json"] = _json(deepspeed)
     config = accelerate_config(rung, str(folder / "deepspeed.json"))
-    comment = f"{rung.preset.name}, rung {rung.name}: {rung.told}; written by hf-memopt plan"
+    comment = f"{rung.preset.name}, rung {rung.name}: {rung.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
     words = recipe_words(request, rung)
     words[0] = shlex.quote(str(shipped("recipes").parent / words[0]))

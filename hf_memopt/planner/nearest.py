@@ -8,8 +8,8 @@ from hf_memopt.estimator.api import Job, estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.planner.choices import Choice
+from hf_memopt.units import gib
 
 _SHORTEST = 128  # tokens
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)

@@ -13,16 +13,17 @@ from hf_memopt.estimator.preset_estimates import job_of
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.hardware.catalog import DEVICES_PER_HOST, GIB, gib
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
 from hf_memopt.planner.nearest import nearest_changes
-from hf_memopt.planner.search import Search, told
+from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.catalog import strategies
 from hf_memopt.presets.preset import with_strategy
+from hf_memopt.units import GIB, gib
 
 # Of the host for each device, where nobody says: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a
 # desktop's 64 GiB what its other programs leave.
@@ -54,9 +55,9 @@ class Rung:
     relative_speed: float
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The settings in a few words."""
-        return told(self.choice)
+        return summarize(self.choice)
 
 
 @dataclass(frozen=True)
@@ -327,10 +328,10 @@ def _too_large(request: Request, search: Search | None, least: Choice | None) ->
     found, room = search.found[least], request.room
     if found.device_bytes <= room:
         reason = f"{gib(found.host_bytes)} of host memory for each device, of {gib(request.host_memory)}"
-        return Rejected(method, f"{method} needs {reason} ({told(least)}); --host-memory says how much there is")
+        return Rejected(method, f"{method} needs {reason} ({summarize(least)}); --host-memory says how much there is")
     return Rejected(
         method,
-        f"{method} needs {gib(found.device_bytes)} at least ({told(least)}), and {room / request.memory:.0%} of "
+        f"{method} needs {gib(found.device_bytes)} at least ({summarize(least)}), and {room / request.memory:.0%} of "
         f"{request.preset.hardware.label} is {gib(room)}",
     )
 

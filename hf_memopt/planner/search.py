@@ -97,7 +97,7 @@ class Search:
             InputError: none of several choices can be estimated: it is not the choice.
         """
         for choice in new:
-            self.say(f"estimating {told(choice)}")
+            self.say(f"estimating {summarize(choice)}")
         jobs = [self.build(choice) for choice in new]
         for choice, found in zip(new, estimate_jobs(jobs, on_all_cores), strict=True):
             self.found[choice] = None if isinstance(found, InputError) else found
@@ -133,7 +133,7 @@ def _keys(choice: Choice) -> list[tuple]:
     ]
 
 
-def told(choice: Choice) -> str:
+def summarize(choice: Choice) -> str:
     """A choice in a few words."""
     words = [f"micro-batch {choice.micro_batch} × {choice.accumulation}"]
     if choice.strategy != "none":

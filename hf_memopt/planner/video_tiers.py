@@ -20,11 +20,11 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.files import write_whole
-from hf_memopt.hardware.catalog import GIB
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.video_tiers import TIERS_FILE
+from hf_memopt.units import GIB
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.model_parts import not_quantized
 from hf_memopt.video.pixels import FAMILIES

@@ -5,9 +5,10 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.catalog import GIB, Hardware, get_hardware
+from hf_memopt.hardware.catalog import Hardware, get_hardware
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.preset import Preset, with_strategy
+from hf_memopt.units import GIB
 
 # The model that the recipes train where none is named.
 BUILTIN = "builtin"

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.presets.preset import Preset
+from hf_memopt.units import gib
 
 REFERENCE_FILE = Path(__file__).parent / "reference_estimates.json"
 
@@ -24,7 +24,7 @@ def _usual(preset: Preset) -> str:
     return get_preset(preset.name, preset.method).strategy
 
 
-def told(found: dict) -> str:
+def summarize(found: dict) -> str:
     """The estimate in one line."""
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[found["fits"]]
     return f"{gib(found['device_bytes'])} of {gib(found['capacity_bytes'])} (predicted, not measured), {verdict}"

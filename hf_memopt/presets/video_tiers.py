@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.presets.preset import Preset
+from hf_memopt.units import gib
 
 TIERS_FILE = Path(__file__).parent / "video_tiers.json"
 
@@ -27,7 +27,7 @@ def tiers_of(preset: Preset) -> dict[str, dict[str, Any]]:
     return {row["model"]: row for row in all_tiers() if (row["preset"], row["method"]) == (preset.name, preset.method)}
 
 
-def told(row: dict[str, Any]) -> str:
+def summarize(row: dict[str, Any]) -> str:
     """A row in one line."""
     if "refused" in row:
         return row["refused"]

@@ -8,10 +8,10 @@ from typing import Any
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.estimator.constants import context
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.presets import Preset
+from hf_memopt.units import gib
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ class Planned:
     Attributes:
         preset, memory_args: the rung's.
         fields: TrainingArguments fields of its batch.
-        told: the rung in a sentence.
+        summary: the rung in a sentence.
         safer: the next rung below with other settings; None on the lowest.
     """
 
     preset: Preset
     memory_args: MemoryArguments
     fields: dict[str, Any]
-    told: str
+    summary: str
     safer: str | None
 
 
@@ -82,7 +82,7 @@ def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[st
     batch = {"per_device_train_batch_size": chosen.choice.micro_batch,
              "gradient_accumulation_steps": chosen.choice.accumulation}  # fmt: skip
     probed = replace(chosen.memory_args, probe_worst_batch=True)
-    return Planned(chosen.preset, probed, batch, f"{chosen.name}: {chosen.told}; {needs} of {usable} free",
+    return Planned(chosen.preset, probed, batch, f"{chosen.name}: {chosen.summary}; {needs} of {usable} free",
                    below[-1] if below else None)  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from hf_memopt.compatibility.engine import is_true
 from hf_memopt.compatibility.launch import cannot_start, parallel_sizes
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.hardware.compiler import compiler, has_libaio
+from hf_memopt.units import gib
 
 # ZeRO keeps of every trained weight an fp32 master and two states, and offloaded gradients in fp32 beside them
 # (deepspeed.runtime.zero.stage3: fp32_partitioned_groups_flat, Adam's exp_avg and exp_avg_sq, grad_partitions).

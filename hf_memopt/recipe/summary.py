@@ -63,7 +63,7 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
         budgets = f"{budget} padded tokens × {accumulation} × {batches}"
         rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
     if job.planned is not None:
-        rows.insert(1, ("plan", job.planned.told))
+        rows.insert(1, ("plan", job.planned.summary))
     if job.profile is not None:
         rows.insert(1, ("profile", job.profile))
     rows += more

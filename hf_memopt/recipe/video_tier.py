@@ -20,7 +20,6 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import Job as EstimatedJob
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.files import user_path, write_json
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.planner.video_tiers import (
@@ -41,6 +40,7 @@ from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
 from hf_memopt.recipe.resume import checkpoint_to_resume
+from hf_memopt.units import gib
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.pixels import FAMILIES
 from hf_memopt.video.processor import settings_of

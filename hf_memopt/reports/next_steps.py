@@ -3,10 +3,10 @@
 from statistics import median
 from typing import Any
 
-from hf_memopt.hardware.catalog import gib
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.reports.run import Run
 from hf_memopt.reports.slow import ROOM, filled, larger_batch, why_slow
+from hf_memopt.units import gib
 
 
 def next_steps(run: Run) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from hf_memopt import charts
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
-from hf_memopt.reports.events import told as in_words
+from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import next_steps, speed
 from hf_memopt.reports.page import page, size
 from hf_memopt.reports.run import Run, read_run
@@ -256,7 +256,7 @@ def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
-    return str(event.get("step", "")), event.get("event", "").replace("_", " "), in_words(event)
+    return str(event.get("step", "")), event.get("event", "").replace("_", " "), describe_event(event)
 
 
 def _logged_capacity(run: Run) -> float:

@@ -9,9 +9,9 @@ from hf_memopt.errors import TrainingOutOfMemory
 from hf_memopt.files import write_json
 from hf_memopt.monitor.snapshots import SnapshotCallback
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose
-from hf_memopt.oom.report import oom_report
-from hf_memopt.reports.events import told
+from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.distributed import Peers
+from hf_memopt.trainer.oom_report import describe_failure
 from hf_memopt.trainer.recoverability import changes_weights_in_backward, holds_whole_model
 from hf_memopt.trainer.split import tensor_shapes
 from hf_memopt.trainer.updates import Updates
@@ -72,9 +72,9 @@ class Ending:
         self.snapshot()
         inputs = micro.inputs if micro is not None else {}
         indices = trainer._dataset_indices(micro) if micro is not None else None
-        report = oom_report(trainer, stage, found, tensor_shapes(inputs), indices, why) | {"checkpoint": checkpoint}
+        report = describe_failure(trainer, stage, found, tensor_shapes(inputs), indices, why) | {"checkpoint": checkpoint}
         self._write(report)
-        raise TrainingOutOfMemory(told(report), report)
+        raise TrainingOutOfMemory(describe_event(report), report)
 
     def explains(self, error: Exception) -> bool:
         """Whether an error that ends training is about memory, and has not been explained yet."""
@@ -131,7 +131,7 @@ class Ending:
                 callback.out_of_memory()
 
     def _write(self, report: dict) -> None:
-        logger.error("%s", told(report))
+        logger.error("%s", describe_event(report))
         path = Path(self._trainer.args.output_dir) / "oom_report.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

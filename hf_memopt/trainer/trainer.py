@@ -26,7 +26,7 @@ from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.snapshots import SnapshotCallback
 from hf_memopt.oom.classify import diagnose
-from hf_memopt.reports.events import told
+from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints
 from hf_memopt.trainer.combination import check_combination, check_given, check_start
@@ -309,7 +309,7 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         """Remember something that happened, and say it loudly."""
         event = {"event": name, "step": self.state.global_step, "process": self.args.process_index, **details}
         self.memory_events.append(event)
-        logger.warning("%s", told(event))
+        logger.warning("%s", describe_event(event))
         if name == "oom_recovered":
             self._ending.snapshot()
         if self.args.should_save:

@@ -92,7 +92,7 @@ class VideoInputs:
         """With half the frames; None where that cannot be."""
         return replace(self, frames=self.frames // 2) if self.sample is None and self.frames > 1 else None
 
-    def told(self, config) -> str:
+    def summary(self, config) -> str:
         """The clip in words: frames, the pixels that the model sees, tokens."""
         media, steps, per_step, closing = self.clip(config)
         patches = next(value for name, value in media.items() if name.startswith("pixel_values"))

@@ -13,7 +13,7 @@ from hf_memopt.trainer.split import tensor_shapes
 logger = logging.getLogger(__name__)
 
 
-def oom_report(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
+def describe_failure(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
     """Diagnosis, batch, what memory holds, and what to change, as JSON has it."""
     growth = trainer._callback.growth
     why_at_all, _ = reason(

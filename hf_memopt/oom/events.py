@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from hf_memopt.hardware.catalog import gib
+from hf_memopt.units import gib
 
 _LONGEST = 1000  # characters of what an unknown event holds
 
 
-def told(event: dict[str, Any]) -> str:
+def describe_event(event: dict[str, Any]) -> str:
     """An event in one sentence, the end of a run in a paragraph."""
     try:
         return _end(event) if event.get("event") == "out_of_memory" else _sentence(event)

@@ -1,0 +1,8 @@
+"""Bytes in the units that people read."""
+
+GIB = 2**30
+
+
+def gib(value: int | None) -> str:
+    """Bytes as text in GiB."""
+    return "unknown" if value is None else f"{value / GIB:.2f} GiB"
