@@ -23,10 +23,14 @@ def recipe_arguments() -> str:
 def _fields(kind: type) -> str:
     types = get_type_hints(kind)  # a parser of arguments changes the fields' own
     lines = [
-        [f"`{item.name}`", f"`{_type(types[item.name])}`", "" if item.default is MISSING else f"`{item.default!r}`",
-         item.metadata.get("help", "")]
+        [
+            f"`{item.name}`",
+            f"`{_type(types[item.name])}`",
+            "" if item.default is MISSING else f"`{item.default!r}`",
+            item.metadata.get("help", ""),
+        ]
         for item in fields(kind)
-    ]  # fmt: skip
+    ]
     return table(["field", "type", "default", "what it does"], lines)
 
 
@@ -38,8 +42,10 @@ def profiles() -> str:
     """A line a memory profile."""
     from hf_memopt.levers.arguments import PROFILES
 
-    lines = [[f"{name} (default)" if name == "balanced" else name, *(f"{share:.2f}" for share in shares)]
-             for name, shares in PROFILES.items()]  # fmt: skip
+    lines = [
+        [f"{name} (default)" if name == "balanced" else name, *(f"{share:.2f}" for share in shares)]
+        for name, shares in PROFILES.items()
+    ]
     return table(["`memory_profile`", "target", "warning", "critical", "emergency"], lines)
 
 

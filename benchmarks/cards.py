@@ -12,15 +12,27 @@ from hf_memopt import MemoryArguments, estimate, get_hardware, get_preset
 from hf_memopt.errors import InputError
 
 CARDS = [
-    "rtx_3070", "rtx_3060", "rtx_4080", "rtx_4090", "rx_7900_xtx", "l40s", "a100_80gb", "h200", "mi300x",
-    "apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb",
-]  # fmt: skip
+    "rtx_3070",
+    "rtx_3060",
+    "rtx_4080",
+    "rtx_4090",
+    "rx_7900_xtx",
+    "l40s",
+    "a100_80gb",
+    "h200",
+    "mi300x",
+    "apple_m2_8gb",
+    "apple_m2_16gb",
+    "apple_m4_max_64gb",
+]
 MODELS = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b"]
 TOKENS = 2048
 SMALLEST = {
-    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "activation_checkpointing": True,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 16,
+    "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False},
-}  # fmt: skip
+}
 
 
 def estimated(kind: str, preset_name: str, model: str, method: str) -> dict:
@@ -32,16 +44,24 @@ def estimated(kind: str, preset_name: str, model: str, method: str) -> dict:
     began = time.perf_counter()
     try:
         found = estimate(
-            model, fields, TOKENS, preset.hardware, peft_config=preset.peft_config(),
+            model,
+            fields,
+            TOKENS,
+            preset.hardware,
+            peft_config=preset.peft_config(),
             dtype="bfloat16" if method == "full" else preset.dtype,
             quantization_config=preset.model_kwargs().get("quantization_config"),
             memory_args=MemoryArguments(loss_chunk_size=512),
-        )  # fmt: skip
+        )
     except InputError as error:
         return row | {"refused": str(error)}
-    return row | {"device_bytes": found.device_bytes, "peak_allocated_bytes": found.peak_allocated_bytes,
-                  "breakdown": found.breakdown, "phase": found.phase,
-                  "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
+    return row | {
+        "device_bytes": found.device_bytes,
+        "peak_allocated_bytes": found.peak_allocated_bytes,
+        "breakdown": found.breakdown,
+        "phase": found.phase,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 def main() -> None:
@@ -53,8 +73,14 @@ def main() -> None:
                 print(rows[-1], flush=True)
     for name in CARDS:
         card = get_hardware(name)
-        rows.append({"card": name, "label": card.label, "kind": "mps" if card.backend == "mps" else "gpu",
-                     "capacity_bytes": card.memory})  # fmt: skip
+        rows.append(
+            {
+                "card": name,
+                "label": card.label,
+                "kind": "mps" if card.backend == "mps" else "gpu",
+                "capacity_bytes": card.memory,
+            }
+        )
     record("cards", "python benchmarks/cards.py", rows)
 
 

@@ -17,12 +17,17 @@ def cards(up: str) -> str:
     needed = {(row["kind"], row["model"], row["method"]): row for row in found["rows"] if "model" in row}
     models = list(dict.fromkeys(model for _, model, _ in needed))
     lines = [
-        [f"{row['label']} ({row['capacity_bytes'] / GIB:.1f} GiB)",
-         *(_cell(row["kind"], model, row["capacity_bytes"], needed) for model in models)]
-        for row in found["rows"] if "card" in row
-    ]  # fmt: skip
-    source = (f"Predicted {found['date']} with torch {found['versions']['torch']}, transformers "
-              f"{found['versions']['transformers']}: [cards.json]({up}benchmarks/results/cards.json).")  # fmt: skip
+        [
+            f"{row['label']} ({row['capacity_bytes'] / GIB:.1f} GiB)",
+            *(_cell(row["kind"], model, row["capacity_bytes"], needed) for model in models),
+        ]
+        for row in found["rows"]
+        if "card" in row
+    ]
+    source = (
+        f"Predicted {found['date']} with torch {found['versions']['torch']}, transformers "
+        f"{found['versions']['transformers']}: [cards.json]({up}benchmarks/results/cards.json)."
+    )
     return f"{table(['card', *(f'`{model}`' for model in models)], lines)}\n\n{source}"
 
 

@@ -4,11 +4,14 @@ from record import record
 
 # preset, method, strategies
 ROWS = (
-    ("h100_80gb_x8", "full", ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp8", "tp8", "zero3_offload_cpu",
-                              "zero3_offload_nvme")),
+    (
+        "h100_80gb_x8",
+        "full",
+        ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp8", "tp8", "zero3_offload_cpu", "zero3_offload_nvme"),
+    ),
     ("h100_80gb_x8", "lora", ("zero3", "fsdp2", "hsdp8")),
     ("h100_80gb_x16_nodes", "full", ("zero3", "fsdp2", "tp8", "zero3_offload_cpu", "zero3_offload_nvme")),
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -21,8 +24,14 @@ def main() -> None:
     for name, method, strategies in ROWS:
         for strategy in strategies:
             preset = get_preset(name, method, strategy)
-            row = {"preset": name, "method": method, "model": preset.reference_model, "tokens": preset.seq_len,
-                   "devices": preset.processes, "strategy": strategy}  # fmt: skip
+            row = {
+                "preset": name,
+                "method": method,
+                "model": preset.reference_model,
+                "tokens": preset.seq_len,
+                "devices": preset.processes,
+                "strategy": strategy,
+            }
             try:
                 found = estimate_job(job_of(preset, memory_args=MemoryArguments()))
             except InputError as error:

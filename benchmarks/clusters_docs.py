@@ -9,11 +9,23 @@ GIB = 2**30
 def engines() -> str:
     """Real processes of every engine beside one process and beside the estimate."""
     found = results("engines")
-    lines = [[row["strategy"], str(row["processes"]), f"{max(row['measured_bytes']) / 1e6:.2f}",
-              f"{100 * row['largest_error']:+.3f} %", f"{row['largest_loss_difference']:g}"]
-             for row in found["rows"]]  # fmt: skip
-    heads = ["strategy", "processes", "MB of the rank that needs most", "estimate off by, of any rank at most",
-             "losses off one process's by"]  # fmt: skip
+    lines = [
+        [
+            row["strategy"],
+            str(row["processes"]),
+            f"{max(row['measured_bytes']) / 1e6:.2f}",
+            f"{100 * row['largest_error']:+.3f} %",
+            f"{row['largest_loss_difference']:g}",
+        ]
+        for row in found["rows"]
+    ]
+    heads = [
+        "strategy",
+        "processes",
+        "MB of the rank that needs most",
+        "estimate off by, of any rank at most",
+        "losses off one process's by",
+    ]
     return f"{table(heads, lines)}\n\n{measured('engines', found)}"
 
 
@@ -42,10 +54,15 @@ def offloading() -> str:
     """What offloading is predicted to cost, beside what guides say."""
     found = results("offloading")
     places = list(dict.fromkeys(place for row in found["rows"] for place in row["times_as_long"]))
-    lines = [[f"`{row['model']}` on `{row['hardware']}`", row["strategy"].replace("none", "one device"),
-              f"{row['tokens_of_a_device']:,}",
-              *(f"{row['times_as_long'][place]:.2f} ×" if place in row["times_as_long"] else "" for place in places)]
-             for row in found["rows"]]  # fmt: skip
+    lines = [
+        [
+            f"`{row['model']}` on `{row['hardware']}`",
+            row["strategy"].replace("none", "one device"),
+            f"{row['tokens_of_a_device']:,}",
+            *(f"{row['times_as_long'][place]:.2f} ×" if place in row["times_as_long"] else "" for place in places),
+        ]
+        for row in found["rows"]
+    ]
     lines.append(["guides say", "", "", "2–3 ×, 10–20 ×", "5–10 ×", "5–10 ×"])
     heads = ["job", "without", "tokens a device and step", *places]
     return f"{table(heads, lines)}\n\n{_source(found)}"

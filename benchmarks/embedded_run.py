@@ -54,14 +54,31 @@ def train(fields: dict, memory: dict | None = None, steps: int = 60):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(builtin_model()))
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, **{
-            "per_device_train_batch_size": ROWS, "max_steps": steps, "learning_rate": 3e-3, "warmup_steps": 0.1,
-            "lr_scheduler_type": "cosine", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no",
-            "save_strategy": "no", "use_cpu": not torch.cuda.is_available(), **fields,
-        })  # fmt: skip
+        args = TrainingArguments(
+            folder,
+            **{
+                "per_device_train_batch_size": ROWS,
+                "max_steps": steps,
+                "learning_rate": 3e-3,
+                "warmup_steps": 0.1,
+                "lr_scheduler_type": "cosine",
+                "report_to": "none",
+                "disable_tqdm": True,
+                "logging_strategy": "no",
+                "save_strategy": "no",
+                "use_cpu": not torch.cuda.is_available(),
+                **fields,
+            },
+        )
         training, held_out = data()
-        given = {"model": model, "args": args, "train_dataset": training, "eval_dataset": held_out,
-                 "data_collator": default_data_collator, "callbacks": [times]}  # fmt: skip
+        given = {
+            "model": model,
+            "args": args,
+            "train_dataset": training,
+            "eval_dataset": held_out,
+            "data_collator": default_data_collator,
+            "callbacks": [times],
+        }
         trainer = MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]

@@ -52,17 +52,24 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
         sizes = mesh_of(case["strategy"], case["world_size"])
         kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
     args = TrainingArguments(
-        output_dir=folder / "out", use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
-        logging_nan_inf_filter=False, save_strategy="no", **fields,
-    )  # fmt: skip
+        output_dir=folder / "out",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        **fields,
+    )
     quiet = MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {}))
     trainers: list[MemoryTrainer] = []
     with Ledger(fake=False) as ledger, following_fsdp(ledger), fsdp2(case, trainers), tensor_parallel(case):
         model = AutoModelForCausalLM.from_pretrained(case["model"], **kwargs)
         alone(model)
         data = rows(case["seq_len"], model.config.vocab_size)
-        trainer = MemoryTrainer(model=model, args=args, train_dataset=data, data_collator=default_data_collator,
-                                memory_args=quiet)  # fmt: skip
+        trainer = MemoryTrainer(
+            model=model, args=args, train_dataset=data, data_collator=default_data_collator, memory_args=quiet
+        )
         trainers.append(trainer)
         trainer.add_callback(Swapping(ledger))
         trainer.train()
@@ -111,16 +118,21 @@ def fsdp2(case: dict, trainers: list):
     from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-                                            cpu_ram_efficient_loading=False)  # fmt: skip
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
     sizes = ParallelismConfig(dp_shard_size=case["world_size"])
 
     class Sharded:
         def __new__(cls, model, **_):
             accelerator = SimpleNamespace(
-                state=SimpleNamespace(fsdp_plugin=plugin), torch_device_mesh=sizes.build_device_mesh("cpu"),
-                parallelism_config=sizes, mixed_precision="no", is_main_process=False, device=torch.device("cpu"),
-            )  # fmt: skip
+                state=SimpleNamespace(fsdp_plugin=plugin),
+                torch_device_mesh=sizes.build_device_mesh("cpu"),
+                parallelism_config=sizes,
+                mixed_precision="no",
+                is_main_process=False,
+                device=torch.device("cpu"),
+            )
             optimizer = trainers[0].optimizer
             names = {id(weight): name for name, weight in model.named_parameters()}
             kept = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
@@ -184,14 +196,23 @@ def run(case: dict, folder: Path) -> None:
 def _as_rank(case: dict, rank: int, port: int, folder: Path) -> int:
     """What a launcher tells its processes; the exit code."""
     size = str(case["world_size"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
-                      MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     if case["strategy"].startswith("zero"):
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if (shared := case.get("sequence_parallel", 1)) > 1:
-        os.environ.update(ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_SP_SIZE=str(shared),
-                          PARALLELISM_CONFIG_DP_SHARD_SIZE=str(case["world_size"] // shared),
-                          PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION="sdpa")  # fmt: skip
+        os.environ.update(
+            ACCELERATE_USE_PARALLELISM_CONFIG="true",
+            PARALLELISM_CONFIG_SP_SIZE=str(shared),
+            PARALLELISM_CONFIG_DP_SHARD_SIZE=str(case["world_size"] // shared),
+            PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION="sdpa",
+        )
     try:
         rank_of(case, rank, folder)
         return 0

@@ -14,15 +14,30 @@ from pathlib import Path
 
 from record import record
 
-MODEL = {"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 352,
-         "num_attention_heads": 4, "max_position_embeddings": 512, "vocab_size": 4000}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "vocab_size": 4000,
+}
 TOKENS, EFFECTIVE, STEPS = 64, 8, 3
 # strategy -> numbers of processes
 ENGINES = {
-    "ddp": (2, 4), "zero1": (2, 4), "zero2": (2, 4), "zero3": (2, 4), "zero2_offload_cpu": (2, 4),
-    "zero3_offload_cpu": (2, 4), "zero3_offload_nvme": (2, 4), "fsdp2": (2, 4), "hsdp2": (2, 4), "tp2": (2, 4),
+    "ddp": (2, 4),
+    "zero1": (2, 4),
+    "zero2": (2, 4),
+    "zero3": (2, 4),
+    "zero2_offload_cpu": (2, 4),
+    "zero3_offload_cpu": (2, 4),
+    "zero3_offload_nvme": (2, 4),
+    "fsdp2": (2, 4),
+    "hsdp2": (2, 4),
+    "tp2": (2, 4),
     "tp2_hsdp1": (4,),
-}  # fmt: skip
+}
 
 
 def case(strategy: str, world_size: int, model: Path, **more) -> dict:
@@ -31,10 +46,21 @@ def case(strategy: str, world_size: int, model: Path, **more) -> dict:
 
     batches = mesh_of(strategy, world_size).batches if is_mesh(strategy) else world_size
     batches //= more.get("sequence_parallel", 1)
-    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": EFFECTIVE // (2 * batches),
-              "max_steps": STEPS, "learning_rate": 1e-3}  # fmt: skip
-    return {"name": f"{strategy}-{world_size}", "strategy": strategy, "world_size": world_size, "fields": fields,
-            "seq_len": TOKENS, "model": str(model), **more}  # fmt: skip
+    fields = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": EFFECTIVE // (2 * batches),
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+    }
+    return {
+        "name": f"{strategy}-{world_size}",
+        "strategy": strategy,
+        "world_size": world_size,
+        "fields": fields,
+        "seq_len": TOKENS,
+        "model": str(model),
+        **more,
+    }
 
 
 def save_model(folder: Path, **config) -> Path:
@@ -51,13 +77,21 @@ def run(folder: Path, cases: list[dict]) -> dict[str, list[dict]]:
     """What every rank of every case told: name -> one row a rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "engine_ranks.py", folder], env=environment, capture_output=True,
-        text=True, input="\n".join(map(json.dumps, cases)), timeout=1500,
-    )  # fmt: skip
+        [sys.executable, Path(__file__).parent / "engine_ranks.py", folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        input="\n".join(map(json.dumps, cases)),
+        timeout=1500,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    return {found["name"]: [json.loads((folder / found["name"] / f"{rank}.json").read_text())
-                            for rank in range(found["world_size"])] for found in cases}  # fmt: skip
+    return {
+        found["name"]: [
+            json.loads((folder / found["name"] / f"{rank}.json").read_text()) for rank in range(found["world_size"])
+        ]
+        for found in cases
+    }
 
 
 def predicted(case: dict, rank: int | None = None) -> int:
@@ -72,8 +106,16 @@ def predicted(case: dict, rank: int | None = None) -> int:
     strategy = case["strategy"]
     if strategy.startswith("zero"):
         fields["deepspeed"], strategy = deepspeed_config(strategy, Path("/")), None
-    found = estimate(case["model"], fields, case["seq_len"], "cpu", world_size=case["world_size"], rank=rank,
-                     strategy=strategy, memory_args=MemoryArguments(oom_recovery=False, silent_mode=True))  # fmt: skip
+    found = estimate(
+        case["model"],
+        fields,
+        case["seq_len"],
+        "cpu",
+        world_size=case["world_size"],
+        rank=rank,
+        strategy=strategy,
+        memory_args=MemoryArguments(oom_recovery=False, silent_mode=True),
+    )
     return found.host_bytes - SPARE_HOST if "offload" in case["strategy"] else found.peak_allocated_bytes
 
 
@@ -91,11 +133,16 @@ def main() -> None:
             estimates = [predicted(one, rank) for rank in range(one["world_size"])]
             errors = [guess / truth - 1 for guess, truth in zip(estimates, measured, strict=True)]
             apart = max(abs(here / there - 1) for here, there in zip(losses, alone, strict=True))
-            rows.append({
-                "strategy": one["strategy"], "processes": one["world_size"], "measured_bytes": measured,
-                "predicted_bytes": estimates, "largest_error": round(max(errors, key=abs), 5),
-                "largest_loss_difference": float(f"{apart:.2g}"),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "strategy": one["strategy"],
+                    "processes": one["world_size"],
+                    "measured_bytes": measured,
+                    "predicted_bytes": estimates,
+                    "largest_error": round(max(errors, key=abs), 5),
+                    "largest_loss_difference": float(f"{apart:.2g}"),
+                }
+            )
             print(rows[-1], flush=True)
     record("engines", "python benchmarks/engines.py", rows)
 

@@ -33,12 +33,17 @@ FAMILIES = {
     "smollm3": {**GROUPED, "pad_token_id": 0},
     "gpt2": {"n_embd": 128, "n_head": 4, "n_positions": 2048},
     "gpt_neox": SHAPE,
-    "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 352, "num_attention_heads": 4,
-            "max_position_embeddings": 2048},
+    "opt": {
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 352,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+    },
     "bloom": {"hidden_size": 128, "n_head": 4},
     "stablelm": GROUPED,
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
+}
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 EVERY_SECOND = {
     "activation_checkpointing": True,
@@ -109,12 +114,15 @@ SHARDED = {
     "DDP, checkpointed, bf16": ("cpu_x2", "ddp", {**CHECKPOINTED, "bf16": True}),
     "ZeRO-2": ("cpu_x2_zero2", "zero2", {}),
     "ZeRO-2, bf16": ("cpu_x2_zero2", "zero2", {"bf16": True}),
-    "ZeRO-2, accumulation 4": ("cpu_x2_zero2", "zero2", {**CHECKPOINTED, "bf16": True,
-                                                         "gradient_accumulation_steps": 4}),
+    "ZeRO-2, accumulation 4": (
+        "cpu_x2_zero2",
+        "zero2",
+        {**CHECKPOINTED, "bf16": True, "gradient_accumulation_steps": 4},
+    ),
     "ZeRO-3": ("cpu_x2_zero3", "zero3", {}),
     "ZeRO-3, bf16": ("cpu_x2_zero3", "zero3", {"bf16": True}),
     "ZeRO-3, checkpointed": ("cpu_x2_zero3", "zero3", {**CHECKPOINTED, "bf16": True}),
-}  # fmt: skip
+}
 
 
 def packed_rows():
@@ -136,8 +144,12 @@ def packed_rows():
     for number, (setting, (fields, double, length)) in enumerate(PACKED.items()):
         family, vocabulary = ("llama", "qwen2", "mistral")[number % 3], VOCABULARIES[number % 3]
         config = config_of(family, vocabulary, 8)
-        packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
-                                     bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+        packing = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=double,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         fields = {"per_device_train_batch_size": 2, "bf16": True, **fields}
         with tempfile.TemporaryDirectory() as folder:
@@ -153,8 +165,13 @@ def packed_rows():
                 quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
                 saving = {"save_strategy": "no"} | fields
                 args = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, max_steps=2, **quiet, **saving)
-                Trainer(add_adapters(model, lora), args, train_dataset=rows, eval_dataset=rows[:8],
-                        data_collator=default_data_collator).train()  # fmt: skip
+                Trainer(
+                    add_adapters(model, lora),
+                    args,
+                    train_dataset=rows,
+                    eval_dataset=rows[:8],
+                    data_collator=default_data_collator,
+                ).train()
 
             measured = allocator_peak(train) + sum(loaded.values())
         found = estimate(config, fields, length, "cpu", lora, "bfloat16", quantization_config=packing)
@@ -164,8 +181,15 @@ def packed_rows():
 def sharded_rows():
     from hf_memopt.estimator import estimate
 
-    shape = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 704,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
+    shape = {
+        "model_type": "llama",
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    }
     from transformers import AutoConfig
 
     for number, (setting, (yaml, strategy, fields)) in enumerate(SHARDED.items()):
@@ -187,10 +211,21 @@ def sharded_truth(yaml: str, job: dict) -> dict[str, int]:
         described, peak = Path(folder, "job.json"), Path(folder, "peak.json")
         described.write_text(json.dumps(job))
         subprocess.run(
-            [Path(sys.executable).parent / "accelerate", "launch", "--config_file",
-             root / f"accelerate_configs/{yaml}.yaml", root / "benchmarks/sharded_truth.py", described, peak],
-            check=True, cwd=root, env=environment, capture_output=True, timeout=600,
-        )  # fmt: skip
+            [
+                Path(sys.executable).parent / "accelerate",
+                "launch",
+                "--config_file",
+                root / f"accelerate_configs/{yaml}.yaml",
+                root / "benchmarks/sharded_truth.py",
+                described,
+                peak,
+            ],
+            check=True,
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            timeout=600,
+        )
         return json.loads(peak.read_text())
 
 
@@ -207,16 +242,28 @@ def row_of(family, setting, length, vocabulary, config, found, measured, process
     widest = max(sum(weight.numel() for weight in part.parameters(recurse=False)) for part in model.modules())
     accelerate = max(estimate_training_usage(weights * 4, "float32").values())
     _, deepspeed, _ = estimate_zero3_model_states_mem_needs(
-        weights, widest, num_gpus_per_node=processes, num_nodes=1, cpu_offload=False, cpu_offload_params=False,
+        weights,
+        widest,
+        num_gpus_per_node=processes,
+        num_nodes=1,
+        cpu_offload=False,
+        cpu_offload_params=False,
         zero_init=True,
-    )  # fmt: skip
+    )
     return {
-        "family": family, "setting": setting, "seq_len": length, "vocab_size": vocabulary,
-        "layers": config.num_hidden_layers, "processes": processes,
-        "predicted_bytes": found.peak_allocated_bytes, "measured_bytes": measured,
-        "error": round(found.peak_allocated_bytes / measured - 1, 6), "phase": found.phase,
-        "accelerate_error": round(accelerate / measured - 1, 4), "deepspeed_error": round(deepspeed / measured - 1, 4),
-    }  # fmt: skip
+        "family": family,
+        "setting": setting,
+        "seq_len": length,
+        "vocab_size": vocabulary,
+        "layers": config.num_hidden_layers,
+        "processes": processes,
+        "predicted_bytes": found.peak_allocated_bytes,
+        "measured_bytes": measured,
+        "error": round(found.peak_allocated_bytes / measured - 1, 6),
+        "phase": found.phase,
+        "accelerate_error": round(accelerate / measured - 1, 4),
+        "deepspeed_error": round(deepspeed / measured - 1, 4),
+    }
 
 
 def truth(config, fields, length, dtype, adapter, attention) -> int:
@@ -234,8 +281,9 @@ def truth(config, fields, length, dtype, adapter, attention) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         model = add_adapters(model, peft_config(adapter)) if adapter else model
         args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet)
-        Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8],
-                data_collator=default_data_collator).train()  # fmt: skip
+        Trainer(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=default_data_collator
+        ).train()
 
     with tempfile.TemporaryDirectory() as folder:
         return allocator_peak(train)
@@ -260,12 +308,16 @@ def main() -> None:
     for row in sorted(rows, key=lambda row: -abs(row["error"]))[:12]:
         print(f"{row['error']:+9.3%}  {row['family']:>12}  {row['setting']}, {row['seq_len']} × {row['vocab_size']}")
     errors = [row["error"] for row in rows]
-    print(f"{len(rows)} jobs: median |error| {statistics.median(map(abs, errors)):.4%}, "
-          f"lowest {min(errors):+.3%}, highest {max(errors):+.3%}")  # fmt: skip
+    print(
+        f"{len(rows)} jobs: median |error| {statistics.median(map(abs, errors)):.4%}, "
+        f"lowest {min(errors):+.3%}, highest {max(errors):+.3%}"
+    )
     for tool in ("accelerate", "deepspeed"):
         others = [row[f"{tool}_error"] for row in rows]
-        print(f"{tool}'s formula: median |error| {statistics.median(map(abs, others)):.1%}, "
-              f"lowest {min(others):+.1%}, highest {max(others):+.1%}")  # fmt: skip
+        print(
+            f"{tool}'s formula: median |error| {statistics.median(map(abs, others)):.1%}, "
+            f"lowest {min(others):+.1%}, highest {max(others):+.1%}"
+        )
     record("estimator_cpu", "python benchmarks/estimator_cpu.py", rows)
 
 

@@ -34,8 +34,12 @@ def parts(model: str, setting: str):
 
     fields, method = SETTINGS[setting]
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if method != "full" else None
-    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                 bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
     dtype = "float32" if method == "full" else "bfloat16"
     return fields, lora, packing if method == "qlora" else None, dtype
 
@@ -61,19 +65,31 @@ def measure(model: str, setting: str, micro: int, length: int, limit: float) -> 
             built = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=packing)
         built = add_adapters(built, lora) if lora else built
         args = TrainingArguments(
-            output_dir=f"{folder}/out", max_steps=2, per_device_train_batch_size=micro, save_strategy="no",
-            report_to="none", disable_tqdm=True, logging_strategy="no", **fields,
-        )  # fmt: skip
+            output_dir=f"{folder}/out",
+            max_steps=2,
+            per_device_train_batch_size=micro,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            **fields,
+        )
         outcome = "trained"
         try:
             Trainer(built, args, train_dataset=[row] * 16, data_collator=default_data_collator).train()
         except torch.OutOfMemoryError:
             outcome = "out of memory"
     free, total = torch.cuda.mem_get_info()
-    print(json.dumps({
-        "outcome": outcome, "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(), "device_bytes": total - free,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "outcome": outcome,
+                "allocated_bytes": torch.cuda.max_memory_allocated(),
+                "reserved_bytes": torch.cuda.max_memory_reserved(),
+                "device_bytes": total - free,
+            }
+        )
+    )
 
 
 def main(limit: float) -> None:
@@ -91,8 +107,15 @@ def main(limit: float) -> None:
         if model == "gpt2" and length > 1024:
             continue
         fields, lora, packing, dtype = parts(model, setting)
-        found = estimate(model, {"per_device_train_batch_size": micro, **fields}, length, device, lora, dtype,
-                         quantization_config=packing)  # fmt: skip
+        found = estimate(
+            model,
+            {"per_device_train_batch_size": micro, **fields},
+            length,
+            device,
+            lora,
+            dtype,
+            quantization_config=packing,
+        )
         if found.peak_allocated_bytes > 1.5 * device.memory:
             continue
         words = [sys.executable, __file__, "--measure", model, setting, str(micro), str(length), str(limit)]
@@ -102,13 +125,20 @@ def main(limit: float) -> None:
             continue
         measured = json.loads(done.stdout.strip().splitlines()[-1])
         error = found.peak_allocated_bytes / measured["allocated_bytes"] - 1
-        rows.append({
-            "model": model, "setting": setting, "micro_batch": micro, "seq_len": length, "limit_gib": limit,
-            **measured,
-            "predicted_allocated_bytes": found.peak_allocated_bytes,
-            "predicted_reserved_bytes": found.reserved_bytes, "predicted_device_bytes": found.device_bytes,
-            "error": round(error, 5) if measured["outcome"] == "trained" else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": model,
+                "setting": setting,
+                "micro_batch": micro,
+                "seq_len": length,
+                "limit_gib": limit,
+                **measured,
+                "predicted_allocated_bytes": found.peak_allocated_bytes,
+                "predicted_reserved_bytes": found.reserved_bytes,
+                "predicted_device_bytes": found.device_bytes,
+                "error": round(error, 5) if measured["outcome"] == "trained" else None,
+            }
+        )
         print(f"{error:+8.2%}  {measured['outcome']}  {model}, {setting}, {micro} × {length}")
     record("estimator_cuda", "python benchmarks/estimator_cuda.py", rows)
 

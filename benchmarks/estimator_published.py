@@ -16,20 +16,53 @@ from rich.progress import track
 
 DATA = Path(__file__).parent / "data" / "published_peaks.json"
 SAME_SHAPE = {  # model type of the published models whose sizes are those of a llama
-    "mistralai": "mistral", "meta-llama": "llama", "TinyLlama": "llama", "ibm": "granite", "bigcode": "gpt_bigcode",
-    "google-bert": "bert", "microsoft/Phi-3": "phi3", "microsoft/phi-2": "phi", "tiiuae": "falcon",
-    "google/gemma-2-": "gemma2", "google/gemma": "gemma", "stabilityai": "gpt_neox",
-}  # fmt: skip
+    "mistralai": "mistral",
+    "meta-llama": "llama",
+    "TinyLlama": "llama",
+    "ibm": "granite",
+    "bigcode": "gpt_bigcode",
+    "google-bert": "bert",
+    "microsoft/Phi-3": "phi3",
+    "microsoft/phi-2": "phi",
+    "tiiuae": "falcon",
+    "google/gemma-2-": "gemma2",
+    "google/gemma": "gemma",
+    "stabilityai": "gpt_neox",
+}
 TARGETS = {  # LitGPT's names of linear layers -> Hugging Face's
-    "llama": {"query": ["q_proj"], "key": ["k_proj"], "value": ["v_proj"], "projection": ["o_proj"],
-              "mlp": ["gate_proj", "up_proj", "down_proj"], "head": ["lm_head"]},
-    "phi3": {"query": ["qkv_proj"], "key": [], "value": [], "projection": ["o_proj"],
-             "mlp": ["gate_up_proj", "down_proj"], "head": ["lm_head"]},
-    "phi": {"query": ["q_proj"], "key": ["k_proj"], "value": ["v_proj"], "projection": ["dense"],
-            "mlp": ["fc1", "fc2"], "head": ["lm_head"]},
-    "fused": {"query": ["query_key_value"], "key": [], "value": [], "projection": ["dense"],
-              "mlp": ["dense_h_to_4h", "dense_4h_to_h"], "head": ["embed_out"]},
-}  # fmt: skip
+    "llama": {
+        "query": ["q_proj"],
+        "key": ["k_proj"],
+        "value": ["v_proj"],
+        "projection": ["o_proj"],
+        "mlp": ["gate_proj", "up_proj", "down_proj"],
+        "head": ["lm_head"],
+    },
+    "phi3": {
+        "query": ["qkv_proj"],
+        "key": [],
+        "value": [],
+        "projection": ["o_proj"],
+        "mlp": ["gate_up_proj", "down_proj"],
+        "head": ["lm_head"],
+    },
+    "phi": {
+        "query": ["q_proj"],
+        "key": ["k_proj"],
+        "value": ["v_proj"],
+        "projection": ["dense"],
+        "mlp": ["fc1", "fc2"],
+        "head": ["lm_head"],
+    },
+    "fused": {
+        "query": ["query_key_value"],
+        "key": [],
+        "value": [],
+        "projection": ["dense"],
+        "mlp": ["dense_h_to_4h", "dense_4h_to_h"],
+        "head": ["embed_out"],
+    },
+}
 
 
 def config_of(row: dict):
@@ -41,9 +74,15 @@ def config_of(row: dict):
         family = "mixtral"
     if family == "gpt_bigcode":
         return AutoConfig.for_model(
-            family, n_embd=arch["hidden"], n_layer=arch["layers"], n_head=arch["heads"], multi_query=True,
-            n_inner=arch["intermediate"], vocab_size=arch["vocab"], n_positions=arch["max_pos"],
-        )  # fmt: skip
+            family,
+            n_embd=arch["hidden"],
+            n_layer=arch["layers"],
+            n_head=arch["heads"],
+            multi_query=True,
+            n_inner=arch["intermediate"],
+            vocab_size=arch["vocab"],
+            n_positions=arch["max_pos"],
+        )
     more = {"num_local_experts": arch["experts"], "num_experts_per_tok": arch["top_k"]} if "experts" in arch else {}
     more |= {"num_key_value_heads": arch["kv_heads"]} if family not in ("bert", "gpt_neox") else {}
     more |= {"pad_token_id": 0} if family == "phi3" else {}
@@ -51,10 +90,16 @@ def config_of(row: dict):
     more |= {"new_decoder_architecture": False, "multi_query": True} if family == "falcon" else {}
     more |= {"architectures": ["BertForSequenceClassification"]} if family == "bert" else {}
     return AutoConfig.for_model(
-        family, hidden_size=arch["hidden"], num_hidden_layers=arch["layers"], num_attention_heads=arch["heads"],
-        vocab_size=arch["vocab"], intermediate_size=arch["intermediate"], tie_word_embeddings=arch["tied"],
-        max_position_embeddings=512 if family == "bert" else 32768, **more,
-    )  # fmt: skip
+        family,
+        hidden_size=arch["hidden"],
+        num_hidden_layers=arch["layers"],
+        num_attention_heads=arch["heads"],
+        vocab_size=arch["vocab"],
+        intermediate_size=arch["intermediate"],
+        tie_word_embeddings=arch["tied"],
+        max_position_embeddings=512 if family == "bert" else 32768,
+        **more,
+    )
 
 
 def lora_of(row: dict, family: str):
@@ -65,8 +110,13 @@ def lora_of(row: dict, family: str):
         return None
     names = TARGETS.get(family, TARGETS["fused" if family in ("falcon", "gpt_neox") else "llama"])
     targets = [name for target in lora["targets"] for name in names.get(target, [target])]
-    return LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], lora_dropout=lora["dropout"], target_modules=targets,
-                      task_type="CAUSAL_LM")  # fmt: skip
+    return LoraConfig(
+        r=lora["r"],
+        lora_alpha=lora["alpha"],
+        lora_dropout=lora["dropout"],
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
 
 
 def quantization_of(row: dict):
@@ -77,9 +127,12 @@ def quantization_of(row: dict):
         return None
     storage = {"bnb_4bit_quant_storage": torch.bfloat16} if "quant_storage" in row["quant"] else {}
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant="double" in row["quant"],
-        bnb_4bit_compute_dtype=torch.bfloat16, **storage,
-    )  # fmt: skip
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant="double" in row["quant"],
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        **storage,
+    )
 
 
 def loss_of_then(row: dict):
@@ -154,21 +207,30 @@ def predicted(row: dict):
         "per_device_train_batch_size": row["micro_batch"],
         "gradient_accumulation_steps": row["grad_accum"] or 1,
         "activation_checkpointing": bool(row["grad_checkpointing"]),
-        "optim": "adafactor" if row["optimizer"] == "adafactor" else
-                 "adamw_8bit" if "8bit" in row["optimizer"] else "adamw_torch",
+        "optim": "adafactor"
+        if row["optimizer"] == "adafactor"
+        else "adamw_8bit"
+        if "8bit" in row["optimizer"]
+        else "adamw_torch",
         "bf16": "autocast" in dtype or "--bf16" in dtype,
-    }  # fmt: skip
+    }
     if row["grad_checkpointing"]:
         fields["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     device = {"V100-SXM2-16GB": "v100_32gb", "A10G 24GB": "rtx_3090"}.get(row["gpu"], "a100_80gb")
     with loss_of_then(row), experts_of_then(row):
         return estimate(
-        config, fields, row["seq_len"], device, lora_of(row, config.model_type),
-        "float32" if dtype.startswith("fp32") or upcast else "bfloat16",
-        "eager" if row["attention"] == "eager" else None, quantization_config=quantization_of(row),
-        world_size=row["n_gpus"], strategy="fsdp2" if row["n_gpus"] > 1 else None,
-        kbit_preparation="prepare_model_for_kbit_training" in row["notes"] and row["n_gpus"] == 1,
-    )  # fmt: skip
+            config,
+            fields,
+            row["seq_len"],
+            device,
+            lora_of(row, config.model_type),
+            "float32" if dtype.startswith("fp32") or upcast else "bfloat16",
+            "eager" if row["attention"] == "eager" else None,
+            quantization_config=quantization_of(row),
+            world_size=row["n_gpus"],
+            strategy="fsdp2" if row["n_gpus"] > 1 else None,
+            kbit_preparation="prepare_model_for_kbit_training" in row["notes"] and row["n_gpus"] == 1,
+        )
 
 
 def main(only: list[str]) -> None:
@@ -187,8 +249,10 @@ def main(only: list[str]) -> None:
         error = round(size / row["peak_bytes"] - 1, 5)
         rows.append({**told, "predicted_bytes": size, "published_bytes": row["peak_bytes"], "error": error})
     for row in sorted(rows, key=lambda row: (row["tier"], row["method"], row["error"])):
-        print(f"{row['error']:+8.2%}  {row['tier']} {row['method']:>5}  {row['id']}, {row['n_gpus']} × "
-              f"{row['micro_batch']}, {row['model']}")  # fmt: skip
+        print(
+            f"{row['error']:+8.2%}  {row['tier']} {row['method']:>5}  {row['id']}, {row['n_gpus']} × "
+            f"{row['micro_batch']}, {row['model']}"
+        )
     groups = {}
     for row in rows:
         names = [f"tier {row['tier']}", f"tier {row['tier']}, {row['method']}"]
@@ -196,8 +260,10 @@ def main(only: list[str]) -> None:
         for name in names:
             groups.setdefault(name, []).append(row["error"])
     for name, errors in sorted(groups.items()):
-        print(f"{name:>24}: {len(errors):3} rows, median |error| {statistics.median(map(abs, errors)):.2%}, "
-              f"{min(errors):+.2%} … {max(errors):+.2%}")  # fmt: skip
+        print(
+            f"{name:>24}: {len(errors):3} rows, median |error| {statistics.median(map(abs, errors)):.2%}, "
+            f"{min(errors):+.2%} … {max(errors):+.2%}"
+        )
     if not only:
         record("estimator_published", "python benchmarks/estimator_published.py", rows)
 

@@ -36,8 +36,11 @@ def _cpu_errors() -> list[float]:
 
 
 def _published(method: str) -> list[float]:
-    return [row["error"] for row in results("estimator_published")["rows"]
-            if row["tier"] == "A" and row["method"] == method]  # fmt: skip
+    return [
+        row["error"]
+        for row in results("estimator_published")["rows"]
+        if row["tier"] == "A" and row["method"] == method
+    ]
 
 
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
@@ -72,8 +75,9 @@ def _video_demo() -> dict:
 
 def _video_error() -> float:
     """The largest error of the estimate, over frames and families."""
-    return max(abs(row["error"]) for family in results("video")["rows"].values()
-               for row in family["by_frames"].values())  # fmt: skip
+    return max(
+        abs(row["error"]) for family in results("video")["rows"].values() for row in family["by_frames"].values()
+    )
 
 
 def _small_with_many_logits(chunk: int | None) -> int:
@@ -81,11 +85,21 @@ def _small_with_many_logits(chunk: int | None) -> int:
     from hf_memopt import MemoryArguments, estimate, get_preset
 
     preset = get_preset("a100_80gb", method="lora")
-    fields = {"per_device_train_batch_size": 4, "bf16": True, "activation_checkpointing": True,
-              "activation_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
-    found = estimate("llama-3.2-1b", fields, 4096, "a100_80gb",
-                     peft_config=preset.peft_config(), dtype="bfloat16",
-                     memory_args=MemoryArguments(loss_chunk_size=chunk))  # fmt: skip
+    fields = {
+        "per_device_train_batch_size": 4,
+        "bf16": True,
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    found = estimate(
+        "llama-3.2-1b",
+        fields,
+        4096,
+        "a100_80gb",
+        peft_config=preset.peft_config(),
+        dtype="bfloat16",
+        memory_args=MemoryArguments(loss_chunk_size=chunk),
+    )
     return found.peak_allocated_bytes
 
 
@@ -102,8 +116,11 @@ def _lever_weights() -> str:
 
 def _least_cosine() -> str:
     """Of gradients from compressed activations with the exact ones, rounded down."""
-    found = min(row["gradient_cosine"] for row in results("levers")["rows"] if "int8" in row["lever"]
-                and "bf16" not in row["lever"])  # fmt: skip
+    found = min(
+        row["gradient_cosine"]
+        for row in results("levers")["rows"]
+        if "int8" in row["lever"] and "bf16" not in row["lever"]
+    )
     return f"{int(found * 1e5) / 1e5:.5f}"
 
 
@@ -138,8 +155,9 @@ def _traced(checkpointing: bool) -> int:
 
     from hf_memopt import estimate
 
-    config = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8,
-                         vocab_size=32000)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8, vocab_size=32000
+    )
     fields = {"per_device_train_batch_size": 12, "bf16": True}
     if checkpointing:
         fields |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

@@ -45,16 +45,20 @@ LEVERS = {
     "loss_chunk_size=128": ({}, {"loss_chunk_size": 128}),
     "loss_chunk_size=128, activation_checkpointing": (CHECKPOINTED, {"loss_chunk_size": 128}),
     "loss_chunk_size=128, activation_checkpointing, activation_compression=int8, adamw_8bit": (
-        {**CHECKPOINTED, "optim": "adamw_8bit"}, {"loss_chunk_size": 128, "activation_compression": "int8"}),
+        {**CHECKPOINTED, "optim": "adamw_8bit"},
+        {"loss_chunk_size": 128, "activation_compression": "int8"},
+    ),
     "optimizer_in_backward, loss_chunk_size=128, activation_checkpointing": (
-        {**CHECKPOINTED, "max_grad_norm": 0.0}, {"loss_chunk_size": 128, "optimizer_in_backward": True}),
+        {**CHECKPOINTED, "max_grad_norm": 0.0},
+        {"loss_chunk_size": 128, "optimizer_in_backward": True},
+    ),
     "sliding_window=256": ({}, {"sliding_window": 256}),
     "sparse_block_size=64": ({}, {"sparse_block_size": 64}),
     EAGER: ({}, {}),
     f"baseline, {PROMPTS}": ({}, {}),
     f"logits_to_keep, {PROMPTS}": ({}, {"logits_to_keep": True}),
     f"loss_chunk_size=128, {PROMPTS}": ({}, {"loss_chunk_size": 128}),
-}  # fmt: skip
+}
 if torch.cuda.is_available():
     LEVERS["activation_offload"] = ({}, {"activation_offload": True})
     LEVERS["activation_offload, activation_checkpointing"] = (CHECKPOINTED, {"activation_offload": True})
@@ -66,9 +70,18 @@ NO_GRADIENT = ("optimizer_in_backward",)  # which is gone after backward
 
 def config(name: str = "") -> MistralConfig:
     attention = "eager" if name == EAGER else "sdpa"
-    return MistralConfig(vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
-                         num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=LENGTH,
-                         sliding_window=None, tie_word_embeddings=False, attn_implementation=attention)  # fmt: skip
+    return MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=LENGTH,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        attn_implementation=attention,
+    )
 
 
 def rows(prompts: bool) -> list[dict]:
@@ -82,12 +95,21 @@ def rows(prompts: bool) -> list[dict]:
 def trainer_of(name: str, folder: str) -> Trainer:
     fields, memory = LEVERS[name]
     torch.manual_seed(0)
-    settings = {"per_device_train_batch_size": ROWS, "max_steps": 2, "report_to": "none", "disable_tqdm": True,
-                "logging_strategy": "no", "save_strategy": "no", "use_cpu": not torch.cuda.is_available()}  # fmt: skip
+    settings = {
+        "per_device_train_batch_size": ROWS,
+        "max_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "use_cpu": not torch.cuda.is_available(),
+    }
     given = {
-        "model": MistralForCausalLM(config(name)), "args": TrainingArguments(folder, **settings, **fields),
-        "train_dataset": rows(PROMPTS in name), "data_collator": default_data_collator,
-    }  # fmt: skip
+        "model": MistralForCausalLM(config(name)),
+        "args": TrainingArguments(folder, **settings, **fields),
+        "train_dataset": rows(PROMPTS in name),
+        "data_collator": default_data_collator,
+    }
     return MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
 
 
@@ -142,8 +164,10 @@ def compared(lever: Stepper, baseline: Stepper) -> dict:
         for ours, plain in zip(lever.trainer.model.parameters(), baseline.trainer.model.parameters(), strict=True):
             ours.copy_(plain)
     wanted, found = baseline.gradient().double(), lever.gradient().double()
-    return {"gradient_error": float((found - wanted).norm() / wanted.norm()),
-            "gradient_cosine": float(torch.nn.functional.cosine_similarity(found, wanted, dim=0))}  # fmt: skip
+    return {
+        "gradient_error": float((found - wanted).norm() / wanted.norm()),
+        "gradient_cosine": float(torch.nn.functional.cosine_similarity(found, wanted, dim=0)),
+    }
 
 
 @functools.cache
@@ -158,14 +182,21 @@ def row_of(name: str) -> dict:
     peak, baseline_peak = peak_of(name), peak_of(plain)
     device = "auto" if torch.cuda.is_available() else "cpu"
     predicted = estimate(
-        config(), {"per_device_train_batch_size": ROWS, **fields}, LENGTH, device,
-        attn_implementation=config(name)._attn_implementation, memory_args=MemoryArguments(**memory),
-    ).peak_allocated_bytes  # fmt: skip
+        config(),
+        {"per_device_train_batch_size": ROWS, **fields},
+        LENGTH,
+        device,
+        attn_implementation=config(name)._attn_implementation,
+        memory_args=MemoryArguments(**memory),
+    ).peak_allocated_bytes
     baseline, lever = Stepper(plain), Stepper(name)
     row = {
-        "lever": name, "peak_bytes": peak, "saved_bytes": baseline_peak - peak,
-        "peak_ratio": round(peak / baseline_peak, 4), "predicted_error": round(predicted / peak - 1, 5),
-    }  # fmt: skip
+        "lever": name,
+        "peak_bytes": peak,
+        "saved_bytes": baseline_peak - peak,
+        "peak_ratio": round(peak / baseline_peak, 4),
+        "predicted_error": round(predicted / peak - 1, 5),
+    }
     if not name.startswith((*ANOTHER_FUNCTION, *NO_GRADIENT)):
         row |= compared(lever, baseline)
     ratios = []
@@ -183,10 +214,12 @@ def main(chosen: list[str]) -> None:
     """All levers, or those that are named, whose rows then take the place of older ones."""
     found = [row_of(name) for name in track(chosen or LEVERS, description="levers")]
     for row in found:
-        print(f"{row['lever']:>60}: {row['peak_ratio']:6.1%} of the peak, {row['step_time_ratio']:.2f} of the time, "
-              f"gradient {row.get('gradient_error', float('nan')):.1e}, held-out loss "
-              f"{row.get('held_out_loss_ratio', float('nan')):.4f}, "
-              f"predicted {row['predicted_error']:+.2%}")  # fmt: skip
+        print(
+            f"{row['lever']:>60}: {row['peak_ratio']:6.1%} of the peak, {row['step_time_ratio']:.2f} of the time, "
+            f"gradient {row.get('gradient_error', float('nan')):.1e}, held-out loss "
+            f"{row.get('held_out_loss_ratio', float('nan')):.4f}, "
+            f"predicted {row['predicted_error']:+.2%}"
+        )
     if chosen:
         older = json.loads((RESULTS / "levers.json").read_text())["rows"]
         rows = {row["lever"]: row for row in (*older, *found)}

@@ -46,11 +46,17 @@ def number(row: dict, name: str, form: str) -> str:
 def levers() -> str:
     found = results("levers")
     rows = [
-        [row["lever"], f"{row['peak_ratio']:.1%}", number(row, "step_time_ratio", ".2f"),
-         number(row, "gradient_error", ".1e"), number(row, "held_out_loss_ratio", ".4f"),
-         f"{row['predicted_error']:+.2%}", CLAIMS.get(row["lever"], "")]
+        [
+            row["lever"],
+            f"{row['peak_ratio']:.1%}",
+            number(row, "step_time_ratio", ".2f"),
+            number(row, "gradient_error", ".1e"),
+            number(row, "held_out_loss_ratio", ".4f"),
+            f"{row['predicted_error']:+.2%}",
+            CLAIMS.get(row["lever"], ""),
+        ]
         for row in found["rows"]
-    ]  # fmt: skip
+    ]
     heads = ["lever", "of the peak", "of the time", "gradient off by", "held-out loss ×", "estimate", "guides say"]
     return f"{table(heads, rows)}\n\n{source('levers', found)}"
 
@@ -58,10 +64,16 @@ def levers() -> str:
 def optimizers() -> str:
     found = results("optimizers")
     rows = [
-        [row["optim"], f"{row['state_bytes_per_weight']:.2f}", f"{row['step_time_ratio']:.2f}",
-         f"{row['held_out_loss']:.3f}", f"{row['learning_rate']:.1e}"]
-        for row in found["rows"] if row["works"]
-    ]  # fmt: skip
+        [
+            row["optim"],
+            f"{row['state_bytes_per_weight']:.2f}",
+            f"{row['step_time_ratio']:.2f}",
+            f"{row['held_out_loss']:.3f}",
+            f"{row['learning_rate']:.1e}",
+        ]
+        for row in found["rows"]
+        if row["works"]
+    ]
     failed = "\n".join(f"* `{row['optim']}`: {row['why']}" for row in found["rows"] if not row["works"])
     heads = ["optimizer", "state bytes a weight", "of the step's time", "held-out loss", "at a rate of"]
     return f"{table(heads, rows)}\n\nWhat did not run there:\n\n{failed}\n\n{source('optimizers', found)}"
@@ -70,10 +82,14 @@ def optimizers() -> str:
 def presets() -> str:
     found = results("preset_peak")
     rows = [
-        [row["job"].removeprefix("preset "), ", ".join(f"{name}={value}" for name, value in row["levers"].items()),
-         f"{row['micro_batch']} of {row['effective_batch']}", f"{row['of_plain']:.1%}"]
+        [
+            row["job"].removeprefix("preset "),
+            ", ".join(f"{name}={value}" for name, value in row["levers"].items()),
+            f"{row['micro_batch']} of {row['effective_batch']}",
+            f"{row['of_plain']:.1%}",
+        ]
         for row in found["rows"]
-    ]  # fmt: skip
+    ]
     heads = ["preset", "and", "micro-batch of effective batch", "of a plain Trainer's peak"]
     return f"{table(heads, rows)}\n\n{source('preset_peak', found)}"
 

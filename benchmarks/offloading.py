@@ -37,17 +37,32 @@ def rows() -> list[dict]:
         alike = next(one for one in search.choices if one.strategy == strategy)
         for accumulation in windows:
             plain = dataclasses.replace(
-                alike, micro_batch=1, accumulation=accumulation, recomputed=1.0, optim="adamw_torch_fused",
-                inputs_offloaded=False, chunked_loss=False, compressed=False, activations_offloaded=False,
+                alike,
+                micro_batch=1,
+                accumulation=accumulation,
+                recomputed=1.0,
+                optim="adamw_torch_fused",
+                inputs_offloaded=False,
+                chunked_loss=False,
+                compressed=False,
+                activations_offloaded=False,
                 optimizer_offloaded=False,
-            )  # fmt: skip
+            )
             seconds = Cost(search.sketch).step(plain)
             factors = {
                 name: Cost(search.sketch, drives).step(dataclasses.replace(plain, **changes)) / seconds
                 for name, (changes, drives) in (ENGINES if preset.processes > 1 else ONE_DEVICE).items()
             }
-            made.append({"model": model, "hardware": hardware, "devices": preset.processes, "strategy": strategy,
-                         "tokens_of_a_device": tokens * accumulation, "times_as_long": factors})  # fmt: skip
+            made.append(
+                {
+                    "model": model,
+                    "hardware": hardware,
+                    "devices": preset.processes,
+                    "strategy": strategy,
+                    "tokens_of_a_device": tokens * accumulation,
+                    "times_as_long": factors,
+                }
+            )
             print(made[-1], flush=True)
     return made
 

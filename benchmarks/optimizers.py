@@ -18,9 +18,16 @@ USUAL = "adamw_torch_fused"
 PROJECTED = {"optim_target_modules": ["attn", "mlp"]}
 # What is not Adam at a rate of 3e-3.
 RATES = {
-    "lion": 3e-4, "sgd": 0.5, "rmsprop": 1e-3, "adagrad": 1e-2, "lomo": 0.3, "adalomo": 3e-3, "schedule_free_sgd": 1.0,
-    "galore": 1e-2, "apollo": 1e-2,
-}  # fmt: skip
+    "lion": 3e-4,
+    "sgd": 0.5,
+    "rmsprop": 1e-3,
+    "adagrad": 1e-2,
+    "lomo": 0.3,
+    "adalomo": 3e-3,
+    "schedule_free_sgd": 1.0,
+    "galore": 1e-2,
+    "apollo": 1e-2,
+}
 LEVERS = {"adam_mini": {"adam_mini": True}, "optimizer_in_backward": {"optimizer_in_backward": True}}
 
 
@@ -76,10 +83,17 @@ def row_of(name: str) -> dict:
             }
         if found is None or loss < found["held_out_loss"]:
             weights = sum(weight.numel() for weight in trainer.model.parameters())
-            found = {"optim": name, "works": True, "learning_rate": rate, "held_out_loss": round(loss, 3),
-                     "state_bytes_per_weight": round(state_bytes(trainer) / weights, 2)}  # fmt: skip
-    pairs = [(train(fields_of(name, rate), LEVERS.get(name), 6)[2], train(fields_of(USUAL, 3e-3), None, 6)[2])
-             for _ in range(3)]  # fmt: skip
+            found = {
+                "optim": name,
+                "works": True,
+                "learning_rate": rate,
+                "held_out_loss": round(loss, 3),
+                "state_bytes_per_weight": round(state_bytes(trainer) / weights, 2),
+            }
+    pairs = [
+        (train(fields_of(name, rate), LEVERS.get(name), 6)[2], train(fields_of(USUAL, 3e-3), None, 6)[2])
+        for _ in range(3)
+    ]
     ratios = [statistics.median(ours[2:]) / statistics.median(usual[2:]) for ours, usual in pairs]
     return {**found, "step_time_ratio": round(statistics.median(ratios), 2)}
 
@@ -91,8 +105,9 @@ def main(names: list[str]) -> None:
     for name in names:
         rows.append(row_of(name))
         print(rows[-1], flush=True)
-    rows += [{"optim": name, "works": False, "why": "for other devices, or of a package that is gone"}
-             for name in elsewhere]  # fmt: skip
+    rows += [
+        {"optim": name, "works": False, "why": "for other devices, or of a package that is gone"} for name in elsewhere
+    ]
     record("optimizers", "python benchmarks/optimizers.py", rows)
 
 

@@ -26,8 +26,13 @@ from hf_memopt.planner.choices import memory_arguments
 from hf_memopt.planner.plan import Request, plan, preset_of
 from hf_memopt.planner.search import told
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "max_position_embeddings": 1024}  # fmt: skip
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
 FAMILIES = {
     "llama": {**SHAPE, "num_hidden_layers": 4},
     "qwen3": {**SHAPE, "num_hidden_layers": 5, "head_dim": 32},
@@ -36,11 +41,19 @@ FAMILIES = {
 }
 # (family, vocabulary, method, tokens, budget as a multiple of what the smallest choice needs)
 CASES = [
-    ("llama", 2000, "full", 256, 1.15), ("llama", 2000, "full", 512, 1.6), ("llama", 16000, "full", 256, 1.3),
-    ("llama", 2000, "lora", 256, 1.4), ("qwen3", 4000, "full", 128, 1.1), ("qwen3", 4000, "full", 512, 2.0),
-    ("qwen3", 4000, "lora", 512, 1.25), ("gpt2", 1000, "full", 256, 1.2), ("gpt2", 8000, "lora", 512, 1.8),
-    ("mistral", 2000, "full", 256, 1.35), ("mistral", 2000, "lora", 128, 1.15), ("mistral", 16000, "full", 128, 1.5),
-]  # fmt: skip
+    ("llama", 2000, "full", 256, 1.15),
+    ("llama", 2000, "full", 512, 1.6),
+    ("llama", 16000, "full", 256, 1.3),
+    ("llama", 2000, "lora", 256, 1.4),
+    ("qwen3", 4000, "full", 128, 1.1),
+    ("qwen3", 4000, "full", 512, 2.0),
+    ("qwen3", 4000, "lora", 512, 1.25),
+    ("gpt2", 1000, "full", 256, 1.2),
+    ("gpt2", 8000, "lora", 512, 1.8),
+    ("mistral", 2000, "full", 256, 1.35),
+    ("mistral", 2000, "lora", 128, 1.15),
+    ("mistral", 16000, "full", 128, 1.5),
+]
 BATCH = 8
 ROWS = 32
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -72,8 +85,9 @@ def make_trainer(request: Request, choice, folder: str, steps: int, **more):
 
     preset = choice.configured(request.preset)
     fields = {**preset.settings(), **choice.fields(preset, request.fields), **more}
-    args = TrainingArguments(folder, max_steps=steps, report_to="none", disable_tqdm=True, logging_strategy="no",
-                             **fields)  # fmt: skip
+    args = TrainingArguments(
+        folder, max_steps=steps, report_to="none", disable_tqdm=True, logging_strategy="no", **fields
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(request.config, dtype=getattr(torch, preset.dtype))
     if preset.method == "lora":
@@ -82,8 +96,14 @@ def make_trainer(request: Request, choice, folder: str, steps: int, **more):
     ids = torch.randint(0, request.config.vocab_size, (ROWS, request.seq_len), generator=generator).tolist()
     data = [{"input_ids": row, "labels": row} for row in ids]
     memory_args = memory_arguments(request.memory_args, choice, oom_recovery=False)
-    return MemoryTrainer(model=model, args=args, train_dataset=data, eval_dataset=data[:BATCH],
-                         data_collator=default_data_collator, memory_args=memory_args)  # fmt: skip
+    return MemoryTrainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:BATCH],
+        data_collator=default_data_collator,
+        memory_args=memory_args,
+    )
 
 
 def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, int]:
@@ -130,28 +150,46 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         if rung.choice not in tried:
             tried[rung.choice] = lived_through(request, rung.choice, budget)
         survived, peak = tried[rung.choice]
-        rungs.append({
-            "rung": rung.name, "settings": rung.summary, "predicted_bytes": rung.estimate.device_bytes,
-            "room_bytes": int(budget * rung.share), "measured_bytes": peak, "survived": survived,
-        })  # fmt: skip
+        rungs.append(
+            {
+                "rung": rung.name,
+                "settings": rung.summary,
+                "predicted_bytes": rung.estimate.device_bytes,
+                "room_bytes": int(budget * rung.share),
+                "measured_bytes": peak,
+                "survived": survived,
+            }
+        )
     under, _ = lived_through(request, least, int(needed * 0.98))
     best, chosen = best_by_trying(request, search, int(budget * found.ladder[-1].share)), found.ladder[-1].choice
     plain = replace(best, recomputed=0.0, inputs_offloaded=False)
     return {
-        "family": family, "vocabulary": vocabulary, "method": method, "tokens": tokens, "budget_bytes": budget,
-        "smallest_bytes": needed, "rungs": rungs, "under_the_smallest_fails": not under,
-        "plan_seconds": round(took, 2), "choices": len(search.choices), "chosen": rungs[-1]["settings"],
+        "family": family,
+        "vocabulary": vocabulary,
+        "method": method,
+        "tokens": tokens,
+        "budget_bytes": budget,
+        "smallest_bytes": needed,
+        "rungs": rungs,
+        "under_the_smallest_fails": not under,
+        "plan_seconds": round(took, 2),
+        "choices": len(search.choices),
+        "chosen": rungs[-1]["settings"],
         "best": told(best),
-        "operations_chosen": operations(request, chosen), "operations_best": operations(request, best),
+        "operations_chosen": operations(request, chosen),
+        "operations_best": operations(request, best),
         "operations_without_recomputing": operations(request, plain),
-    }  # fmt: skip
+    }
 
 
 def best_by_trying(request: Request, search, room: int):
     """The fastest, by the cost model, of all choices that are estimated to fit."""
     estimates = estimate_jobs([request.job(choice) for choice in search.choices], on_all_cores)
-    fitting = [choice for choice, found in zip(search.choices, estimates, strict=True)
-               if not isinstance(found, InputError) and found.device_bytes <= room]  # fmt: skip
+    fitting = [
+        choice
+        for choice, found in zip(search.choices, estimates, strict=True)
+        if not isinstance(found, InputError) and found.device_bytes <= room
+    ]
     return fitting[0]  # choices are sorted
 
 
@@ -162,11 +200,13 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     rungs = [rung for row in rows for rung in row["rungs"]]
     summary = {
-        "cases": len(rows), "rungs": len(rungs), "rungs_survived": sum(rung["survived"] for rung in rungs),
+        "cases": len(rows),
+        "rungs": len(rungs),
+        "rungs_survived": sum(rung["survived"] for rung in rungs),
         "under_the_smallest_failed": sum(row["under_the_smallest_fails"] for row in rows),
         "most_operations_over_best": max(row["operations_chosen"] / row["operations_best"] for row in rows),
         "worst_error": max((rung["predicted_bytes"] / rung["measured_bytes"] - 1 for rung in rungs), key=abs),
-    }  # fmt: skip
+    }
     print(json.dumps(summary, indent=2))
     if len(sys.argv) == 1:
         record("planner_cpu", "python benchmarks/planner_cpu.py", rows)

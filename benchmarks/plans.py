@@ -34,14 +34,30 @@ def planned(title: str, model: str, hardware: str, seq_len: int, batch: int, met
     found = plan(model, hardware, batch, seq_len, method, say=lambda text: print("   ", text, flush=True))
     took = time.perf_counter() - began
     rungs = [
-        {"rung": rung.name, "settings": rung.summary, "device_bytes": rung.estimate.device_bytes,
-         "host_bytes": rung.estimate.host_bytes, "breakdown": rung.estimate.breakdown,
-         "relative_speed": round(rung.relative_speed, 3)}
+        {
+            "rung": rung.name,
+            "settings": rung.summary,
+            "device_bytes": rung.estimate.device_bytes,
+            "host_bytes": rung.estimate.host_bytes,
+            "breakdown": rung.estimate.breakdown,
+            "relative_speed": round(rung.relative_speed, 3),
+        }
         for rung in found
-    ]  # fmt: skip
-    return {"table": "plan", "title": title, "model": model, "hardware": hardware, "method": method, "tokens": seq_len,
-            "effective_batch_size": batch, "ladder": rungs, "rejected": [asdict(one) for one in found.rejected],
-            "missing_bytes": found.missing_bytes, "nearest": found.nearest, "seconds": round(took, 1)}  # fmt: skip
+    ]
+    return {
+        "table": "plan",
+        "title": title,
+        "model": model,
+        "hardware": hardware,
+        "method": method,
+        "tokens": seq_len,
+        "effective_batch_size": batch,
+        "ladder": rungs,
+        "rejected": [asdict(one) for one in found.rejected],
+        "missing_bytes": found.missing_bytes,
+        "nearest": found.nearest,
+        "seconds": round(took, 1),
+    }
 
 
 def guessed(table: str, title: str, guide_gb: str, model, fields: dict, seq_len: int, hardware: str, **more) -> dict:
@@ -51,17 +67,28 @@ def guessed(table: str, title: str, guide_gb: str, model, fields: dict, seq_len:
         found = estimate(model, fields, seq_len, hardware, **more)
     except InputError as error:
         return row | {"error": str(error)}
-    return row | {"device_bytes": found.device_bytes, "peak_allocated_bytes": found.peak_allocated_bytes,
-                  "phase": found.phase, "breakdown": found.breakdown, "capacity_bytes": found.capacity_bytes,
-                  "fits": found.fits}  # fmt: skip
+    return row | {
+        "device_bytes": found.device_bytes,
+        "peak_allocated_bytes": found.peak_allocated_bytes,
+        "phase": found.phase,
+        "breakdown": found.breakdown,
+        "capacity_bytes": found.capacity_bytes,
+        "fits": found.fits,
+    }
 
 
 def model_of_34_million():
     """34,083,904 weights in the guide, which does not tell their architecture: a Llama of about as many."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-                       vocab_size=8192, tie_word_embeddings=False)  # fmt: skip
+    return LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    )
 
 
 def guides() -> list[dict]:
@@ -70,18 +97,50 @@ def guides() -> list[dict]:
     bf16 = {"bf16": True, **CHECKPOINTED}
     lora = _lora()
     rows = [
-        guessed("settings", "7B, bf16, checkpointing, micro-batch 1 × 16, 8-bit Adam, on 24 GB", "20", "llama-2-7b",
-                {**bf16, batch: 1, "gradient_accumulation_steps": 16, "optim": "adamw_8bit"}, 2048, "rtx_4090",
-                dtype="bfloat16"),
-        guessed("settings", "70B, bf16, ZeRO-3, checkpointing, micro-batch 1 × 8, 4096 tokens, on 8 × 80 GB", "60",
-                "llama-3.1-70b", {**bf16, batch: 1, "gradient_accumulation_steps": 8}, 4096, "a100_80gb",
-                dtype="bfloat16", world_size=8, strategy="zero3"),
-        guessed("settings", "405B, ZeRO-3 without offloading, checkpointing, micro-batch 1, on 128 × H100", "",
-                "llama-3.1-405b", {**bf16, batch: 1}, 4096, "h100_80gb", dtype="bfloat16", world_size=128,
-                strategy="zero3"),
-        guessed("small test", "34M weights, micro-batch 2, 512 tokens, checkpointing", "0.63", model_of_34_million(),
-                {**CHECKPOINTED, batch: 2, "optim": "sgd"}, 512, "rtx_3060"),
-    ]  # fmt: skip
+        guessed(
+            "settings",
+            "7B, bf16, checkpointing, micro-batch 1 × 16, 8-bit Adam, on 24 GB",
+            "20",
+            "llama-2-7b",
+            {**bf16, batch: 1, "gradient_accumulation_steps": 16, "optim": "adamw_8bit"},
+            2048,
+            "rtx_4090",
+            dtype="bfloat16",
+        ),
+        guessed(
+            "settings",
+            "70B, bf16, ZeRO-3, checkpointing, micro-batch 1 × 8, 4096 tokens, on 8 × 80 GB",
+            "60",
+            "llama-3.1-70b",
+            {**bf16, batch: 1, "gradient_accumulation_steps": 8},
+            4096,
+            "a100_80gb",
+            dtype="bfloat16",
+            world_size=8,
+            strategy="zero3",
+        ),
+        guessed(
+            "settings",
+            "405B, ZeRO-3 without offloading, checkpointing, micro-batch 1, on 128 × H100",
+            "",
+            "llama-3.1-405b",
+            {**bf16, batch: 1},
+            4096,
+            "h100_80gb",
+            dtype="bfloat16",
+            world_size=128,
+            strategy="zero3",
+        ),
+        guessed(
+            "small test",
+            "34M weights, micro-batch 2, 512 tokens, checkpointing",
+            "0.63",
+            model_of_34_million(),
+            {**CHECKPOINTED, batch: 2, "optim": "sgd"},
+            512,
+            "rtx_3060",
+        ),
+    ]
     for title, guide, hardware, micro, accumulation, tokens, fields in [
         ("as it was: 16 × 2, 1024 tokens", "32", "rtx_3090", 16, 2, 1024, {"bf16": True}),
         ("NVIDIA: 8 × 4, 1024 tokens", "4–5", "rtx_3060", 8, 4, 1024, {"bf16": True}),
@@ -91,12 +150,26 @@ def guides() -> list[dict]:
         batches = {batch: micro, "gradient_accumulation_steps": accumulation}
         rows.append(guessed("platforms", title, guide, "smollm2-135m", {**fields, **batches}, tokens, hardware))
     for title, guide, micro, tokens in [
-        ("1 × 1024 tokens", "35", 1, 1024), ("2 × 1024, safe", "38–40", 2, 1024), ("3 × 1024, medium", "", 3, 1024),
-        ("4 × 1024, aggressive", "", 4, 1024), ("2 × 1536, maximum", "may run out", 2, 1536),
+        ("1 × 1024 tokens", "35", 1, 1024),
+        ("2 × 1024, safe", "38–40", 2, 1024),
+        ("3 × 1024, medium", "", 3, 1024),
+        ("4 × 1024, aggressive", "", 4, 1024),
+        ("2 × 1536, maximum", "may run out", 2, 1536),
         ("8 × 2048, which ran out", "51 and more", 8, 2048),
-    ]:  # fmt: skip
-        rows.append(guessed("512M on 44 GB", title, guide, "qwen3-0.6b", {"bf16": True, **CHECKPOINTED, batch: micro},
-                            tokens, "l40s", world_size=4, strategy="ddp"))  # fmt: skip
+    ]:
+        rows.append(
+            guessed(
+                "512M on 44 GB",
+                title,
+                guide,
+                "qwen3-0.6b",
+                {"bf16": True, **CHECKPOINTED, batch: micro},
+                tokens,
+                "l40s",
+                world_size=4,
+                strategy="ddp",
+            )
+        )
     for title, guide, fields, dtype, frames in [
         ("before: fp32, all activations, 200 frames", "12–16", {}, "float32", 200),
         ("after: bf16, checkpointing, 100 frames", "4–6", bf16, "bfloat16", 100),
@@ -115,9 +188,20 @@ def _video(title: str, guide: str, fields: dict, dtype: str, frames: int, lora) 
     from hf_memopt.video.inputs import VideoInputs
 
     few = MemoryArguments(logits_to_keep=dtype != "float32")
-    return guessed("2B video", title, guide, "qwen2.5-vl-3b", fields, 1, "rtx_3090", dtype=dtype, peft_config=lora,
-                   video=VideoInputs(frames=frames, max_pixels_per_frame=224 * 224), frozen=("vision",),
-                   memory_args=few)  # fmt: skip
+    return guessed(
+        "2B video",
+        title,
+        guide,
+        "qwen2.5-vl-3b",
+        fields,
+        1,
+        "rtx_3090",
+        dtype=dtype,
+        peft_config=lora,
+        video=VideoInputs(frames=frames, max_pixels_per_frame=224 * 224),
+        frozen=("vision",),
+        memory_args=few,
+    )
 
 
 def sharded() -> list[dict]:
@@ -125,11 +209,24 @@ def sharded() -> list[dict]:
     weights = 7 * GB
     rows = []
     for stage, strategy in enumerate(("ddp", "zero1", "zero2", "zero3")):
-        parts = [2 * weights / (8 if stage >= 3 else 1), 2 * weights / (8 if stage >= 2 else 1),
-                 4 * weights / (8 if stage >= 1 else 1)]  # fmt: skip
+        parts = [
+            2 * weights / (8 if stage >= 3 else 1),
+            2 * weights / (8 if stage >= 2 else 1),
+            4 * weights / (8 if stage >= 1 else 1),
+        ]
         fields = {"bf16": True, **CHECKPOINTED, "per_device_train_batch_size": 1}
-        row = guessed("ZeRO", strategy, f"{(56, 31.5, 19.25, 7)[stage]}", "llama-2-7b", fields, 2048, "a100_80gb",
-                      dtype="bfloat16", world_size=8, strategy=strategy)  # fmt: skip
+        row = guessed(
+            "ZeRO",
+            strategy,
+            f"{(56, 31.5, 19.25, 7)[stage]}",
+            "llama-2-7b",
+            fields,
+            2048,
+            "a100_80gb",
+            dtype="bfloat16",
+            world_size=8,
+            strategy=strategy,
+        )
         rows.append(row | {"by_the_guides_bytes_gb": sum(parts) / GB, "deepspeeds_formula_bytes": _formula(stage)})
     return rows
 
@@ -151,8 +248,7 @@ def tensor_and_pipeline_split() -> dict:
     """405B by tensor parallelism 8 × pipeline 4 × data 4 with ZeRO-1, by arithmetic: a device holds a 32nd of weights
     and gradients (bf16) and of that the 4th part of fp32 masters and states (12 bytes)."""
     share = 405.9e9 / (8 * 4)
-    return {"table": "split", "weights_bytes": 2 * share, "gradients_bytes": 2 * share,
-            "states_bytes": 12 * share / 4}  # fmt: skip
+    return {"table": "split", "weights_bytes": 2 * share, "gradients_bytes": 2 * share, "states_bytes": 12 * share / 4}
 
 
 def main() -> None:

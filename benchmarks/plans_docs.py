@@ -21,8 +21,10 @@ def rows_of(name: str) -> list[dict]:
 
 def source() -> str:
     found = results("plans")
-    return (f"Predicted {found['date']} with torch {found['versions']['torch']}, transformers "
-            f"{found['versions']['transformers']}: [plans.json](../benchmarks/results/plans.json).")  # fmt: skip
+    return (
+        f"Predicted {found['date']} with torch {found['versions']['torch']}, transformers "
+        f"{found['versions']['transformers']}: [plans.json](../benchmarks/results/plans.json)."
+    )
 
 
 def practical() -> str:
@@ -40,17 +42,34 @@ def practical() -> str:
                 seen.setdefault(rung["settings"], []).append(rung["rung"])
             for settings, rungs in seen.items():
                 rung = next(rung for rung in row["ladder"] if rung["settings"] == settings)
-                held = ", ".join(f"{kind.replace('_', ' ')} {gib(rung['breakdown'][kind])}" for kind in KINDS
-                                 if rung["breakdown"][kind] > GIB / 20)  # fmt: skip
-                lines.append([f"{row['method']}: {', '.join(rungs)}", settings, gib(rung["device_bytes"]),
-                              gib(rung["host_bytes"]), held])  # fmt: skip
+                held = ", ".join(
+                    f"{kind.replace('_', ' ')} {gib(rung['breakdown'][kind])}"
+                    for kind in KINDS
+                    if rung["breakdown"][kind] > GIB / 20
+                )
+                lines.append(
+                    [
+                        f"{row['method']}: {', '.join(rungs)}",
+                        settings,
+                        gib(rung["device_bytes"]),
+                        gib(rung["host_bytes"]),
+                        held,
+                    ]
+                )
         first = next(row for row in rows_of("plan") if row["title"] == title)
-        parts.append(f"`{first['model']}` on `{first['hardware']}`, {first['effective_batch_size']} samples a step of "
-                     f"{first['tokens']} tokens:")  # fmt: skip
+        parts.append(
+            f"`{first['model']}` on `{first['hardware']}`, {first['effective_batch_size']} samples a step of "
+            f"{first['tokens']} tokens:"
+        )
         heads = ["method: rungs", "settings", "GiB a device", "GiB of host a process", "at the peak, GiB"]
         parts.append(table(heads, lines))
-        rejected = [one for row in rows_of("plan") if row["title"] == title for one in row["rejected"]
-                    if one["settings"] in ("full fine-tuning", "LoRA", "QLoRA")]  # fmt: skip
+        rejected = [
+            one
+            for row in rows_of("plan")
+            if row["title"] == title
+            for one in row["rejected"]
+            if one["settings"] in ("full fine-tuning", "LoRA", "QLoRA")
+        ]
         parts += [f"Left out: {one['reason']}." for one in rejected]
         changes = [change for row in rows_of("plan") if row["title"] == title for change in row["nearest"]]
         if changes:
@@ -60,19 +79,33 @@ def practical() -> str:
 
 def settings() -> str:
     """What the guides' own settings are predicted to need."""
-    lines = [[row["title"], row["guide_gb"], gb(row["device_bytes"]), gb(row["capacity_bytes"]),
-              "yes" if row["fits"] else "no"] for row in rows_of("settings")]  # fmt: skip
+    lines = [
+        [
+            row["title"],
+            row["guide_gb"],
+            gb(row["device_bytes"]),
+            gb(row["capacity_bytes"]),
+            "yes" if row["fits"] else "no",
+        ]
+        for row in rows_of("settings")
+    ]
     split = rows_of("split")[0]
     total = split["weights_bytes"] + split["gradients_bytes"] + split["states_bytes"]
     heads = ["settings", "guide says, GB", "predicted, GB", "of, GB", "fits"]
-    return "\n\n".join([table(heads, lines), (
-        "The guide's own split of 405B (tensor parallelism 8 × pipeline 4 × data 4, ZeRO-1) would hold, by "
-        f"arithmetic, {gb(split['weights_bytes'])} GB of bf16 weights, {gb(split['gradients_bytes'])} GB of bf16 "
-        f"gradients and {gb(split['states_bytes'])} GB of fp32 masters and Adam states a device: {gb(total)} GB "
-        "before activations, more than the card has. fp8 products do not change that, since masters and states stay "
-        "in fp32. Neither tensor nor pipeline parallelism of Megatron's kind can be reached from the Hugging Face "
-        "Trainer."
-    ), source()])  # fmt: skip
+    return "\n\n".join(
+        [
+            table(heads, lines),
+            (
+                "The guide's own split of 405B (tensor parallelism 8 × pipeline 4 × data 4, ZeRO-1) would hold, by "
+                f"arithmetic, {gb(split['weights_bytes'])} GB of bf16 weights, {gb(split['gradients_bytes'])} GB of "
+                f"bf16 gradients and {gb(split['states_bytes'])} GB of fp32 masters and Adam states a device: "
+                f"{gb(total)} GB before activations, more than the card has. fp8 products do not change that, since "
+                "masters and states stay in fp32. Neither tensor nor pipeline parallelism of Megatron's kind can be "
+                "reached from the Hugging Face Trainer."
+            ),
+            source(),
+        ]
+    )
 
 
 def tables() -> str:
@@ -84,16 +117,29 @@ def tables() -> str:
         ("512M on 44 GB", "512M weights on four L40S (Qwen3-0.6B here, DDP, all layers recomputed):"),
         ("2B video", "A video model of 2B before and after (Qwen2.5-VL-3B here, LoRA, frozen tower, 224 × 224):"),
     ):
-        lines = [[row["title"], row["guide_gb"], gb(row["peak_allocated_bytes"]), gb(row["device_bytes"]),
-                  "yes" if row["fits"] else "no"] for row in rows_of(name)]  # fmt: skip
+        lines = [
+            [
+                row["title"],
+                row["guide_gb"],
+                gb(row["peak_allocated_bytes"]),
+                gb(row["device_bytes"]),
+                "yes" if row["fits"] else "no",
+            ]
+            for row in rows_of(name)
+        ]
         heads = ["settings", "guide says, GB", "tensors, GB", "device, GB", "fits its card"]
         parts += [told, table(heads, lines)]
     lines = [
-        [row["title"], row["guide_gb"], f"{row['by_the_guides_bytes_gb']:.2f}",
-         gb(row["deepspeeds_formula_bytes"]),
-         *(gb(row["breakdown"][kind]) for kind in KINDS[:3]), gb(row["peak_allocated_bytes"])]
+        [
+            row["title"],
+            row["guide_gb"],
+            f"{row['by_the_guides_bytes_gb']:.2f}",
+            gb(row["deepspeeds_formula_bytes"]),
+            *(gb(row["breakdown"][kind]) for kind in KINDS[:3]),
+            gb(row["peak_allocated_bytes"]),
+        ]
         for row in rows_of("ZeRO")
-    ]  # fmt: skip
+    ]
     heads = [
         "engine",
         "guide says, GB",
@@ -118,14 +164,26 @@ def truth() -> str:
     lines = []
     for row in found["rows"]:
         off = max((rung["predicted_bytes"] / rung["measured_bytes"] - 1 for rung in row["rungs"]), key=abs)
-        lines.append([
-            f"{row['family']}, {row['method']}, {row['tokens']} tokens", f"{row['budget_bytes'] / 1e6:.0f}",
-            f"{sum(rung['survived'] for rung in row['rungs'])} of {len(row['rungs'])}", f"{off:+.2%}",
-            "fails" if row["under_the_smallest_fails"] else "lives", row["chosen"],
-            f"{row['operations_chosen'] / row['operations_best']:.3f}",
-        ])  # fmt: skip
-    heads = ["model", "budget, MB", "rungs that lived", "estimate off by, at most", "2 % below the least", "maximum",
-             "operations of the best"]  # fmt: skip
+        lines.append(
+            [
+                f"{row['family']}, {row['method']}, {row['tokens']} tokens",
+                f"{row['budget_bytes'] / 1e6:.0f}",
+                f"{sum(rung['survived'] for rung in row['rungs'])} of {len(row['rungs'])}",
+                f"{off:+.2%}",
+                "fails" if row["under_the_smallest_fails"] else "lives",
+                row["chosen"],
+                f"{row['operations_chosen'] / row['operations_best']:.3f}",
+            ]
+        )
+    heads = [
+        "model",
+        "budget, MB",
+        "rungs that lived",
+        "estimate off by, at most",
+        "2 % below the least",
+        "maximum",
+        "operations of the best",
+    ]
     told = (
         "A budget of bytes stands for the card; an allocator that ends there trains, evaluates, saves and resumes "
         "every rung that is said to fit. The choice that needs least is run with 2 % less than it is predicted to "

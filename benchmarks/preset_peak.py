@@ -17,8 +17,14 @@ from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
 
 PRESETS = ("cpu", "rtx_3060", "rtx_4090", "t4", "a100_80gb")
 LEVERS = {"loss_chunk_size": 128}
-QUIET = {"max_steps": 2, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no",
-         "use_cpu": True}  # fmt: skip
+QUIET = {
+    "max_steps": 2,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "use_cpu": True,
+}
 
 
 def peak_of(fields: dict | None, preset=None, memory: dict | None = None) -> int:
@@ -32,9 +38,11 @@ def peak_of(fields: dict | None, preset=None, memory: dict | None = None) -> int
                 args = preset.training_arguments(folder, world_size=1, **QUIET)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(builtin_model()))
             given = {"model": model, "args": args, "train_dataset": data()[0], "data_collator": default_data_collator}
-            trainer = Trainer(**given) if preset is None else MemoryTrainer(
-                **given, memory_args=MemoryArguments(**(memory or {}))
-            )  # fmt: skip
+            trainer = (
+                Trainer(**given)
+                if preset is None
+                else MemoryTrainer(**given, memory_args=MemoryArguments(**(memory or {})))
+            )
             trainer.train()
 
     return allocator_peak(train)
@@ -53,10 +61,18 @@ def main() -> None:
         as_small = peak_of({"per_device_train_batch_size": micro, "gradient_accumulation_steps": effective // micro})
         for memory in ({}, LEVERS):
             peak = peak_of(None, preset, memory)
-            rows.append({"job": f"preset {name}", "levers": memory, "effective_batch": effective,
-                         "micro_batch": micro, "peak_bytes": peak, "plain_bytes": plain,
-                         "of_plain": round(peak / plain, 4),
-                         "of_plain_with_its_micro_batch": round(peak / as_small, 4)})  # fmt: skip
+            rows.append(
+                {
+                    "job": f"preset {name}",
+                    "levers": memory,
+                    "effective_batch": effective,
+                    "micro_batch": micro,
+                    "peak_bytes": peak,
+                    "plain_bytes": plain,
+                    "of_plain": round(peak / plain, 4),
+                    "of_plain_with_its_micro_batch": round(peak / as_small, 4),
+                }
+            )
             print(rows[-1])
     record("preset_peak", "python benchmarks/preset_peak.py", rows)
 

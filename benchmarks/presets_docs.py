@@ -18,9 +18,16 @@ def presets() -> str:
         if preset.machines > 1:
             launch = f"sbatch accelerate_configs/slurm/{name}.sbatch"
         many = f"{preset.processes} × " if preset.processes > 1 else ""
-        lines.append([f"{many}{preset.hardware.label}", f"`{name}`", f"`{config}`",
-                      f"{micro} × {accumulation} × {batches} = {micro * accumulation * batches}", str(preset.seq_len),
-                      f"`{launch}`"])  # fmt: skip
+        lines.append(
+            [
+                f"{many}{preset.hardware.label}",
+                f"`{name}`",
+                f"`{config}`",
+                f"{micro} × {accumulation} × {batches} = {micro * accumulation * batches}",
+                str(preset.seq_len),
+                f"`{launch}`",
+            ]
+        )
     return table(["hardware", "preset", "config", "batch (full)", "tokens", "command"], lines)
 
 

@@ -22,12 +22,16 @@ def record(name: str, command: str, rows: list[dict]) -> Path:
         "benchmark": name,
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"device": device.label, "memory_bytes": device.memory, "cores": len(usable),
-                     "host_memory_bytes": psutil.virtual_memory().total},
+        "hardware": {
+            "device": device.label,
+            "memory_bytes": device.memory,
+            "cores": len(usable),
+            "host_memory_bytes": psutil.virtual_memory().total,
+        },
         "versions": {"python": platform.python_version()}
         | {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")},
         "rows": rows,
-    }  # fmt: skip
+    }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -22,12 +22,25 @@ STEPS, LEFT_OUT, LENGTH, ROWS = 150, 10, 128, 4
 
 def trainer_of(kind, folder: str, steps: int) -> Trainer:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=8000, hidden_size=512, intermediate_size=1408, num_hidden_layers=5,
-                         num_attention_heads=8, tie_word_embeddings=True)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=8000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        tie_word_embeddings=True,
+    )
     args = TrainingArguments(
-        folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=ROWS, gradient_accumulation_steps=2,
-        report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
-    )  # fmt: skip
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+    )
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8000, (ROWS * 40, LENGTH))]
     return kind(model=LlamaForCausalLM(config), args=args, train_dataset=rows)
 
@@ -87,12 +100,14 @@ def main() -> None:
     model = trainer_of(Trainer, tempfile.mkdtemp(), 1).model
     quarters = statistics.quantiles(ratios, n=4)
     row = {
-        "parameters": sum(weight.numel() for weight in model.parameters()), "steps_each": len(ratios),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "steps_each": len(ratios),
         "step_time_ratio_median": round(quarters[1], 4),
         "step_time_ratio_quartiles": [round(quarters[0], 4), round(quarters[2], 4)],
         "median_step_s": {name: round(statistics.median(seconds), 4) for name, seconds in times.items()},
-        "peak_ratio": round(peaks["MemoryTrainer"] / peaks["Trainer"], 4), "peak_allocated_bytes": peaks,
-    }  # fmt: skip
+        "peak_ratio": round(peaks["MemoryTrainer"] / peaks["Trainer"], 4),
+        "peak_allocated_bytes": peaks,
+    }
     print(json.dumps(row, indent=2))
     record("trainer_overhead", "python benchmarks/trainer_overhead.py", [row])
 

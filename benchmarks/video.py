@@ -36,8 +36,14 @@ FRAMES = 64
 VOCABULARY = 32_000
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3, **CHECKPOINTED}
-QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
-         "remove_unused_columns": False}  # fmt: skip
+QUIET = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "remove_unused_columns": False,
+}
 # Name: whether it is VideoTrainer, whether the tower stays out of autograd, its levers.
 ROWS = {
     "plain Trainer": (False, False, None),
@@ -64,8 +70,11 @@ class Copies(torch.utils.data.Dataset):
 def sizes(family: str) -> dict:
     """The same width and depth in each family, and a frame of about 16 tokens."""
     vision = {"hidden_size": 96, "intermediate_size": 288}
-    depth = {"depth": 4, "num_heads": 4} if family.startswith("qwen") else {
-        "num_hidden_layers": 4, "num_attention_heads": 4}  # fmt: skip
+    depth = (
+        {"depth": 4, "num_heads": 4}
+        if family.startswith("qwen")
+        else {"num_hidden_layers": 4, "num_attention_heads": 4}
+    )
     side = {"smolvlm": 64}.get(family, 112)
     if family == "qwen2_5_vl":
         depth["fullatt_block_indexes"] = [3]
@@ -77,8 +86,13 @@ def make_sample(folder: Path, frames: int) -> dict:
     if not clip.exists():
         videos.write(clip, videos.numbered(frames, 112, 112))
     processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
-    row = {"messages": [{"role": "user", "content": "<video>What is moving?"},
-                        {"role": "assistant", "content": "first red then blue"}], "videos": [clip.name]}  # fmt: skip
+    row = {
+        "messages": [
+            {"role": "user", "content": "<video>What is moving?"},
+            {"role": "assistant", "content": "first red then blue"},
+        ],
+        "videos": [clip.name],
+    }
     return Encoder(processor, Limits(max_frames=frames), folder)(row)
 
 
@@ -108,10 +122,17 @@ def measure(folder: Path, sample: dict, ours: bool, outside: bool, memory_args: 
     row = {"measured_bytes": peak.bytes, "tokens": len(sample["input_ids"]), "losses": losses}
     if ours and outside:
         config = AutoConfig.from_pretrained(folder)
-        found = estimate(config, FIELDS, 8, "cpu", memory_args=memory_args, video=real_inputs(sample),
-                         peft_config=lora, frozen=("vision",))  # fmt: skip
-        row |= {"predicted_bytes": found.peak_allocated_bytes,
-                "error": found.peak_allocated_bytes / peak.bytes - 1}  # fmt: skip
+        found = estimate(
+            config,
+            FIELDS,
+            8,
+            "cpu",
+            memory_args=memory_args,
+            video=real_inputs(sample),
+            peft_config=lora,
+            frozen=("vision",),
+        )
+        row |= {"predicted_bytes": found.peak_allocated_bytes, "error": found.peak_allocated_bytes / peak.bytes - 1}
     return row
 
 

@@ -11,14 +11,24 @@ from hf_memopt.files import write_whole
 from hf_memopt.units import GIB
 
 COLOURS = {
-    "parameters": "#4c78a8", "gradients": "#e45756", "optimizer_states": "#72b7b2", "activations": "#f2a541",
-    "logits": "#b279a2", "workspace": "#9d755d", "communication": "#54a24b", "temporaries": "#b279a2",
+    "parameters": "#4c78a8",
+    "gradients": "#e45756",
+    "optimizer_states": "#72b7b2",
+    "activations": "#f2a541",
+    "logits": "#b279a2",
+    "workspace": "#9d755d",
+    "communication": "#54a24b",
+    "temporaries": "#b279a2",
     "other": "#8a8a8a",
-}  # fmt: skip
+}
 JOB_PHASES = {
-    "load": "#9e9e9e", "forward": "#4c78a8", "backward": "#e45756", "optimizer": "#72b7b2", "between": "#bab0ac",
+    "load": "#9e9e9e",
+    "forward": "#4c78a8",
+    "backward": "#e45756",
+    "optimizer": "#72b7b2",
+    "between": "#bab0ac",
     "eval": "#eeca3b",
-}  # fmt: skip
+}
 PHASES = {"train": "#4c78a8", "eval": "#b8860b", "save": "#54a24b"}
 _SIZES = {"wide": (9.6, 3.6), "narrow": (4.2, 3.4)}
 
@@ -95,8 +105,9 @@ def _svg(draw, width: str, name: str) -> str:
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'aria-hidden="true" focusable="false"', svg, count=1)
 
 
-def over_time(axes, narrow: bool, readings, thresholds: dict[str, float], capacity: int, predicted: int | None,
-              events) -> None:  # fmt: skip
+def over_time(
+    axes, narrow: bool, readings, thresholds: dict[str, float], capacity: int, predicted: int | None, events
+) -> None:
     """A run's memory against the minutes: what is held, the most so far, and what it is measured against."""
     start = readings[0]["time"]
     minutes = [(one["time"] - start) / 60 for one in readings]
@@ -105,8 +116,14 @@ def over_time(axes, narrow: bool, readings, thresholds: dict[str, float], capaci
     for phase, colour in PHASES.items():
         there = [(at, one) for at, one in zip(minutes, readings, strict=True) if one.get("phase") == phase]
         if there:
-            axes.plot([at for at, _ in there], [one["allocated"] / GIB for _, one in there], "o", ms=3, color=colour,
-                      label=f"allocated, {phase}")  # fmt: skip
+            axes.plot(
+                [at for at, _ in there],
+                [one["allocated"] / GIB for _, one in there],
+                "o",
+                ms=3,
+                color=colour,
+                label=f"allocated, {phase}",
+            )
     top = max(one["peak_allocated"] for one in readings)
     near = top > 0.4 * capacity
     for name, share in thresholds.items():
@@ -163,8 +180,11 @@ def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
     """The memory that several runs held, each from its own beginning."""
     for name, readings in runs.items():
         start = readings[0]["time"]
-        axes.plot([(one["time"] - start) / 60 for one in readings], [one["peak_allocated"] / GIB for one in readings],
-                  label=name[:30])  # fmt: skip
+        axes.plot(
+            [(one["time"] - start) / 60 for one in readings],
+            [one["peak_allocated"] / GIB for one in readings],
+            label=name[:30],
+        )
     axes.set(xlabel="minutes", ylabel="GiB, peak so far")
     axes.set_ylim(bottom=0)
     _legend(axes, 1 if narrow else 3)

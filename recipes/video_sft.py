@@ -42,11 +42,16 @@ def main(argv: list[str] | None = None):
         prediction_loss_only=True,
         adapters={"learning_rate": 1e-4},
         builtin={
-            "learning_rate": 3e-3, "max_steps": 120, "eval_steps": 40, "save_strategy": "no",
-            "activation_checkpointing": False, "freeze_vision": False, "max_frames": 8,
+            "learning_rate": 3e-3,
+            "max_steps": 120,
+            "eval_steps": 40,
+            "save_strategy": "no",
+            "activation_checkpointing": False,
+            "freeze_vision": False,
+            "max_frames": 8,
             "held_out": 24,
         },
-    )  # fmt: skip
+    )
 
     from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
 

@@ -174,9 +174,7 @@ def run(*command, cwd=ROOT, env=None, timeout=300) -> subprocess.CompletedProces
 
 def launch(config, script, *arguments, cwd=ROOT) -> str:
     """`accelerate launch` to its end; returns what it printed. A transformers FutureWarning is a failure."""
-    done = run(
-        "accelerate", "launch", "--config_file", config, "--main_process_port", 0, script, *arguments, cwd=cwd
-    )  # fmt: skip
+    done = run("accelerate", "launch", "--config_file", config, "--main_process_port", 0, script, *arguments, cwd=cwd)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     assert not re.search(r"transformers/\S+: FutureWarning", output)

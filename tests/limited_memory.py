@@ -35,16 +35,34 @@ def collate(rows):
 def main(kind: str, folder: str, mib: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                         num_attention_heads=4, tie_word_embeddings=True)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
     data = list(torch.randint(0, VOCABULARY, (ROWS * 6, LENGTH)))
-    args = TrainingArguments(folder, use_cpu=True, max_steps=6, per_device_train_batch_size=ROWS, report_to="none",
-                             disable_tqdm=True, logging_steps=1, save_strategy="no", optim="sgd",
-                             learning_rate=0.1)  # fmt: skip
+    args = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=6,
+        per_device_train_batch_size=ROWS,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        optim="sgd",
+        learning_rate=0.1,
+    )
     trainer = getattr(hf_memopt if kind.startswith("Memory") else transformers, kind)(
-        model=LlamaForCausalLM(config), args=args, train_dataset=data, data_collator=collate,
+        model=LlamaForCausalLM(config),
+        args=args,
+        train_dataset=data,
+        data_collator=collate,
         callbacks=[Limit(int(mib))] if mib else None,
-    )  # fmt: skip
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(json.dumps({"losses": losses, "events": getattr(trainer, "memory_events", [])}))

@@ -11,10 +11,16 @@ from hf_memopt.errors import run
 
 
 def main(folder: str) -> None:
-    args = TrainingArguments(folder, remove_unused_columns=False, max_steps=6, per_device_train_batch_size=2,
-                             **{**QUIET, "save_strategy": "steps", "save_steps": 1})  # fmt: skip
-    config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-                         num_attention_heads=4, pad_token_id=0)  # fmt: skip
+    args = TrainingArguments(
+        folder,
+        remove_unused_columns=False,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        **{**QUIET, "save_strategy": "steps", "save_steps": 1},
+    )
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
     trainer = MemoryTrainer(model=LlamaForCausalLM(config), args=args, train_dataset=Rows(), data_collator=collate)
     forward = trainer.model.forward
 

@@ -43,10 +43,13 @@ def step(model, half: bool = False):
     return loss.detach(), torch.cat(grads)
 
 
-@pytest.mark.parametrize(("name", "half", "checkpointed"), [
-    *(("llama", half, checkpointed) for half in (False, True) for checkpointed in (False, True)),
-    *((name, both, both) for name in FAMILIES if name != "llama" for both in (False, True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "half", "checkpointed"),
+    [
+        *(("llama", half, checkpointed) for half in (False, True) for checkpointed in (False, True)),
+        *((name, both, both) for name in FAMILIES if name != "llama" for both in (False, True)),
+    ],
+)
 def test_the_loss_is_the_same_and_the_gradient_nearly(name, half, checkpointed):
     found = {}
     for compressed in (False, True):
@@ -80,11 +83,20 @@ def test_what_it_leaves_alone():
     assert not isinstance(compressor.pack(heads), torch.Tensor)
     sums = torch.randn(2, 128, 4).transpose(1, 2)  # saved right after what belongs to the same heads
     for left in (
-        sums, weight, weight.t(), weight[:100], weight.to(torch.bfloat16).t(), torch.ones(100, 100, dtype=torch.long),
-        torch.ones(100, 100, dtype=torch.bool), torch.zeros(2, 1, 128, 128), torch.randn(10, 10),
-        torch.randn(256, 300), torch.randn(2, 5000, 1), torch.randn(1, 64, 1, 64).expand(2, 64, 3, 64),
+        sums,
+        weight,
+        weight.t(),
+        weight[:100],
+        weight.to(torch.bfloat16).t(),
+        torch.ones(100, 100, dtype=torch.long),
+        torch.ones(100, 100, dtype=torch.bool),
+        torch.zeros(2, 1, 128, 128),
+        torch.randn(10, 10),
+        torch.randn(256, 300),
+        torch.randn(2, 5000, 1),
+        torch.randn(1, 64, 1, 64).expand(2, 64, 3, 64),
         torch.randn(100, 100, dtype=torch.float64),
-    ):  # fmt: skip
+    ):
         assert compressor.pack(left) is left, left.shape
     for taken in (torch.randn(2, 128, 128), torch.randn(256, 128), torch.randn(2, 4, 128, 128)):
         assert not isinstance(compressor.pack(taken), torch.Tensor), taken.shape
@@ -99,8 +111,13 @@ LAYOUTS = {
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31), layout=st.sampled_from(list(LAYOUTS)), last=st.integers(60, 200),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16]), scale=st.floats(-20, 20))  # fmt: skip
+@given(
+    seed=st.integers(0, 2**31),
+    layout=st.sampled_from(list(LAYOUTS)),
+    last=st.integers(60, 200),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.floats(-20, 20),
+)
 def test_an_element_is_off_by_a_254th_of_its_blocks_largest(seed, layout, last, dtype, scale):
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(3, 50, last, generator=generator).mul_(math.exp(scale)).to(dtype)

@@ -31,25 +31,62 @@ def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
     [
         (log("<module> from_pretrained"), "load", None, "the weights alone do not fit", "--method qlora"),
         (log("train forward"), "forward", None, "do not fit beside weights", "activation_checkpointing=true"),
-        (log("train compute_loss forward", progress="  0%|      | 0/500 [00:00<?, ?it/s]"), "forward", 0,
-         "do not fit beside weights", "activation_checkpointing=true"),
+        (
+            log("train compute_loss forward", progress="  0%|      | 0/500 [00:00<?, ?it/s]"),
+            "forward",
+            0,
+            "do not fit beside weights",
+            "activation_checkpointing=true",
+        ),
         (log("train step _init_group"), "optimizer", None, "states in its first step", "optim=adamw_8bit"),
-        (log("train evaluate evaluation_loop prediction_step forward", progress=" 9%|# | 90/999 [1:0"), "eval", 90,
-         "evaluation batches", "per_device_eval_batch_size=1"),
-        (log("train _save_checkpoint _save_optimizer_and_scheduler"), "save", None, "saving gathers",
-         "fsdp_state_dict_type"),
+        (
+            log("train evaluate evaluation_loop prediction_step forward", progress=" 9%|# | 90/999 [1:0"),
+            "eval",
+            90,
+            "evaluation batches",
+            "per_device_eval_batch_size=1",
+        ),
+        (
+            log("train _save_checkpoint _save_optimizer_and_scheduler"),
+            "save",
+            None,
+            "saving gathers",
+            "fsdp_state_dict_type",
+        ),
         (log("train _load_from_checkpoint"), "resume", None, "beside the new ones", "MemoryTrainer"),
-        (log("train training_step backward", progress=" 12%|█▏   | 120/1000 [10:01<1:20:00,  5.0s/it]"), "backward",
-         120, "it fitted for 120 steps", "probe_worst_batch=true"),
-        (log("train backward", CUDA.format(others="", allocated="16.00", unused="5800.00")), "backward", None,
-         "cut up into pieces", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
-        (log("train forward", CUDA.format(others="Process 7 has 9.00 GiB memory in use. ", allocated="11.00",
-                                          unused="100.00")), "forward", None, "other processes hold 9.00 GiB",
-         "end them"),
-        (log("train backward", progress="memory grows: leak: something keeps tensors\n 50%|## | 500/1000 [10:0"),
-         "backward", 500, "memory grew: leak", "probe_worst_batch"),
+        (
+            log("train training_step backward", progress=" 12%|█▏   | 120/1000 [10:01<1:20:00,  5.0s/it]"),
+            "backward",
+            120,
+            "it fitted for 120 steps",
+            "probe_worst_batch=true",
+        ),
+        (
+            log("train backward", CUDA.format(others="", allocated="16.00", unused="5800.00")),
+            "backward",
+            None,
+            "cut up into pieces",
+            "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        ),
+        (
+            log(
+                "train forward",
+                CUDA.format(others="Process 7 has 9.00 GiB memory in use. ", allocated="11.00", unused="100.00"),
+            ),
+            "forward",
+            None,
+            "other processes hold 9.00 GiB",
+            "end them",
+        ),
+        (
+            log("train backward", progress="memory grows: leak: something keeps tensors\n 50%|## | 500/1000 [10:0"),
+            "backward",
+            500,
+            "memory grew: leak",
+            "probe_worst_batch",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_seeds_table_of_causes(text, stage, step, why, first):
     found = of_text(text)
     assert (found.what, found.stage, found.step) == ("device", stage, step)
@@ -68,10 +105,17 @@ def test_the_seeds_table_of_causes(text, stage, step, why, first):
         ("forward", 40, False, None, "", "larger batches among them", "probe_worst_batch"),
         ("forward", 40, False, "leak", "", "memory grew: leak", "probe_worst_batch"),
         ("eval", 40, None, None, "", "evaluation batches are larger", "per_device_eval_batch_size=1"),
-        ("forward", 40, True, None, CUDA.format(others="", allocated="16.00", unused="5800.00"), "cut up into pieces",
-         "PYTORCH_ALLOC_CONF"),
+        (
+            "forward",
+            40,
+            True,
+            None,
+            CUDA.format(others="", allocated="16.00", unused="5800.00"),
+            "cut up into pieces",
+            "PYTORCH_ALLOC_CONF",
+        ),
     ],
-)  # fmt: skip
+)
 def test_causes_as_the_trainer_knows_them(stage, step, longest, grown, message, why, first):
     """The founding guides' table: step 0, after N steps, evaluation, long sequences, now and then."""
     found = Diagnosis(OomKind.DEVICE, True, "device memory ran out", message)
@@ -101,11 +145,22 @@ def test_a_log_file_and_a_folder_of_logs(tmp_path):
 
 def test_what_memory_trainer_leaves(tmp_path):
     report = {
-        "event": "out_of_memory", "step": 7, "stage": "backward", "kind": "device", "message": PLAIN,
-        "cause": "device memory ran out", "next": [{"change": "loss_chunk_size=512", "saved_bytes": 2**30}],
-    }  # fmt: skip
-    event = {"event": "oom_recovered", "step": 3, "stage": "backward", "message": PLAIN, "micro_batch_before": 8,
-             "micro_batch_after": 4}  # fmt: skip
+        "event": "out_of_memory",
+        "step": 7,
+        "stage": "backward",
+        "kind": "device",
+        "message": PLAIN,
+        "cause": "device memory ran out",
+        "next": [{"change": "loss_chunk_size=512", "saved_bytes": 2**30}],
+    }
+    event = {
+        "event": "oom_recovered",
+        "step": 3,
+        "stage": "backward",
+        "message": PLAIN,
+        "micro_batch_before": 8,
+        "micro_batch_after": 4,
+    }
     grown = {"event": "memory_grows", "step": 40, "label": "fragmentation"}
     lines = [json.dumps({"step": 1, "phase": "train"}), json.dumps(event), '{"torn']
     (tmp_path / "memory_log.jsonl").write_text("\n".join(lines))
@@ -160,20 +215,35 @@ def test_the_command_line(command, tmp_path, monkeypatch):
 def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):
     from transformers import LlamaConfig
 
-    LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
-                vocab_size=2000).save_pretrained(tmp_path)  # fmt: skip
-    code, out, err = command("advise", log("train forward"), "--model", tmp_path, "--preset", "rtx_3060", "--seq-len",
-                             1024, "--set", "activation_checkpointing=false", "--json")  # fmt: skip
+    LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, vocab_size=2000
+    ).save_pretrained(tmp_path)
+    code, out, err = command(
+        "advise",
+        log("train forward"),
+        "--model",
+        tmp_path,
+        "--preset",
+        "rtx_3060",
+        "--seq-len",
+        1024,
+        "--set",
+        "activation_checkpointing=false",
+        "--json",
+    )
     assert code == 0, err
     changes = json.loads(out)["changes"]
     assert all(change["saved_bytes"] > 0 for change in changes)
     assert changes[:3] == sorted(changes[:3], key=lambda change: -change["saved_bytes"])
     # The folder has no weights.
     smaller = [change["change"].removeprefix("a smaller model, trained from scratch: ") for change in changes[3:]]
-    assert smaller == ["num_hidden_layers=1", "hidden_size=32, num_attention_heads=2, intermediate_size=88, "
-                                              "num_key_value_heads=2"]  # fmt: skip
-    code, out, err = command("advise", log("train forward"), "--model", tmp_path, "--preset", "rtx_3060", "--set",
-                             "max_frames=4")  # fmt: skip
+    assert smaller == [
+        "num_hidden_layers=1",
+        "hidden_size=32, num_attention_heads=2, intermediate_size=88, num_key_value_heads=2",
+    ]
+    code, out, err = command(
+        "advise", log("train forward"), "--model", tmp_path, "--preset", "rtx_3060", "--set", "max_frames=4"
+    )
     assert code == 2 and not out and err.startswith("error: ")  # all that estimate reads is read: it sees no videos
 
 

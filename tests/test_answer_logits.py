@@ -53,14 +53,25 @@ def answers(trainer):
     trainer.data_collator = masked
 
 
-@pytest.mark.parametrize(("model", "fields"), [
-    (llama, {"gradient_accumulation_steps": 4}), (llama, {"eval_strategy": "epoch"}), (with_lora, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (llama, {"gradient_accumulation_steps": 4}),
+        (llama, {"eval_strategy": "epoch"}),
+        (with_lora, {}),
+    ],
+)
 def test_runs_are_the_same(model, fields, tmp_path):
     wanted = train(tmp_path / "plain", model=model, prepare=answers, **fields)
     found = train(tmp_path / "fewer", model=model, prepare=answers, memory=MEMORY, **fields)
-    struck = train(tmp_path / "struck", Strikes({"forward": {100}, "backward": {150}}), model=model, prepare=answers,
-                   memory=MEMORY, **fields)  # fmt: skip
+    struck = train(
+        tmp_path / "struck",
+        Strikes({"forward": {100}, "backward": {150}}),
+        model=model,
+        prepare=answers,
+        memory=MEMORY,
+        **fields,
+    )
     assert len(struck.events) == 2
     for other in (found, struck):  # the loss is taken in fp32
         assert torch.allclose(other.weights, wanted.weights, rtol=0, atol=1e-6)

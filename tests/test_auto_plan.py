@@ -20,11 +20,31 @@ def sft(recipe, builtin_model, jsonl, tmp_path):
     """The recipe's main function, and arguments for a model of one's own."""
     rows = [{"prompt": f"{number}? " * (1 + number % 9), "completion": f"{number}."} for number in range(40)]
     arguments = [
-        "--model_name_or_path", str(builtin_model), "--dataset_name", jsonl(rows), "--output_dir",
-        str(tmp_path / "out"), "--max_length", "64", "--effective_batch_size", "8", "--held_out", "0",
-        "--save_strategy", "no", "--samples", "0", "--max_steps", "2", "--report_to", "none", "--disable_tqdm", "true",
-        "--optim", "adamw_torch",
-    ]  # fmt: skip
+        "--model_name_or_path",
+        str(builtin_model),
+        "--dataset_name",
+        jsonl(rows),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_length",
+        "64",
+        "--effective_batch_size",
+        "8",
+        "--held_out",
+        "0",
+        "--save_strategy",
+        "no",
+        "--samples",
+        "0",
+        "--max_steps",
+        "2",
+        "--report_to",
+        "none",
+        "--disable_tqdm",
+        "true",
+        "--optim",
+        "adamw_torch",
+    ]
     return recipe("sft"), arguments
 
 
@@ -46,8 +66,14 @@ def test_it_plans_for_what_is_free(sft, free, capsys):
     assert plenty.args.per_device_train_batch_size == 8 and not plenty.args.activation_checkpointing
     assert plenty.memory_events[0]["event"] == "worst_batch_fits"  # tried before step 0
     assert "plan  balanced: micro-batch 8 × 1" in capsys.readouterr().out
-    free(int(plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM)
-             .ladder[0].estimate.device_bytes * 0.85))  # fmt: skip
+    free(
+        int(
+            plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM)
+            .ladder[0]
+            .estimate.device_bytes
+            * 0.85
+        )
+    )
     little = main(arguments)  # auto is the default
     args = little.args
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8

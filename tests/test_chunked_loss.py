@@ -13,8 +13,15 @@ from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
 from hf_memopt.levers.chunked_loss import chunk_loss
 
-SMALL = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+SMALL = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 MODELS = {
     "plain": ("llama", {}),
@@ -170,10 +177,23 @@ def test_the_estimator_sees_it(lora, tmp_path):
     def run():
         model = AutoModelForCausalLM.from_config(config)
         model = add_adapters(model, adapter) if lora else model
-        args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to="none", disable_tqdm=True,
-                                 save_strategy="no", logging_strategy="no", **fields)  # fmt: skip
-        MemoryTrainer(model=model, args=args, train_dataset=[row] * 8, data_collator=default_data_collator,
-                      memory_args=memory_args).train()  # fmt: skip
+        args = TrainingArguments(
+            str(tmp_path),
+            use_cpu=True,
+            max_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            **fields,
+        )
+        MemoryTrainer(
+            model=model,
+            args=args,
+            train_dataset=[row] * 8,
+            data_collator=default_data_collator,
+            memory_args=memory_args,
+        ).train()
 
     found = estimate(config, fields, 256, "cpu", adapter, memory_args=memory_args)
     assert found.peak_allocated_bytes == pytest.approx(allocator_peak(run), rel=0.03)

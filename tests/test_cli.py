@@ -29,16 +29,22 @@ def test_help_names_the_commands_and_shows_examples(command):
 @pytest.mark.parametrize(
     ("shell", "typed", "count", "found"),
     [
-        ("bash", "hf-memopt sn", 1, "snapshot"), ("zsh", "hf-memopt mon", 1, "monitor"),
+        ("bash", "hf-memopt sn", 1, "snapshot"),
+        ("zsh", "hf-memopt mon", 1, "monitor"),
         ("bash", "hf-memopt show rtx_30", 2, "rtx_3090_ti"),
         ("fish", "hf-memopt estimate llama-3.1-", 2, "llama-3.1-405b"),
         ("bash", "hf-memopt plan x --hardware h1", 4, "h100_80gb"),
         ("bash", "hf-memopt show cpu --method q", 4, "qlora"),
     ],
-)  # fmt: skip
+)
 def test_shells_complete(shell, typed, count, found):
-    environment = {"_HF_MEMOPT_COMPLETE": f"complete_{shell}", "COMP_WORDS": typed, "COMP_CWORD": str(count),
-                   "_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}  # fmt: skip
+    environment = {
+        "_HF_MEMOPT_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(count),
+        "_TYPER_COMPLETE_ARGS": typed,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
     done = run("hf-memopt", env=environment, timeout=60)
     assert found in done.stdout
 
@@ -90,8 +96,10 @@ def test_tables_are_for_people():
     assert "l40s_x4_aggressive" in run("hf-memopt", "presets").stdout
 
 
-@pytest.mark.parametrize("arguments", [slow(["rtx_4090", "--method", "qlora"]), slow(["a100_80gb_x8"]),
-                                       ["a100_80gb_x8", "--strategy", "fsdp2"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [slow(["rtx_4090", "--method", "qlora"]), slow(["a100_80gb_x8"]), ["a100_80gb_x8", "--strategy", "fsdp2"]],
+)
 def test_export_writes_what_the_preset_says(arguments, tmp_path):
     done = run("hf-memopt", "export", arguments[0], tmp_path / "run", *arguments[1:], "--json")
     assert done.returncode == 0, done.stderr

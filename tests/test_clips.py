@@ -103,8 +103,12 @@ def test_large_frames_are_scaled_to_the_cap(tmp_path):
 
 
 def test_damaged_files_give_what_decodes(tmp_path):
-    whole = videos.write(tmp_path / "whole.mp4", videos.numbered(60), options={"g": "5"},
-                         container={"movflags": "frag_keyframe+empty_moov"}).read_bytes()  # fmt: skip
+    whole = videos.write(
+        tmp_path / "whole.mp4",
+        videos.numbered(60),
+        options={"g": "5"},
+        container={"movflags": "frag_keyframe+empty_moov"},
+    ).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
     clip = read_clip(tmp_path / "cut.mp4", 8)
     assert len(clip.frames) == 8 and 20 < clip.total < 60

@@ -137,12 +137,23 @@ def test_accelerate_still_replaces_8bit_optimizers_under_offload(optim, monkeypa
         ({}, None),
         ({"WORLD_SIZE": "2"}, "ddp"),
         ({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}, "fsdp2"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-          "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "zero3_offload_cpu"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true",
-          "ACCELERATE_DEEPSPEED_CONFIG_FILE": "accelerate_configs/deepspeed/zero3_plus_plus.json"}, "zero3_plus_plus"),
+        (
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+            },
+            "zero3_offload_cpu",
+        ),
+        (
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "accelerate_configs/deepspeed/zero3_plus_plus.json",
+            },
+            "zero3_plus_plus",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_was_launched_is_read_from_the_environment(environment, strategy, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -54,8 +54,11 @@ def test_cuda_graphs_and_recovery():
     fields = {"torch_compile_mode": "max-autotune"}
     with pytest.raises(InputError, match="use max-autotune-no-cudagraphs, or set oom_recovery=False"):
         estimate("smollm2-135m", fields, 64, "h100_80gb", memory_args=MemoryArguments())
-    for memory, hardware, said in ((MemoryArguments(oom_recovery=False), "h100_80gb", True), (None, "h100_80gb", True),
-                                   (MemoryArguments(), "cpu", False)):  # fmt: skip
+    for memory, hardware, said in (
+        (MemoryArguments(oom_recovery=False), "h100_80gb", True),
+        (None, "h100_80gb", True),
+        (MemoryArguments(), "cpu", False),
+    ):
         notes = estimate("smollm2-135m", fields, 64, hardware, memory_args=memory).notes
         assert any("records CUDA graphs for every shape" in note for note in notes) is said
         assert any("traced without torch_compile" in note for note in notes)

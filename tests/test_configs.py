@@ -91,21 +91,32 @@ def test_json_is_what_presets_give(path):
     ("text", "message"),
     [
         ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_versio: 2\n", "did you mean 'version'"),
-        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  reshard_after_foward: true\n",
-         "did you mean 'reshard_after_forward'"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stagee: 2\n",
-         "did you mean 'zero_stage'"),
-        ("distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n  tp_size: 8\n",
-         "did you mean 'parallelism_config_tp_size'"),
+        (
+            "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  reshard_after_foward: true\n",
+            "did you mean 'reshard_after_forward'",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stagee: 2\n",
+            "did you mean 'zero_stage'",
+        ),
+        (
+            "distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n  tp_size: 8\n",
+            "did you mean 'parallelism_config_tp_size'",
+        ),
         ("distributed_type: 'NO'\nnum_process: 1\n", "num_process"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\ndeepspeed_config:\n"
-         "  deepspeed_config_file: accelerate_configs/deepspeed/zero2.json\n", "mixed_precision beside"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: gone.json\n",
-         "gone.json: no such file"),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\ndeepspeed_config:\n"
+            "  deepspeed_config_file: accelerate_configs/deepspeed/zero2.json\n",
+            "mixed_precision beside",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: gone.json\n",
+            "gone.json: no such file",
+        ),
         ("just a line\n", "holds no settings"),
         ("a: [1\n", "bad.yaml"),
     ],
-)  # fmt: skip
+)
 def test_misspelt_yaml_is_one_clear_line(text, message, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(InputError, match=message):

@@ -10,8 +10,9 @@ from hf_memopt.trainer.consolidate import consolidate
 
 
 def tiny():
-    return LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                        num_attention_heads=2, vocab_size=100))  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100)
+    )
 
 
 def test_an_fsdp2_checkpoint(tmp_path):

@@ -27,8 +27,22 @@ def project(tmp_path, builtin_model, jsonl):
     """A folder with a script that does not know hf_memopt, and the words that start it for two steps on the CPU."""
     shutil.copy(ROOT / "docs" / "plain_script.py", tmp_path)
     texts = jsonl([{"text": f"line {number} of a text"} for number in range(16)])
-    words = ["plain_script.py", "--model_name", builtin_model, "--texts", texts, "--output_dir", "out", "--max_steps",
-             2, "--use_cpu", "--per_device_train_batch_size", 2, "--disable_tqdm", "true"]  # fmt: skip
+    words = [
+        "plain_script.py",
+        "--model_name",
+        builtin_model,
+        "--texts",
+        texts,
+        "--output_dir",
+        "out",
+        "--max_steps",
+        2,
+        "--use_cpu",
+        "--per_device_train_batch_size",
+        2,
+        "--disable_tqdm",
+        "true",
+    ]
     return tmp_path, words
 
 
@@ -57,9 +71,23 @@ def _free_port() -> int:
 LAUNCHERS = [
     slow(["torchrun", "--standalone", "--nproc_per_node", 2], ["--deepspeed", "zero2.json"]),
     slow(["deepspeed", "--num_gpus", 2, "--master_port", _free_port()], ["--deepspeed", "zero2.json"]),
-    slow(["accelerate", "launch", "--main_process_port", 0, "--num_processes", 2, "--use_deepspeed",
-          "--deepspeed_config_file", "zero3.json", "--zero3_init_flag", "true"], []),
-]  # fmt: skip
+    slow(
+        [
+            "accelerate",
+            "launch",
+            "--main_process_port",
+            0,
+            "--num_processes",
+            2,
+            "--use_deepspeed",
+            "--deepspeed_config_file",
+            "zero3.json",
+            "--zero3_init_flag",
+            "true",
+        ],
+        [],
+    ),
+]
 
 
 @pytest.mark.parametrize(("launcher", "arguments"), LAUNCHERS, ids=["torchrun", "deepspeed", "accelerate"])
@@ -74,10 +102,37 @@ def test_a_copied_json_under_every_launcher(launcher, arguments, project):
 def test_a_recipe_with_a_copied_json(builtin_model, jsonl, tmp_path):
     shutil.copy(CONFIGS / "deepspeed" / "zero3.json", tmp_path)
     texts = jsonl([{"text": f"line {number} of a text"} for number in range(64)])
-    done = run("torchrun", "--standalone", "--nproc_per_node", 2, ROOT / "recipes" / "pretrain.py", "--preset", "cpu",
-               "--model_name_or_path", builtin_model, "--dataset_name", texts, "--held_out", 0, "--max_length", 32,
-               "--max_steps", 2, "--output_dir", "out", "--samples", 0, "--effective_batch_size", 4,
-               "--per_device_train_batch_size", 2, "--deepspeed", "zero3.json", cwd=tmp_path, env=ON_CPU)  # fmt: skip
+    done = run(
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        2,
+        ROOT / "recipes" / "pretrain.py",
+        "--preset",
+        "cpu",
+        "--model_name_or_path",
+        builtin_model,
+        "--dataset_name",
+        texts,
+        "--held_out",
+        0,
+        "--max_length",
+        32,
+        "--max_steps",
+        2,
+        "--output_dir",
+        "out",
+        "--samples",
+        0,
+        "--effective_batch_size",
+        4,
+        "--per_device_train_batch_size",
+        2,
+        "--deepspeed",
+        "zero3.json",
+        cwd=tmp_path,
+        env=ON_CPU,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert len(list(tmp_path.glob("out/checkpoint-2/global_step2/zero_pp_rank_*_optim_states.pt"))) == 2
 
@@ -197,8 +252,17 @@ def test_a_misspelt_key_in_base64_is_found(tmp_path, capsys):
 
 
 def test_a_yaml_exported_alone(tmp_path):
-    done = run("hf-memopt", "export", "a100_80gb_x8", tmp_path / "here", "--strategy", "zero3_offload_nvme",
-               "--nvme-path", tmp_path, "--yaml-only")  # fmt: skip
+    done = run(
+        "hf-memopt",
+        "export",
+        "a100_80gb_x8",
+        tmp_path / "here",
+        "--strategy",
+        "zero3_offload_nvme",
+        "--nvme-path",
+        tmp_path,
+        "--yaml-only",
+    )
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["accelerate.yaml"]
     assert "--config_file" in done.stdout

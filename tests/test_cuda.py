@@ -33,10 +33,18 @@ def trainer(folder, memory=None, prepare=None, **fields):
     model = llama(torch.float32).cuda()
     ids = torch.randint(0, model.config.vocab_size, (ROWS * 4, LENGTH), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
-    args = TrainingArguments(**{
-        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": ROWS, "report_to": "none",
-        "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", **fields,
-    })  # fmt: skip
+    args = TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "max_steps": 3,
+            "per_device_train_batch_size": ROWS,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            **fields,
+        }
+    )
     given = {"model": model, "args": args, "train_dataset": rows, "data_collator": default_data_collator}
     made = Trainer(**given) if memory is None else MemoryTrainer(**given, memory_args=MemoryArguments(**memory))
     if prepare:

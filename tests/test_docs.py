@@ -59,11 +59,15 @@ def test_formulas_agree_with_the_estimator():
 
     from hf_memopt import estimate
 
-    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                         vocab_size=1024)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=1024
+    )
     weights = _weights(config)
-    for dtype, optim, each in (("float32", "adamw_torch", (4, 4, 8)), ("bfloat16", "adamw_torch", (2, 2, 4)),
-                               ("float32", "sgd", (4, 4, 0))):  # fmt: skip
+    for dtype, optim, each in (
+        ("float32", "adamw_torch", (4, 4, 8)),
+        ("bfloat16", "adamw_torch", (2, 2, 4)),
+        ("float32", "sgd", (4, 4, 0)),
+    ):
         fields = {"per_device_train_batch_size": 1, "optim": optim}
         found = estimate(config, fields, 64, "cpu", dtype=dtype)
         held = found.breakdown
@@ -79,16 +83,30 @@ _DEFINED = {
     "index.md": set(),
     "README.md": {"95 %"},  # what the table calls tight
     "quickstart.md": {"24 GB", "192 GB", "95 %"},  # names of cards, and what is called tight
-    "memory.md": {"112 GB", "443 MB", "6 GB", "1.2 GB", "100 MB", "60 GB", "80 GB", "1.5 GB", "12 GB",
-                  # guides' claims above; a definition of theirs below
-                  "10 %", "40 %", "30 %", "5 %", "20 MiB"},  # c10/cuda/CUDACachingAllocator.h
+    "memory.md": {
+        "112 GB",
+        "443 MB",
+        "6 GB",
+        "1.2 GB",
+        "100 MB",
+        "60 GB",
+        "80 GB",
+        "1.5 GB",
+        "12 GB",
+        # guides' claims above; a definition of theirs below
+        "10 %",
+        "40 %",
+        "30 %",
+        "5 %",
+        "20 MiB",
+    },  # c10/cuda/CUDACachingAllocator.h
     "claims.md": {"1.5 GB", "443 MB", "60 GB", "80 GB", "24 GB"},
     "troubleshooting.md": set(),
     "plans.md": {"5 %", "10 %", "85 %", "90 %", "92 %", "94 %", "48 GiB", "256 GiB", "36 GiB", "256 MiB", "1 GiB"},
     "training.md": {"256 MB"},
     "video.md": {"8 GB", "16 GB", "24 GB", "90 %"},
     "clusters.md": {"100 million", "200 million"},  # what the shipped file says
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -150,8 +168,11 @@ def test_settings_that_others_are_translated_to_exist():
     from hf_memopt.recipe.arguments import RecipeArguments
     from hf_memopt.recipe.video import VideoArguments
 
-    known = {item.name for kind in (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments)
-             for item in fields(kind)}  # fmt: skip
+    known = {
+        item.name
+        for kind in (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments)
+        for item in fields(kind)
+    }
     known |= {f"lora.{item.name}" for item in fields(LoraConfig)}
     known |= {f"quantization.{name}" for name in BitsAndBytesConfig().to_dict()}
     values = {"lora", "qlora", "all-linear", "group_by_length", "false", "use_reentrant", "PYTORCH_ALLOC_CONF"}
@@ -266,15 +287,26 @@ def names(tmp_path_factory):
         args = TrainingArguments(str(folder / "out"), use_cpu=True, max_steps=1, report_to=[])
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         model = AutoModelForCausalLM.from_config(config)
-        return {"args": args, "data": rows, "model": model, "name": str(folder / "model"), "lora": lora,
-                "SomeTrainer": Trainer, "trainer": Trainer(model=model, args=args, train_dataset=rows)}  # fmt: skip
+        return {
+            "args": args,
+            "data": rows,
+            "model": model,
+            "name": str(folder / "model"),
+            "lora": lora,
+            "SomeTrainer": Trainer,
+            "trainer": Trainer(model=model, args=args, train_dataset=rows),
+        }
 
     return folder, fresh
 
 
 def _blocks() -> list[tuple[str, int, str]]:
-    return [(name, number, code) for name, text in TEXTS.items()
-            for number, (kind, code) in enumerate(CODE.findall(text)) if kind == "python"]  # fmt: skip
+    return [
+        (name, number, code)
+        for name, text in TEXTS.items()
+        for number, (kind, code) in enumerate(CODE.findall(text))
+        if kind == "python"
+    ]
 
 
 @pytest.mark.pages
@@ -286,8 +318,10 @@ def test_code_runs(page, number, code, names, monkeypatch):
     local = re.sub(r'"(Qwen|meta-llama|HuggingFaceTB)/[^"]+"', repr(str(folder / "model")), code)
     local = local.replace('get_preset("rtx_4090", method="qlora")', 'get_preset("cpu", method="lora")')
     local = local.replace("MemoryTrainer(...,", "MemoryTrainer(model=model, args=args, train_dataset=data,")
-    values = fresh() | {"AutoModelForCausalLM": __import__("transformers").AutoModelForCausalLM,
-                        "get_peft_model": __import__("peft").get_peft_model}  # fmt: skip
+    values = fresh() | {
+        "AutoModelForCausalLM": __import__("transformers").AutoModelForCausalLM,
+        "get_peft_model": __import__("peft").get_peft_model,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21.2 asks transformers by an old name
         exec(compile(local, f"{page}:{number}", "exec"), values)

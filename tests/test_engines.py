@@ -64,8 +64,9 @@ def test_processes_share_the_tokens_of_a_batch(model, alone, tmp_path):
     (Two processes: torch 2.13's exchange between some of several fails over gloo, which takes their ranks for others.)
     """
     cases = [engines.case("zero2", 2, model)]
-    cases += [{**engines.case(name, 2, model, sequence_parallel=2), "name": f"shared-{name}"}
-              for name in ("zero2", "zero3")]  # fmt: skip
+    cases += [
+        {**engines.case(name, 2, model, sequence_parallel=2), "name": f"shared-{name}"} for name in ("zero2", "zero3")
+    ]
     found = engines.run(tmp_path, cases)
     for case in cases[1:]:
         for told in found[case["name"]]:
@@ -94,15 +95,53 @@ def test_four_processes_go_on_where_two_left_off(jsonl, tmp_path):
     given = json.loads(settings.read_text())
     settings.write_text(json.dumps({name: value for name, value in given.items() if "accumulation" not in name}))
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(60)])
-    words = [ROOT / "recipes" / "sft.py", "--preset", "cpu_x2", "--effective_batch_size", 8, "--config", settings,
-             "--dataset_name", data, "--held_out", 0, "--samples", 0, "--max_length", 32, "--max_steps", 4,
-             "--save_strategy", "steps", "--save_steps", 2, "--logging_steps", 1, "--learning_rate", 1e-3,
-             "--lr_scheduler_type", "constant"]  # fmt: skip
+    words = [
+        ROOT / "recipes" / "sft.py",
+        "--preset",
+        "cpu_x2",
+        "--effective_batch_size",
+        8,
+        "--config",
+        settings,
+        "--dataset_name",
+        data,
+        "--held_out",
+        0,
+        "--samples",
+        0,
+        "--max_length",
+        32,
+        "--max_steps",
+        4,
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        2,
+        "--logging_steps",
+        1,
+        "--learning_rate",
+        1e-3,
+        "--lr_scheduler_type",
+        "constant",
+    ]
 
     def losses(name, processes, shared):
-        done = run("accelerate", "launch", "--config_file", tmp_path / "run" / "accelerate.yaml", "--num_processes",
-                   processes, "--main_process_port", 0, *words, "--fsdp_size", shared, "--output_dir",
-                   tmp_path / name, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+        done = run(
+            "accelerate",
+            "launch",
+            "--config_file",
+            tmp_path / "run" / "accelerate.yaml",
+            "--num_processes",
+            processes,
+            "--main_process_port",
+            0,
+            *words,
+            "--fsdp_size",
+            shared,
+            "--output_dir",
+            tmp_path / name,
+            env={"OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         history = json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         return [entry["loss"] for entry in history if "loss" in entry]

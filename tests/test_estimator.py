@@ -28,9 +28,16 @@ def _config(layers=4, vocabulary=3000, family="llama", **more):
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
-        family, hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=layers, vocab_size=vocabulary, max_position_embeddings=2048, **more,
-    )  # fmt: skip
+        family,
+        hidden_size=64,
+        intermediate_size=176,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        max_position_embeddings=2048,
+        **more,
+    )
 
 
 def _lora(rank=8, **more):
@@ -207,8 +214,12 @@ def test_4_bit_weights_are_right_to_one_percent(tmp_path):
     from hf_memopt.estimator.tracing.trace import weights_of
     from hf_memopt.levers.adapters import add_adapters
 
-    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                 bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
     fields = {"per_device_train_batch_size": 2, "bf16": True, **CHECKPOINTED}
     config = _config(9)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -255,18 +266,29 @@ def test_other_heads_than_causal_ones(task, tmp_path):
     from hf_memopt.estimator.tracing.model import _AUTO_CLASSES
 
     if task == "seq2seq-lm":
-        config = AutoConfig.for_model("t5", d_model=64, d_ff=176, num_layers=9, num_decoder_layers=9, num_heads=4,
-                                      d_kv=16, vocab_size=3000, decoder_start_token_id=0)  # fmt: skip
+        config = AutoConfig.for_model(
+            "t5",
+            d_model=64,
+            d_ff=176,
+            num_layers=9,
+            num_decoder_layers=9,
+            num_heads=4,
+            d_kv=16,
+            vocab_size=3000,
+            decoder_start_token_id=0,
+        )
     else:
-        config = AutoConfig.for_model("bert", hidden_size=64, intermediate_size=176, num_attention_heads=4,
-                                      num_hidden_layers=9, vocab_size=3000)  # fmt: skip
+        config = AutoConfig.for_model(
+            "bert", hidden_size=64, intermediate_size=176, num_attention_heads=4, num_hidden_layers=9, vocab_size=3000
+        )
     labels = 1 if task == "sequence-classification" else [7] * LENGTH
     fields = {"per_device_train_batch_size": 2}
 
     def train():
         model = getattr(transformers, _AUTO_CLASSES[task]).from_config(config)
-        args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no",
-                                 **fields)  # fmt: skip
+        args = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no", **fields
+        )
         rows = [{"input_ids": [7] * LENGTH, "labels": labels}] * 8
         Trainer(model, args, train_dataset=rows, data_collator=default_data_collator).train()
 
@@ -339,8 +361,22 @@ def model_folder(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line(model_folder, command):
-    done = run("hf-memopt", "estimate", model_folder, "--preset", "a100_80gb", "--method", "lora", "--seq-len", 256,
-               "--set", "per_device_train_batch_size=2", "--set", "lora.r=4", "--json")  # fmt: skip
+    done = run(
+        "hf-memopt",
+        "estimate",
+        model_folder,
+        "--preset",
+        "a100_80gb",
+        "--method",
+        "lora",
+        "--seq-len",
+        256,
+        "--set",
+        "per_device_train_batch_size=2",
+        "--set",
+        "lora.r=4",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fits"] is True and found["phase"] == "backward"

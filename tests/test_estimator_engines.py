@@ -21,8 +21,15 @@ from hf_memopt.hardware import get_hardware
 depth = importlib.import_module("hf_memopt.estimator.extrapolate")
 prediction = importlib.import_module("hf_memopt.estimator.api")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-SHAPE = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": 8000}  # fmt: skip
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": 8000,
+}
 MIB = 2**20
 
 
@@ -42,21 +49,37 @@ def _config(layers=8):
 def test_two_real_processes(yaml, strategy, fields, memory, tmp_path):
     """Rank 0's live tensors. What gloo copies in its own threads is timing, and is left out (see the script)."""
     fields = {"per_device_train_batch_size": 2, **fields}
-    job = {"config": {**SHAPE, "num_hidden_layers": 8}, "fields": fields, "seq_len": 128, "dtype": "float32",
-           "memory": memory}  # fmt: skip
+    job = {
+        "config": {**SHAPE, "num_hidden_layers": 8},
+        "fields": fields,
+        "seq_len": 128,
+        "dtype": "float32",
+        "memory": memory,
+    }
     described, peak = tmp_path / "job.json", tmp_path / "peak.json"
     described.write_text(json.dumps(job))
     launcher = Path(sys.executable).parent / "accelerate"
     done = subprocess.run(
-        [launcher, "launch", "--config_file", ROOT / f"accelerate_configs/{yaml}.yaml",
-         ROOT / "benchmarks/sharded_truth.py", described, peak],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [
+            launcher,
+            "launch",
+            "--config_file",
+            ROOT / f"accelerate_configs/{yaml}.yaml",
+            ROOT / "benchmarks/sharded_truth.py",
+            described,
+            peak,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(peak.read_text())
-    found = estimate(_config(), fields, 128, "cpu", world_size=2, strategy=strategy, rank=0,
-                     memory_args=MemoryArguments(**memory))  # fmt: skip
+    found = estimate(
+        _config(), fields, 128, "cpu", world_size=2, strategy=strategy, rank=0, memory_args=MemoryArguments(**memory)
+    )
     assert found.peak_allocated_bytes == pytest.approx(measured["tensors"], rel=0.01)
     assert found.peak_allocated_bytes <= measured["allocator"] * 1.01
 
@@ -79,11 +102,20 @@ def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
 @pytest.mark.slow
 def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
     """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
-    zero = {"stage": 3, "sub_group_size": 1_000_000, "stage3_max_live_parameters": 3_000_000,
-            "stage3_max_reuse_distance": 3_000_000, "stage3_prefetch_bucket_size": "auto",
-            "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}  # fmt: skip
-    fields = {"per_device_train_batch_size": 1, "bf16": True, "deepspeed": {"zero_optimization": zero,
-              "bf16": {"enabled": "auto"}}}  # fmt: skip
+    zero = {
+        "stage": 3,
+        "sub_group_size": 1_000_000,
+        "stage3_max_live_parameters": 3_000_000,
+        "stage3_max_reuse_distance": 3_000_000,
+        "stage3_prefetch_bucket_size": "auto",
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    fields = {
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "deepspeed": {"zero_optimization": zero, "bf16": {"enabled": "auto"}},
+    }
 
     def phases():
         return estimate(_config(20), fields, 32, "a100_80gb", world_size=4).phases
@@ -145,8 +177,15 @@ def test_packed_weights_and_zero_3_are_refused():
     from hf_memopt.errors import InputError
 
     with pytest.raises(InputError, match="method=qlora with zero3"):
-        estimate(_config(), {}, 32, "a100_80gb", quantization_config=BitsAndBytesConfig(load_in_4bit=True),
-                 world_size=2, strategy="zero3")  # fmt: skip
+        estimate(
+            _config(),
+            {},
+            32,
+            "a100_80gb",
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+            world_size=2,
+            strategy="zero3",
+        )
 
 
 def test_nothing_of_the_fake_cluster_stays():
@@ -185,8 +224,14 @@ def test_nothing_of_the_fake_cluster_stays():
 def test_the_replayed_timeline_reaches_the_predicted_peak(fields, world_size):
     """The deep model's events, made from a shallow trace, add up to the same peak as the segments do."""
     strategy = "fsdp2" if world_size > 1 else None
-    job = prediction.describe(_config(20), {"per_device_train_batch_size": 2, **fields}, 256, "v100_32gb",
-                              world_size=world_size, strategy=strategy)  # fmt: skip
+    job = prediction.describe(
+        _config(20),
+        {"per_device_train_batch_size": 2, **fields},
+        256,
+        "v100_32gb",
+        world_size=world_size,
+        strategy=strategy,
+    )
     depths = depth.shallow_depths(job.config, prediction.fewest_layers(job))
     books = prediction.traced(job.at(depths[1]))
     peaks = depth.at_full_depth(job.config, lambda layers: prediction.traced(job.at(layers)).peaks, depths)

@@ -18,9 +18,15 @@ def _config(layers=9):
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
-        "llama", hidden_size=128, intermediate_size=352, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=layers, vocab_size=3000, max_position_embeddings=2048,
-    )  # fmt: skip
+        "llama",
+        hidden_size=128,
+        intermediate_size=352,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        vocab_size=3000,
+        max_position_embeddings=2048,
+    )
 
 
 def _pad(rows):
@@ -47,8 +53,9 @@ def _trainer(tmp_path, lengths=(40,) * 20 + (200,) * 2, **more):
             return (loss, outputs) if return_outputs else loss
 
     fields = {"per_device_train_batch_size": 2, **CHECKPOINTED, **more.pop("fields", {})}
-    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, max_steps=2, report_to="none", save_strategy="no",
-                             **fields)  # fmt: skip
+    args = TrainingArguments(
+        str(tmp_path / "out"), use_cpu=True, max_steps=2, report_to="none", save_strategy="no", **fields
+    )
     model = more.pop("model", None) or AutoModelForCausalLM.from_config(_config())
     return Doubled(model, args, train_dataset=_rows(lengths), data_collator=_pad, **more)
 
@@ -169,8 +176,17 @@ def test_unmodified_scripts(script, folder):
     (folder / "train.py").write_text(textwrap.dedent(script))
     (folder / "model" / "model.safetensors").unlink()
     before = sorted(folder.rglob("*"))
-    done = run("hf-memopt", "dry-run", folder / "train.py", "--hardware", "rtx_3060", "--json", "--", folder / "model",
-               folder / "out")  # fmt: skip
+    done = run(
+        "hf-memopt",
+        "dry-run",
+        folder / "train.py",
+        "--hardware",
+        "rtx_3060",
+        "--json",
+        "--",
+        folder / "model",
+        folder / "out",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fits"] is True and sum(found["breakdown"].values()) == found["peak_allocated_bytes"]

@@ -34,8 +34,12 @@ def trained(preset, folder):
     args = preset.training_arguments(folder, use_cpu=True, **fields, **quiet)
     ids = torch.arange(4 * 16).view(4, 16) % 97  # products in fp8 are slow on a CPU
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = MemoryTrainer(model=AutoModelForCausalLM.from_config(config(1)), args=args, train_dataset=rows,
-                            data_collator=default_data_collator)  # fmt: skip
+    trainer = MemoryTrainer(
+        model=AutoModelForCausalLM.from_config(config(1)),
+        args=args,
+        train_dataset=rows,
+        data_collator=default_data_collator,
+    )
     predicted = estimate_trainer(trainer, "cpu").peak_allocated_bytes
     trainer.train()
     return trainer, trainer.state.log_history[-1]["train_loss"], predicted
@@ -78,11 +82,15 @@ def test_a_process_that_was_launched_so_takes_it(environment, monkeypatch):
     assert get_preset("h100_80gb").precision == "fp8"
 
 
-@pytest.mark.parametrize(("name", "more", "why"), [
-    ("rtx_3090", {}, "has no fast fp8 products"), ("h100_80gb", {"method": "lora"}, "use method=full"),
-    ("h100_80gb_x8", {"strategy": "zero3"}, "always computes in bf16 under DeepSpeed; use fsdp2"),
-    ("h100_80gb", {"precision": "fp4"}, "unknown precision 'fp4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("rtx_3090", {}, "has no fast fp8 products"),
+        ("h100_80gb", {"method": "lora"}, "use method=full"),
+        ("h100_80gb_x8", {"strategy": "zero3"}, "always computes in bf16 under DeepSpeed; use fsdp2"),
+        ("h100_80gb", {"precision": "fp4"}, "unknown precision 'fp4'"),
+    ],
+)
 def test_refused(name, more, why):
     with pytest.raises(InputError, match=why):
         get_preset(name, **{"precision": "fp8", **more})

@@ -16,23 +16,46 @@ from benchmarks.gpu.__main__ import PARTS, all_cases
 from benchmarks.gpu.case import Case, Results
 
 # A recorded header: no such card was here.
-HEADER = {"rehearsal": True, "hardware": {"label": "a card"}, "driver": None, "cuda": None, "versions": {},
-          "command": "python -m benchmarks.gpu"}  # fmt: skip
+HEADER = {
+    "rehearsal": True,
+    "hardware": {"label": "a card"},
+    "driver": None,
+    "cuda": None,
+    "versions": {},
+    "command": "python -m benchmarks.gpu",
+}
 SETTINGS = {"kind": "LoRA", "model": "gpt2"}
 
 
 def row(name: str, part: str = "estimator", **more) -> dict:
-    measured = {"allocated_bytes": 100, "reserved_bytes": 200, "device_bytes": 400, "allocator": "",
-                "outcome_of_training": "trained", "step_seconds": 2.0, "tokens_per_second": 10.0}  # fmt: skip
-    return {"case": f"{part}/{name}", "part": part, "settings": SETTINGS, "outcome": "measured", "measured": measured,
-            **more}  # fmt: skip
+    measured = {
+        "allocated_bytes": 100,
+        "reserved_bytes": 200,
+        "device_bytes": 400,
+        "allocator": "",
+        "outcome_of_training": "trained",
+        "step_seconds": 2.0,
+        "tokens_per_second": 10.0,
+    }
+    return {
+        "case": f"{part}/{name}",
+        "part": part,
+        "settings": SETTINGS,
+        "outcome": "measured",
+        "measured": measured,
+        **more,
+    }
 
 
 def rehearse(folder, *words) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--out", str(folder), *words], cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--out", str(folder), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def measured(folder) -> dict[str, dict]:
@@ -61,8 +84,12 @@ def test_rows_outlive_the_process_and_failed_ones_are_tried_again(tmp_path):
 
 
 def test_tables_hold_errors_by_kind_and_what_was_not_measured():
-    predicted = {"allocated_bytes": 110, "reserved_bytes": {"segments": 190, "expandable": 1}, "device_bytes": 400,
-                 "step_seconds": 1.0}  # fmt: skip
+    predicted = {
+        "allocated_bytes": 110,
+        "reserved_bytes": {"segments": 190, "expandable": 1},
+        "device_bytes": 400,
+        "step_seconds": 1.0,
+    }
     rows = [row("a"), row("b", "oom", measured={"hits": ["forward 3"]}), row("c", outcome="failed", reason="why\n|")]
     results = {**HEADER, "rows": rows}
     made = tables.build(results, {json.dumps(SETTINGS, sort_keys=True): predicted})
@@ -77,11 +104,16 @@ def test_tables_hold_errors_by_kind_and_what_was_not_measured():
 
 
 def test_without_a_card_it_says_so(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--tables", "--out", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--tables", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "nothing was measured yet" in done.stderr
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--parts", "speeed"], cwd=ROOT,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--parts", "speeed"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "speed" in done.stderr
 
 

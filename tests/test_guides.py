@@ -57,10 +57,16 @@ def _tests() -> dict[str, bool]:
     found = {}
     for file in sorted((ROOT / "tests").glob("test_*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        whole = any(_skips(node.value) for node in tree.body if isinstance(node, ast.Assign)
-                    and any(getattr(target, "id", "") == "pytestmark" for target in node.targets))  # fmt: skip
-        for scope, prefix in [(tree, ""), *((node, f"{node.name}::") for node in tree.body
-                                            if isinstance(node, ast.ClassDef))]:  # fmt: skip
+        whole = any(
+            _skips(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and any(getattr(target, "id", "") == "pytestmark" for target in node.targets)
+        )
+        for scope, prefix in [
+            (tree, ""),
+            *((node, f"{node.name}::") for node in tree.body if isinstance(node, ast.ClassDef)),
+        ]:
             for node in scope.body:
                 if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                     skipped = whole or any(map(_skips, (*node.decorator_list, *getattr(scope, "decorator_list", ()))))
@@ -75,9 +81,14 @@ def _skips(mark: ast.expr) -> bool:
 
 
 def test_skipped_tests_are_seen():
-    for mark, skips in (("pytest.mark.skip", True), ("pytest.mark.skip(reason='x')", True),
-                        ("[pytest.mark.skipif(True, reason='x')]", True), ("pytest.mark.xfail", True),
-                        ("pytest.mark.skipif(no_card, reason='x')", False), ("pytest.mark.slow", False)):  # fmt: skip
+    for mark, skips in (
+        ("pytest.mark.skip", True),
+        ("pytest.mark.skip(reason='x')", True),
+        ("[pytest.mark.skipif(True, reason='x')]", True),
+        ("pytest.mark.xfail", True),
+        ("pytest.mark.skipif(no_card, reason='x')", False),
+        ("pytest.mark.slow", False),
+    ):
         assert _skips(ast.parse(mark, mode="eval").body) is skips, mark
 
 
@@ -126,20 +137,56 @@ def _commands() -> dict:
 
 # Words on the right that are no setting: values, keys of estimates, breakdowns and YAML, and setting names of others'.
 OTHERS = {
-    "parameters", "optimizer_states", "gradients", "activations", "logits", "workspace", "communication",
-    "utilization", "total", "fragmentation", "host", "enabled", "memory_savings", "every_n_layers",
-    "flash_attention_2", "flash_attention_3", "lion_32bit", "lion_8bit", "paged_lion_8bit", "adamw_8bit",
-    "adamw_torch_fused", "adafactor", "none", "int8", "mixed_precision", "gradient_checkpointing",
-    "num_hidden_layers", "intermediate_size", "track_memory_optimizations", "tp8", "hsdp8", "matmuls",
-    "torch_compile_mode", "data_wait_share",
-}  # fmt: skip
+    "parameters",
+    "optimizer_states",
+    "gradients",
+    "activations",
+    "logits",
+    "workspace",
+    "communication",
+    "utilization",
+    "total",
+    "fragmentation",
+    "host",
+    "enabled",
+    "memory_savings",
+    "every_n_layers",
+    "flash_attention_2",
+    "flash_attention_3",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_lion_8bit",
+    "adamw_8bit",
+    "adamw_torch_fused",
+    "adafactor",
+    "none",
+    "int8",
+    "mixed_precision",
+    "gradient_checkpointing",
+    "num_hidden_layers",
+    "intermediate_size",
+    "track_memory_optimizations",
+    "tp8",
+    "hsdp8",
+    "matmuls",
+    "torch_compile_mode",
+    "data_wait_share",
+}
 
 
 def test_what_stands_here_exists():
     """Settings, flags, presets, files and commands in code on the right."""
     known, commands = _known(), _commands()
-    flags = known | {option.lstrip("-") for command in commands.values() for parameter in command.params
-                     for option in parameter.opts} | {"config_file"}  # fmt: skip
+    flags = (
+        known
+        | {
+            option.lstrip("-")
+            for command in commands.values()
+            for parameter in command.params
+            for option in parameter.opts
+        }
+        | {"config_file"}
+    )
 
     def exists(code: str) -> bool:
         if code.startswith("hf-memopt ") and code.split()[1] not in commands:
@@ -180,14 +227,17 @@ def test_presets_have_the_guides_settings(name, batch, tokens, training):
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
     [
-        ("rtx_3060", {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2,
-                      "activation_checkpointing": False}, (16, 2, False)),
+        (
+            "rtx_3060",
+            {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "activation_checkpointing": False},
+            (16, 2, False),
+        ),
         ("rtx_3060", {"per_device_train_batch_size": 1}, (1, 32, True)),
         ("rtx_3060", {"per_device_train_batch_size": 4, "effective_batch_size": 64}, (4, 16, True)),
         ("a100_80gb", {"per_device_train_batch_size": 16, "effective_batch_size": 32}, (16, 2, None)),
         ("rtx_3060", {"bf16": False, "adam_beta1": 0.9, "adam_beta2": 0.999, "learning_rate": 1e-4}, (8, 4, True)),
     ],
-)  # fmt: skip
+)
 def test_the_guides_settings_go_over_a_preset(name, given, expected, tmp_path):
     args = get_preset(name).training_arguments(str(tmp_path), use_cpu=True, **given)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected[:2]

@@ -48,8 +48,17 @@ def test_the_required_devices_are_there():
 @pytest.mark.parametrize("name", list_hardware())
 def test_every_figure_has_a_source(name):
     device = get_hardware(name)
-    figures = ("nominal_memory", "memory", "bandwidth", "bf16_flops", "fp16_flops", "native_bf16", "fp8", "host_link",
-               "peer_link")  # fmt: skip
+    figures = (
+        "nominal_memory",
+        "memory",
+        "bandwidth",
+        "bf16_flops",
+        "fp16_flops",
+        "native_bf16",
+        "fp8",
+        "host_link",
+        "peer_link",
+    )
     assert set(device.sources) == set(figures)
     assert all(len(source) > 5 for source in device.sources.values())
     assert 0.6 * device.nominal_memory <= device.memory <= device.nominal_memory
@@ -188,8 +197,9 @@ def test_allocator_too_late_is_said(no_allocator_setting, monkeypatch, caplog):
     assert "too late" in caplog.text
 
 
-@pytest.mark.parametrize(("version", "platform"), [("2.13.0+rocm7.1", "linux"), ("2.13.0+cpu", "linux"),
-                                                   ("2.13.0", "darwin")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "platform"), [("2.13.0+rocm7.1", "linux"), ("2.13.0+cpu", "linux"), ("2.13.0", "darwin")]
+)
 def test_allocator_is_left_alone_without_cuda(monkeypatch, version, platform):
     monkeypatch.setattr(allocator.metadata, "version", lambda name: version)
     monkeypatch.setattr(allocator.sys, "platform", platform)

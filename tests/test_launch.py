@@ -20,11 +20,37 @@ def _export(tmp_path: Path, strategy: str, *more) -> Path:
 def _arguments(preset: str, jsonl_rows: str, output: Path) -> list:
     """Of one epoch. Weights come from files: under ZeRO-3 random ones are drawn in another order."""
     return [
-        "--preset", preset, "--output_dir", output, "--dataset_name", jsonl_rows, "--held_out", 0, "--max_length",
-        TOKENS, "--model_name_or_path", builtin_model(), "--learning_rate", 1e-3, "--num_train_epochs", 1,
-        "--max_steps", -1, "--effective_batch_size", 8, "--per_device_train_batch_size", 2, "--save_strategy", "epoch",
-        "--include_num_input_tokens_seen", "true", "--samples", 0, "--logging_steps", 1,
-    ]  # fmt: skip
+        "--preset",
+        preset,
+        "--output_dir",
+        output,
+        "--dataset_name",
+        jsonl_rows,
+        "--held_out",
+        0,
+        "--max_length",
+        TOKENS,
+        "--model_name_or_path",
+        builtin_model(),
+        "--learning_rate",
+        1e-3,
+        "--num_train_epochs",
+        1,
+        "--max_steps",
+        -1,
+        "--effective_batch_size",
+        8,
+        "--per_device_train_batch_size",
+        2,
+        "--save_strategy",
+        "epoch",
+        "--include_num_input_tokens_seen",
+        "true",
+        "--samples",
+        0,
+        "--logging_steps",
+        1,
+    ]
 
 
 def _pretrain(config, tmp_path, preset, jsonl_rows, *more) -> dict:
@@ -97,8 +123,7 @@ def test_a_loss_in_chunks_where_weights_are_sharded(rows, alone, command, tmp_pa
     called, every step's loss and gradient norm are the same."""
     found = {}
     for name, more in (("all", ()), ("chunks", ("--loss_chunk_size", 16))):
-        state = _pretrain("accelerate_configs/cpu_x2_zero3.yaml", tmp_path / name, "cpu_x2", rows[0],
-                          *more)  # fmt: skip
+        state = _pretrain("accelerate_configs/cpu_x2_zero3.yaml", tmp_path / name, "cpu_x2", rows[0], *more)
         _check_batches(state, rows[1], alone if name == "all" else None)
         logged = [entry for entry in state["log_history"] if "loss" in entry]
         found[name] = [entry[what] for entry in logged for what in ("loss", "grad_norm")]
@@ -139,10 +164,23 @@ def test_exported_offload_configs_train(strategy, rows, alone, tmp_path):
 def test_fine_tuning_trains(method, jsonl, tmp_path):
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)])
     output = launch(
-        "accelerate_configs/cpu.yaml", ROOT / "recipes" / "sft.py", "--preset", "cpu", "--method", method,
-        "--dataset_name", data, "--output_dir", tmp_path / "out", "--max_steps", 3, "--learning_rate", 1e-2,
-        "--held_out", 8,
-    )  # fmt: skip
+        "accelerate_configs/cpu.yaml",
+        ROOT / "recipes" / "sft.py",
+        "--preset",
+        "cpu",
+        "--method",
+        method,
+        "--dataset_name",
+        data,
+        "--output_dir",
+        tmp_path / "out",
+        "--max_steps",
+        3,
+        "--learning_rate",
+        1e-2,
+        "--held_out",
+        8,
+    )
     report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
     losses = {int(step): loss for step, loss in report["held_out_loss"].items()}
     assert losses[3] < losses[0]
@@ -178,8 +216,21 @@ def test_a_misspelt_nested_key_stops_the_launch(tmp_path):
 @pytest.mark.slow
 def test_a_bad_pair_stops_every_process(tmp_path):
     config = _export(tmp_path, "zero2_offload_cpu")
-    done = run("accelerate", "launch", "--config_file", config, "--main_process_port", 0, ROOT / "recipes" / "sft.py",
-               "--preset", "cpu_x2", "--optim", "adamw_8bit", "--output_dir", tmp_path / "out")  # fmt: skip
+    done = run(
+        "accelerate",
+        "launch",
+        "--config_file",
+        config,
+        "--main_process_port",
+        0,
+        ROOT / "recipes" / "sft.py",
+        "--preset",
+        "cpu_x2",
+        "--optim",
+        "adamw_8bit",
+        "--output_dir",
+        tmp_path / "out",
+    )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if "error: optim=adamw_8bit" in line]
     assert len(lines) == 1 and "use optim=adamw_torch" in lines[0]

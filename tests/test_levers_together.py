@@ -53,9 +53,18 @@ PAIRS = [pair for pair in itertools.combinations(LEVERS, 2) if pair not in REFUS
 
 
 def config(layers: int = 3):
-    return AutoConfig.for_model("mistral", vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, head_dim=32,
-                                num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-                                sliding_window=None, pad_token_id=0)  # fmt: skip
+    return AutoConfig.for_model(
+        "mistral",
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        head_dim=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=None,
+        pad_token_id=0,
+    )
 
 
 def lora():
@@ -63,9 +72,18 @@ def lora():
 
 
 def trainer_of(names, folder, layers: int = 3, memory=None, **more):
-    fields = {"per_device_train_batch_size": ROWS, "max_steps": 2, "use_cpu": True, "report_to": "none",
-              "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "optim": "sgd",
-              "learning_rate": 0.1, "max_grad_norm": 0.0}  # fmt: skip
+    fields = {
+        "per_device_train_batch_size": ROWS,
+        "max_steps": 2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_grad_norm": 0.0,
+    }
     memory = dict(memory or {})
     for name in names:
         fields |= LEVERS[name][0]
@@ -79,8 +97,12 @@ def trainer_of(names, folder, layers: int = 3, memory=None, **more):
     labels = ids.clone()
     labels[:, :40] = -100
     rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
-    given = {"model": model, "args": TrainingArguments(str(folder), **{**fields, **more}), "train_dataset": rows,
-             "data_collator": default_data_collator}  # fmt: skip
+    given = {
+        "model": model,
+        "args": TrainingArguments(str(folder), **{**fields, **more}),
+        "train_dataset": rows,
+        "data_collator": default_data_collator,
+    }
     return MemoryTrainer(**given, memory_args=MemoryArguments(**memory))
 
 
@@ -136,9 +158,15 @@ def test_pairs_that_are_refused(pair, tmp_path):
 def test_what_is_refused_says_why():
     """Every reason names the setting to leave out or to change."""
     everything = MemoryArguments(**{name: value for _, memory in LEVERS.values() for name, value in memory.items()})
-    fields = {"use_liger_kernel": True, "label_smoothing_factor": 0.1, "torch_compile": True, "fp16": True,
-              "gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True},
-              "activation_checkpointing_kwargs": {"use_reentrant": True, "every_n_layers": 2}}  # fmt: skip
+    fields = {
+        "use_liger_kernel": True,
+        "label_smoothing_factor": 0.1,
+        "torch_compile": True,
+        "fp16": True,
+        "gradient_accumulation_steps": 2,
+        "fsdp_config": {"activation_checkpointing": True},
+        "activation_checkpointing_kwargs": {"use_reentrant": True, "every_n_layers": 2},
+    }
     for engine in ("none", "ddp", "fsdp2", "deepspeed"):
         found = list(refusals(everything, fields, engine))
         assert len(found) >= 11
@@ -150,11 +178,13 @@ def test_what_is_refused_says_why():
 
 
 ESTIMATED = [
-    *(slow((name,)) for name in LEVERS), slow(("activation_compression", "checkpointing")),
+    *(slow((name,)) for name in LEVERS),
+    slow(("activation_compression", "checkpointing")),
     slow(("activation_compression", "bf16")),
-    ("activation_compression", "LoRA"), ("checkpoint_ratio", "checkpoint_keeps"),
+    ("activation_compression", "LoRA"),
+    ("checkpoint_ratio", "checkpoint_keeps"),
     ("adam_mini", "optimizer_in_backward"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("names", ESTIMATED, ids=" and ".join)
@@ -167,9 +197,13 @@ def test_the_estimator_sees_it(names, tmp_path):
         memory |= LEVERS[name][1]
     measured = allocator_peak(lambda: trainer_of(names, tmp_path, layers=8, **fields).train())
     predicted = estimate(
-        config(layers=8), changed, LENGTH, "cpu", peft_config=lora() if "LoRA" in names else None,
+        config(layers=8),
+        changed,
+        LENGTH,
+        "cpu",
+        peft_config=lora() if "LoRA" in names else None,
         memory_args=MemoryArguments(**memory),
-    ).peak_allocated_bytes  # fmt: skip
+    ).peak_allocated_bytes
     # Which positions carry labels is not known before the data are: all of them are counted.
     above = 0.2 if "logits_to_keep" in names else 0.03
     assert -0.02 <= predicted / measured - 1 <= above
@@ -177,8 +211,15 @@ def test_the_estimator_sees_it(names, tmp_path):
 
 def test_a_model_that_is_made_anew_has_its_levers(tmp_path):
     """As hyperparameter searches make it: train() asks model_init again."""
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
-                             per_device_train_batch_size=2, save_strategy="no")  # fmt: skip
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+    )
     made = []
 
     def model_init():
@@ -187,8 +228,13 @@ def test_a_model_that_is_made_anew_has_its_levers(tmp_path):
 
     ids = torch.randint(3, VOCABULARY, (2, 16))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = MemoryTrainer(model_init=model_init, args=args, train_dataset=rows, data_collator=default_data_collator,
-                            memory_args=MemoryArguments(loss_chunk_size=8, adam_mini=True))  # fmt: skip
+    trainer = MemoryTrainer(
+        model_init=model_init,
+        args=args,
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        memory_args=MemoryArguments(loss_chunk_size=8, adam_mini=True),
+    )
     trainer.train()
     assert len(made) == 2 and trainer.model is made[-1]
     assert trainer.model.lm_head.forward.of_lever

@@ -49,12 +49,15 @@ def test_nvidia(only, monkeypatch):
     mine = types.SimpleNamespace(pid=psutil.Process().pid, usedGpuMemory=7 * 2**30)
     gone = types.SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
     answers = {
-        "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda index: index, "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda handle: memory,
         "nvmlDeviceGetName": lambda handle: f"NVIDIA GeForce RTX 4090 #{handle}",
         "nvmlDeviceGetUtilizationRates": lambda handle: types.SimpleNamespace(gpu=87),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [gone, mine],
-    }  # fmt: skip
+    }
     assert all(hasattr(real, name) for name in answers)
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=real.NVMLError, **answers))
     only("_nvidia")
@@ -70,14 +73,22 @@ def test_nvidia(only, monkeypatch):
 
 def test_amd_by_its_library(only, monkeypatch):
     """amdsmi's answers, by a stand-in with the names and units of amdsmi 7."""
-    monkeypatch.setitem(sys.modules, "amdsmi", types.SimpleNamespace(
-        AmdSmiException=RuntimeError, amdsmi_init=lambda: None, amdsmi_shut_down=lambda: None,
-        amdsmi_get_processor_handles=lambda: ["one"],
-        amdsmi_get_gpu_vram_usage=lambda handle: {"vram_total": 24560, "vram_used": 1024},
-        amdsmi_get_gpu_activity=lambda handle: {"gfx_activity": "N/A"},
-        amdsmi_get_gpu_process_list=lambda handle: [{"pid": 5, "name": "python", "memory_usage": {"vram_mem": 2**29}}],
-        amdsmi_get_gpu_asic_info=lambda handle: {"market_name": "Radeon RX 7900 XTX"},
-    ))  # fmt: skip
+    monkeypatch.setitem(
+        sys.modules,
+        "amdsmi",
+        types.SimpleNamespace(
+            AmdSmiException=RuntimeError,
+            amdsmi_init=lambda: None,
+            amdsmi_shut_down=lambda: None,
+            amdsmi_get_processor_handles=lambda: ["one"],
+            amdsmi_get_gpu_vram_usage=lambda handle: {"vram_total": 24560, "vram_used": 1024},
+            amdsmi_get_gpu_activity=lambda handle: {"gfx_activity": "N/A"},
+            amdsmi_get_gpu_process_list=lambda handle: [
+                {"pid": 5, "name": "python", "memory_usage": {"vram_mem": 2**29}}
+            ],
+            amdsmi_get_gpu_asic_info=lambda handle: {"market_name": "Radeon RX 7900 XTX"},
+        ),
+    )
     only("_amd")
     card, _ = room.devices()
     assert (card.kind, card.used, card.total, card.busy) == ("amd", 2**30, 24560 * 2**20, None)
@@ -87,11 +98,15 @@ def test_amd_by_its_library(only, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "count"),
     [
-        ('{"card0": {"GPU use (%)": "41", "VRAM Total Memory (B)": "25753026560", '
-         '"VRAM Total Used Memory (B)": "1048576", "Card Series": "Radeon RX 7900 XTX"}, "system": {}}', 1),
-        ("", 0), ("WARNING: no GPU", 0),
+        (
+            '{"card0": {"GPU use (%)": "41", "VRAM Total Memory (B)": "25753026560", '
+            '"VRAM Total Used Memory (B)": "1048576", "Card Series": "Radeon RX 7900 XTX"}, "system": {}}',
+            1,
+        ),
+        ("", 0),
+        ("WARNING: no GPU", 0),
     ],
-)  # fmt: skip
+)
 def test_amd_by_its_command(said, count, only, monkeypatch):
     """rocm-smi's JSON, where the library is missing."""
     monkeypatch.setitem(sys.modules, "amdsmi", None)
@@ -143,10 +158,13 @@ def test_the_live_view_ends_with_an_interrupt(tmp_path):
     """In a real terminal (a pseudo-terminal): waits for a run, shows it, until SIGINT."""
     main, side = pty.openpty()
     process = subprocess.Popen(
-        [BIN / "hf-memopt", "monitor", "out/later", "--interval", "0.2"], stdout=side, stderr=side, cwd=tmp_path,
+        [BIN / "hf-memopt", "monitor", "out/later", "--interval", "0.2"],
+        stdout=side,
+        stderr=side,
+        cwd=tmp_path,
         env={**os.environ, "TERM": "xterm"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
-    )  # fmt: skip
+    )
     seen, shown, run = [], threading.Event(), tmp_path / "out" / "later"
 
     def read():

@@ -48,9 +48,28 @@ def environment(folder: Path, **more) -> dict[str, str]:
 @pytest.fixture
 def arguments(jsonl, builtin_model) -> list[str]:
     rows = jsonl([{"text": f"Line {number} of a text about line {number}."} for number in range(400)])
-    return ["--model_name_or_path", str(builtin_model), "--dataset_name", rows, "--max_length", "32", "--held_out",
-            "0", "--save_strategy", "steps", "--save_steps", "2", "--samples", "0", "--learning_rate", "1e-3",
-            "--lr_scheduler_type", "constant", "--logging_steps", "1"]  # fmt: skip
+    return [
+        "--model_name_or_path",
+        str(builtin_model),
+        "--dataset_name",
+        rows,
+        "--max_length",
+        "32",
+        "--held_out",
+        "0",
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "2",
+        "--samples",
+        "0",
+        "--learning_rate",
+        "1e-3",
+        "--lr_scheduler_type",
+        "constant",
+        "--logging_steps",
+        "1",
+    ]
 
 
 def losses(folder: Path, step: int) -> dict[int, float]:
@@ -60,8 +79,14 @@ def losses(folder: Path, step: int) -> dict[int, float]:
 
 def slurm(folder: Path, machines: int, *arguments: str) -> dict:
     """The report of a run that the exported SLURM script started."""
-    done = subprocess.run(["bash", folder / "slurm.sbatch", *arguments], capture_output=True, text=True, timeout=300,
-                          env=environment(folder, SLURM_NNODES=str(machines)), cwd=folder)  # fmt: skip
+    done = subprocess.run(
+        ["bash", folder / "slurm.sbatch", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(folder, SLURM_NNODES=str(machines)),
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "out" / "memory_report.json").read_text())
 
@@ -73,12 +98,15 @@ def test_two_machines_one_killed_both_again_then_one(exported, arguments):
     port = str(21000 + os.getpid() % 20000)
     first, second = (
         subprocess.Popen(
-            ["sh", str(exported / "launch.sh"), *arguments, "--max_steps", "40"], cwd=exported, start_new_session=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ["sh", str(exported / "launch.sh"), *arguments, "--max_steps", "40"],
+            cwd=exported,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             env=environment(exported, MACHINE_RANK=rank, MAIN_PROCESS_IP="127.0.0.1", MAIN_PROCESS_PORT=port),
         )
         for rank in "01"
-    )  # fmt: skip
+    )
     _wait_for(exported / "out" / "checkpoint-2" / "trainer_state.json", first)
     os.killpg(second.pid, signal.SIGTERM)
     assert second.wait(60) != 0 and first.wait(60) != 0
@@ -110,8 +138,11 @@ def test_more_machines():
     assert (preset.processes, preset.machines, preset.effective_batch_size) == (32, 4, 64)
     assert preset.accelerate_config()["num_machines"] == 4 and preset.accelerate_config()["num_processes"] == 32
     assert on_machines(get_preset("a100_80gb_x8"), 16).effective_batch_size == 128  # one sample a device at least
-    for name, machines, error in (("a100_80gb_x8", 0, "at least 1"), ("rtx_4090", 2, "for one device"),
-                                  ("h100_80gb_x16_nodes", 2, "16 machines already")):  # fmt: skip
+    for name, machines, error in (
+        ("a100_80gb_x8", 0, "at least 1"),
+        ("rtx_4090", 2, "for one device"),
+        ("h100_80gb_x16_nodes", 2, "16 machines already"),
+    ):
         with pytest.raises(InputError, match=error):
             on_machines(get_preset(name), machines)
 

@@ -49,9 +49,15 @@ def collate(rows):
 def llama(dtype=torch.float64, dropout=0.0):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, attention_dropout=dropout,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        attention_dropout=dropout,
+    )
     return LlamaForCausalLM(config).to(dtype)
 
 
@@ -92,12 +98,19 @@ class Finished:
         self.seen = trainer.seen
 
 
-def train(folder, strikes=None, kind=MemoryTrainer, model=llama, resume=False, prepare=None, memory=None,
-          **fields) -> Finished:  # fmt: skip
+def train(
+    folder, strikes=None, kind=MemoryTrainer, model=llama, resume=False, prepare=None, memory=None, **fields
+) -> Finished:
     fields = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 5, "learning_rate": 1e-2,
-        "optim": "adamw_torch", "include_num_input_tokens_seen": "all", **QUIET, **fields,
-    }  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 5,
+        "learning_rate": 1e-2,
+        "optim": "adamw_torch",
+        "include_num_input_tokens_seen": "all",
+        **QUIET,
+        **fields,
+    }
     seen = []
 
     def noting(rows):
@@ -392,13 +405,29 @@ def test_a_mixin_over_seq2seq_trainer(tmp_path):
     def run(folder, kind, strikes):
         torch.manual_seed(0)
         model = T5ForConditionalGeneration(
-            T5Config(vocab_size=64, d_model=16, d_ff=32, d_kv=4, num_layers=1, num_heads=4, dropout_rate=0.0,
-                     decoder_start_token_id=0)
-        ).double()  # fmt: skip
-        args = Seq2SeqTrainingArguments(str(folder), per_device_train_batch_size=4, max_steps=4, optim="adamw_torch",
-                                        remove_unused_columns=False, predict_with_generate=True, **QUIET)  # fmt: skip
-        trainer = struck(kind(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(8),
-                              data_collator=collate), strikes)  # fmt: skip
+            T5Config(
+                vocab_size=64,
+                d_model=16,
+                d_ff=32,
+                d_kv=4,
+                num_layers=1,
+                num_heads=4,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )
+        ).double()
+        args = Seq2SeqTrainingArguments(
+            str(folder),
+            per_device_train_batch_size=4,
+            max_steps=4,
+            optim="adamw_torch",
+            remove_unused_columns=False,
+            predict_with_generate=True,
+            **QUIET,
+        )
+        trainer = struck(
+            kind(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(8), data_collator=collate), strikes
+        )
         with strikes:
             trainer.train()
         return torch.cat([weight.detach().flatten() for weight in model.parameters()]), trainer
@@ -414,9 +443,13 @@ def test_a_mixin_over_seq2seq_trainer(tmp_path):
 
 def test_a_batch_that_cannot_be_cut_says_why(tmp_path):
     def packed(trainer):
-        trainer.split_batch = lambda inputs, start, stop: (_ for _ in ()).throw(
-            InputError("a batch of 4 samples cannot be split: pixel_values has the shape (9, 3)")
-        ) if (start, stop) != (0, 4) else dict(inputs)  # fmt: skip
+        trainer.split_batch = lambda inputs, start, stop: (
+            (_ for _ in ()).throw(
+                InputError("a batch of 4 samples cannot be split: pixel_values has the shape (9, 3)")
+            )
+            if (start, stop) != (0, 4)
+            else dict(inputs)
+        )
 
     with pytest.raises(TrainingOutOfMemory, match="pixel_values has the shape"):
         train(tmp_path, Strikes({"forward": set(range(50, 10**4))}), prepare=packed)
@@ -426,10 +459,13 @@ def test_cutting_a_batch():
     from hf_memopt.trainer.split import RowLayout
 
     batch = {
-        "position_ids": torch.arange(24).reshape(3, 4, 2), "input_ids": torch.arange(8).reshape(4, 2),
-        "bias": torch.ones(1, 2), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0),
+        "position_ids": torch.arange(24).reshape(3, 4, 2),
+        "input_ids": torch.arange(8).reshape(4, 2),
+        "bias": torch.ones(1, 2),
+        "names": ["a", "b", "c", "d"],
+        "scale": torch.tensor(2.0),
         "more": {"x": torch.ones(4)},
-    }  # fmt: skip
+    }
     layout = RowLayout()
     assert layout.count(batch) == 4
     piece = layout.chunk(batch, 1, 3)
@@ -455,8 +491,16 @@ def test_evaluation_halves_its_batch(tmp_path):
 def _evaluated(kind, folder, metric, **memory):
     """The metrics of a small language model's evaluation, two batches of unlike length."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=1200, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                         num_attention_heads=4, pad_token_id=0))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1200,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            pad_token_id=0,
+        )
+    )
     args = TrainingArguments(str(folder), remove_unused_columns=False, per_device_eval_batch_size=4, **QUIET)
     given = {"memory_args": MemoryArguments(**memory)} if kind is MemoryTrainer else {}
     trainer = kind(
@@ -680,8 +724,15 @@ def test_saving_is_tried_after_the_first_step(tmp_path):
 
 
 def test_best_and_rotation_work_as_in_the_trainer(tmp_path):
-    fields = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4,
-              "save_total_limit": 2, "load_best_model_at_end": True}  # fmt: skip
+    fields = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 4,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
     states = {}
     for name, kind in (("plain", Trainer), ("memory", MemoryTrainer)):
         train(tmp_path / name, kind=kind, **fields)
@@ -731,8 +782,15 @@ json.dump(done.logs, open(sys.argv[2], "w"))
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
-    wanted = train(tmp_path / "plain", save_strategy="steps", save_steps=1, max_steps=12, logging_strategy="steps",
-                   logging_steps=1, save_total_limit=3).logs  # fmt: skip
+    wanted = train(
+        tmp_path / "plain",
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=12,
+        logging_strategy="steps",
+        logging_steps=1,
+        save_total_limit=3,
+    ).logs
     script = tmp_path / "script.py"
     here = os.path.dirname(__file__)
     script.write_text(SCRIPT.format(paths=[here]))
@@ -740,8 +798,9 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
     kills = 0
     for _ in range(8):
         with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen([sys.executable, script, tmp_path / "out", tmp_path / "losses"],
-                                       stdout=log, stderr=log)  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, script, tmp_path / "out", tmp_path / "losses"], stdout=log, stderr=log
+            )
             while process.poll() is None and not list((tmp_path / "out").glob("checkpoint-*")):
                 time.sleep(0.01)
             last = sorted((tmp_path / "out").glob("checkpoint-*"))
@@ -756,8 +815,19 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
         if (tmp_path / "losses").exists():
             break
     else:
-        assert train(tmp_path / "out", resume=True, save_strategy="steps", save_steps=1, max_steps=12,
-                     logging_strategy="steps", logging_steps=1, save_total_limit=3).logs == wanted  # fmt: skip
+        assert (
+            train(
+                tmp_path / "out",
+                resume=True,
+                save_strategy="steps",
+                save_steps=1,
+                max_steps=12,
+                logging_strategy="steps",
+                logging_steps=1,
+                save_total_limit=3,
+            ).logs
+            == wanted
+        )
         return
     assert kills >= 1
     assert json.loads((tmp_path / "losses").read_text()) == wanted

@@ -65,8 +65,9 @@ def test_a_preset_cut_up():
 @pytest.mark.slow
 def test_gradients_stay_sharded_between_micro_batches():
     """transformers' own Trainer keeps all of them in fp32, four bytes a weight, where there are no replicas."""
-    config = AutoConfig.for_model("llama", hidden_size=256, intermediate_size=704, num_hidden_layers=6,
-                                  num_attention_heads=4, vocab_size=4000)  # fmt: skip
+    config = AutoConfig.for_model(
+        "llama", hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4, vocab_size=4000
+    )
     fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 
     def peak(strategy, **more):
@@ -99,12 +100,14 @@ def test_devices_that_share_the_tokens_of_a_batch(command, tmp_path):
         ("fsdp2", "4", "use strategy zero1, zero2 or zero3"),
         ("zero3", "3", "divide the 8"),
     ):
-        code, _, err = command("export", "h100_80gb_x8", tmp_path / "no", "--strategy", strategy,
-                               "--sequence-parallel", size)  # fmt: skip
+        code, _, err = command(
+            "export", "h100_80gb_x8", tmp_path / "no", "--strategy", strategy, "--sequence-parallel", size
+        )
         assert code == 2 and reason in err and not (tmp_path / "no").exists()
 
-    batch = with_positions(lambda rows: {"input_ids": torch.ones(2, 5, dtype=torch.long),
-                                         "labels": torch.ones(2, 5, dtype=torch.long)}, 4)([])  # fmt: skip
+    batch = with_positions(
+        lambda rows: {"input_ids": torch.ones(2, 5, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long)}, 4
+    )([])
     assert {name: tensor.shape for name, tensor in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), torch.Size([2, 8])
     )
@@ -138,9 +141,25 @@ def test_groups_of_weights_are_closed_by_the_one_that_fills_them():
 
 
 ARGUMENTS = [
-    "--max_steps", 4, "--samples", 0, "--save_strategy", "steps", "--save_steps", 2, "--max_length", 32,
-    "--logging_steps", 1, "--held_out", 0, "--learning_rate", 1e-3, "--lr_scheduler_type", "constant",
-]  # fmt: skip
+    "--max_steps",
+    4,
+    "--samples",
+    0,
+    "--save_strategy",
+    "steps",
+    "--save_steps",
+    2,
+    "--max_length",
+    32,
+    "--logging_steps",
+    1,
+    "--held_out",
+    0,
+    "--learning_rate",
+    1e-3,
+    "--lr_scheduler_type",
+    "constant",
+]
 
 
 def _losses(checkpoint):
@@ -176,16 +195,42 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
 
 @pytest.mark.engines
 def test_engines_that_shard_exclude_each_other(tmp_path):
-    done = run("accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml",
-               "--main_process_port", 0, ROOT / "recipes" / "sft.py", "--preset", "cpu_x2", "--fsdp_size", 2,
-               "--output_dir", tmp_path / "out")  # fmt: skip
+    done = run(
+        "accelerate",
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml",
+        "--main_process_port",
+        0,
+        ROOT / "recipes" / "sft.py",
+        "--preset",
+        "cpu_x2",
+        "--fsdp_size",
+        2,
+        "--output_dir",
+        tmp_path / "out",
+    )
     assert done.returncode != 0 and "transformers shard the model, and zero2 was launched" in done.stderr
 
 
 @pytest.mark.engines
 def test_what_is_cut_up_is_loaded_from_files(tmp_path):
-    done = run("accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "cpu_x2.yaml",
-               "--main_process_port", 0, ROOT / "recipes" / "pretrain.py", "--preset", "cpu_x2", "--fsdp_size", 2,
-               "--max_steps", 1, "--output_dir", tmp_path / "out")  # fmt: skip
+    done = run(
+        "accelerate",
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / "cpu_x2.yaml",
+        "--main_process_port",
+        0,
+        ROOT / "recipes" / "pretrain.py",
+        "--preset",
+        "cpu_x2",
+        "--fsdp_size",
+        2,
+        "--max_steps",
+        1,
+        "--output_dir",
+        tmp_path / "out",
+    )
     assert done.returncode != 0
     assert "tp_size and fsdp_size cut weights up while they are loaded: pass model_name_or_path" in done.stderr

@@ -103,16 +103,21 @@ def test_unified_memory_counts_the_host():
 )
 def test_profiles(profile, shares):
     monitor = MemoryMonitor(profile=profile)
-    found = (monitor.target_utilization, monitor.warning_threshold, monitor.critical_threshold,
-             monitor.emergency_threshold)  # fmt: skip
+    found = (
+        monitor.target_utilization,
+        monitor.warning_threshold,
+        monitor.critical_threshold,
+        monitor.emergency_threshold,
+    )
     assert found == shares
     names = [monitor.status(share) for share in (0.5, shares[1], shares[2], shares[3], 1.2)]
     assert names == ["normal", "warning", "critical", "emergency", "emergency"]
 
 
 def test_thresholds_by_keyword_and_refused():
-    monitor = MemoryMonitor(target_utilization=0.5, warning_threshold=0.6, critical_threshold=0.7,
-                            emergency_threshold=0.8)  # fmt: skip
+    monitor = MemoryMonitor(
+        target_utilization=0.5, warning_threshold=0.6, critical_threshold=0.7, emergency_threshold=0.8
+    )
     assert monitor.status(0.75) == "critical"
     with pytest.raises(InputError, match="must rise"):
         MemoryMonitor(warning_threshold=0.99)
@@ -156,11 +161,17 @@ def test_activation_memory_comes_from_the_estimator():
 
 GUIDE = {
     "model": {"use_flash_attention": True, "deepspeed_activation_checkpointing": True},
-    "training": {"deepspeed": {"use_deepspeed": True, "zero_stage": 1, "cpu_offload": False}, "fp16": True,
-                 "mixed_precision": "fp16", "bf16": False, "batch_size": 12, "memory": {"target_utilization": 0.9}},
+    "training": {
+        "deepspeed": {"use_deepspeed": True, "zero_stage": 1, "cpu_offload": False},
+        "fp16": True,
+        "mixed_precision": "fp16",
+        "bf16": False,
+        "batch_size": 12,
+        "memory": {"target_utilization": 0.9},
+    },
     "output": {"gradient_checkpointing": True},
     "data": {"prefetch_factor": 2},
-}  # fmt: skip
+}
 ALL = {"activation_checkpointing", "flash_attention", "mixed_precision", "8bit_optimizer", "zero", "cpu_offload"}
 
 
@@ -168,20 +179,34 @@ ALL = {"activation_checkpointing", "flash_attention", "mixed_precision", "8bit_o
     ("config", "enabled"),
     [
         (GUIDE, {"activation_checkpointing", "flash_attention", "mixed_precision", "zero"}),
-        ({"model": {"use_flash_attention": False}, "training": {"deepspeed": {"zero_stage": 3, "cpu_offload": True}}},
-         {"zero", "cpu_offload"}),
-        ({"training": {"deepspeed": {"use_deepspeed": False, "zero_stage": 1}, "optimizer": "adamw_8bit"}},
-         {"flash_attention", "8bit_optimizer"}),
-        ({"bf16": True, "attn_implementation": "eager", "optim": "adamw_8bit", "activation_checkpointing": True},
-         {"activation_checkpointing", "mixed_precision", "8bit_optimizer"}),
-        ({"bf16": {"enabled": True}, "attn_implementation": "flash_attention_2",
-          "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-         {"flash_attention", "mixed_precision", "zero", "cpu_offload"}),
+        (
+            {
+                "model": {"use_flash_attention": False},
+                "training": {"deepspeed": {"zero_stage": 3, "cpu_offload": True}},
+            },
+            {"zero", "cpu_offload"},
+        ),
+        (
+            {"training": {"deepspeed": {"use_deepspeed": False, "zero_stage": 1}, "optimizer": "adamw_8bit"}},
+            {"flash_attention", "8bit_optimizer"},
+        ),
+        (
+            {"bf16": True, "attn_implementation": "eager", "optim": "adamw_8bit", "activation_checkpointing": True},
+            {"activation_checkpointing", "mixed_precision", "8bit_optimizer"},
+        ),
+        (
+            {
+                "bf16": {"enabled": True},
+                "attn_implementation": "flash_attention_2",
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
+            {"flash_attention", "mixed_precision", "zero", "cpu_offload"},
+        ),
         ({"deepspeed": "zero3_offload_cpu"}, {"flash_attention", "zero", "cpu_offload"}),
         ({"deepspeed": {"zero_optimization": {"stage": 0}}}, {"flash_attention"}),
         ({"fsdp": True, "fsdp_config": {"version": 2}}, {"flash_attention", "zero"}),
     ],
-)  # fmt: skip
+)
 def test_optimizations_of_any_configuration(config, enabled):
     found = MemoryMonitor(device="cpu").track_memory_optimizations(config)
     assert found.keys() == ALL
@@ -246,8 +271,15 @@ class Tracker(TrainerCallback):
         self.got.append(dict(logs))
 
 
-LOGGING = {"logging_strategy": "steps", "logging_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2,
-           "save_strategy": "steps", "save_steps": 4}  # fmt: skip
+LOGGING = {
+    "logging_strategy": "steps",
+    "logging_steps": 2,
+    "max_steps": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 4,
+}
 
 
 def test_memory_is_logged_beside_the_loss(tmp_path):
@@ -259,8 +291,12 @@ def test_memory_is_logged_beside_the_loss(tmp_path):
     assert told[0]["tokens_per_second"] > 0
     lines = [json.loads(line) for line in (tmp_path / "memory_log.jsonl").read_text().splitlines()]
     assert {(line["phase"], line["step"]) for line in lines} == {
-        ("train", 2), ("train", 4), ("eval", 2), ("eval", 4), ("save", 4),
-    }  # fmt: skip
+        ("train", 2),
+        ("train", 4),
+        ("eval", 2),
+        ("eval", 4),
+        ("save", 4),
+    }
     assert all(0 < line["allocated"] <= line["peak_allocated"] * 1.1 for line in lines)
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert any("memory/peak_allocated_gib" in entry for entry in state["log_history"])
@@ -327,13 +363,24 @@ def test_lowering_keeps_the_result(tmp_path):
 
 
 def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
-    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 6, **QUIET,
-              "logging_strategy": "steps", "logging_steps": 1}  # fmt: skip
+    fields = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 6,
+        **QUIET,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+    }
 
     def trainer(largest):
         args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **fields)
-        return MemoryTrainer(model=llama(), args=args, train_dataset=Rows(), data_collator=collate,
-                             memory_args=MemoryArguments(max_batch_size=largest, adjustment_frequency=2))  # fmt: skip
+        return MemoryTrainer(
+            model=llama(),
+            args=args,
+            train_dataset=Rows(),
+            data_collator=collate,
+            memory_args=MemoryArguments(max_batch_size=largest, adjustment_frequency=2),
+        )
 
     grown = trainer(8)
     assert (grown.args.per_device_train_batch_size, grown.args.gradient_accumulation_steps) == (8, 1)

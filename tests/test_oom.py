@@ -52,7 +52,7 @@ TABLE = [
     (ValueError("too many values to unpack"), "not memory", False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "not memory", False),
     (KeyError("out of memory"), "not memory", False),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("error", "kind", "helps"), TABLE, ids=lambda value: str(value)[:40])

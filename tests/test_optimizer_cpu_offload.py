@@ -61,10 +61,13 @@ def test_the_estimator_counts_states_in_host_memory():
     assert on_cpu.peak_allocated_bytes == estimate(config, fields, 32, "cpu").peak_allocated_bytes
 
 
-@pytest.mark.parametrize(("fields", "memory", "why"), [
-    ({"optim": "adamw_8bit"}, {}, "use adamw_torch_fused"),
-    ({"max_grad_norm": 0.0}, {"optimizer_in_backward": True}, "leave one of them out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "memory", "why"),
+    [
+        ({"optim": "adamw_8bit"}, {}, "use adamw_torch_fused"),
+        ({"max_grad_norm": 0.0}, {"optimizer_in_backward": True}, "leave one of them out"),
+    ],
+)
 def test_refused(fields, memory, why, tmp_path):
     with pytest.raises(InputError, match=why):
         train(tmp_path, memory={**MEMORY, **memory}, **fields)

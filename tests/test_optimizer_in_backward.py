@@ -63,9 +63,13 @@ def test_running_out_ends_the_run(phase, tmp_path):
     assert (end.value.report["checkpoint"] is not None) == (phase == "forward")
 
 
-@pytest.mark.parametrize(("fields", "why"), [
-    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1"), ({"max_grad_norm": 1.0}, "max_grad_norm=0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm=0"),
+    ],
+)
 def test_refused(fields, why, tmp_path):
     with pytest.raises(InputError, match=why):
         train(tmp_path, memory=MEMORY, **{**ALONE, **fields})

@@ -109,12 +109,21 @@ def test_wheel_works_from_any_folder(installed, tmp_path):
 
 def test_wheel_holds_every_shipped_file(installed):
     (package,) = installed.parent.glob("lib/python*/site-packages/hf_memopt")
-    code = {path.relative_to(ROOT / "hf_memopt") for path in (ROOT / "hf_memopt").rglob("*")
-            if path.suffix in (".py", ".json", ".html")}  # fmt: skip
+    code = {
+        path.relative_to(ROOT / "hf_memopt")
+        for path in (ROOT / "hf_memopt").rglob("*")
+        if path.suffix in (".py", ".json", ".html")
+    }
     assert not code - {path.relative_to(package) for path in package.rglob("*")}
     for folder in ("accelerate_configs", "recipes"):
-        shipped = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.suffix in
-                   (".yaml", ".json", ".py")}  # fmt: skip
-        found = {path.relative_to(package / folder) for path in (package / folder).rglob("*") if path.suffix in
-                 (".yaml", ".json", ".py")}  # fmt: skip
+        shipped = {
+            path.relative_to(ROOT / folder)
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".yaml", ".json", ".py")
+        }
+        found = {
+            path.relative_to(package / folder)
+            for path in (package / folder).rglob("*")
+            if path.suffix in (".yaml", ".json", ".py")
+        }
         assert found == shipped

@@ -36,9 +36,11 @@ def test_the_loss_is_that_of_the_rows_alone(attention):
     labels = [torch.cat([torch.tensor([IGNORED]), row[1:]]) for row in rows]
     filling = torch.zeros(5, dtype=torch.long)
     together = model(
-        input_ids=torch.cat([*rows, filling])[None], labels=torch.cat([*labels, filling + IGNORED])[None],
-        position_ids=torch.tensor([_positions([7, 12, 4], 28)]), num_items_in_batch=items,
-    ).loss  # fmt: skip
+        input_ids=torch.cat([*rows, filling])[None],
+        labels=torch.cat([*labels, filling + IGNORED])[None],
+        position_ids=torch.tensor([_positions([7, 12, 4], 28)]),
+        num_items_in_batch=items,
+    ).loss
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (alone, together)]
     assert torch.allclose(together, alone)
     for ours, theirs in zip(*gradients, strict=True):
@@ -47,8 +49,9 @@ def test_the_loss_is_that_of_the_rows_alone(attention):
 
 def test_rows_become_blocks(builtin_model):
     tokenizer = AutoTokenizer.from_pretrained(builtin_model)
-    rows = Dataset.from_list([{"prompt": f"What is {number}? ", "completion": "A number. " * (number % 5 + 1)}
-                              for number in range(50)])  # fmt: skip
+    rows = Dataset.from_list(
+        [{"prompt": f"What is {number}? ", "completion": "A number. " * (number % 5 + 1)} for number in range(50)]
+    )
     alone = answered(rows, "prompt/completion", tokenizer, 64)
     blocks = packed_answers(rows, "prompt/completion", tokenizer, 64)
     assert len(blocks) < len(alone) / 2
@@ -62,8 +65,13 @@ def test_rows_become_blocks(builtin_model):
 
 def test_the_estimator_counts_the_masks(tmp_path):
     length = 48
-    rows = [{"input_ids": torch.full((length,), 5), "labels": torch.full((length,), 5),
-             "position_ids": torch.tensor(_positions([20, 20], length))}] * 16  # fmt: skip
+    rows = [
+        {
+            "input_ids": torch.full((length,), 5),
+            "labels": torch.full((length,), 5),
+            "position_ids": torch.tensor(_positions([20, 20], length)),
+        }
+    ] * 16
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, optim="adamw_torch", **QUIET)
 
     def trainer():

@@ -12,9 +12,13 @@ from runs import ENDED, reading, report, write_run
 
 pytestmark = pytest.mark.pages
 _FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--no-first-run",
-]  # fmt: skip
+]
 WIDTHS = {"phone": 360, "desktop": 1280}
 
 
@@ -52,14 +56,35 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """Every kind of page that is written: a real run's, one that ended out of memory, runs compared, a snapshot's."""
     folder = tmp_path_factory.mktemp("pages")
     real = folder / "real"
-    done = run(sys.executable, ROOT / "recipes" / "sft.py", "--preset", "cpu", "--max_steps", 6, "--logging_steps", 2,
-               "--held_out", 8, "--snapshot_steps", "2-3", "--output_dir", real)  # fmt: skip
+    done = run(
+        sys.executable,
+        ROOT / "recipes" / "sft.py",
+        "--preset",
+        "cpu",
+        "--max_steps",
+        6,
+        "--logging_steps",
+        2,
+        "--held_out",
+        8,
+        "--snapshot_steps",
+        "2-3",
+        "--output_dir",
+        real,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     failed = write_run(folder / "failed", report(), [reading(step, peak=20 + step / 20) for step in range(40)], ENDED)
-    made = {"real": real / "memory_report.html", "failed": failed / "memory_report.html",
-            "compared": folder / "compared.html", "snapshot": folder / "snapshot.html"}  # fmt: skip
-    for command in (("report", failed), ("report", real, failed, "--output", made["compared"]),
-                    ("snapshot", real / "memory_snapshot_step_3.json.gz", "--plot", made["snapshot"])):  # fmt: skip
+    made = {
+        "real": real / "memory_report.html",
+        "failed": failed / "memory_report.html",
+        "compared": folder / "compared.html",
+        "snapshot": folder / "snapshot.html",
+    }
+    for command in (
+        ("report", failed),
+        ("report", real, failed, "--output", made["compared"]),
+        ("snapshot", real / "memory_snapshot_step_3.json.gz", "--plot", made["snapshot"]),
+    ):
         done = run("hf-memopt", *command)
         assert done.returncode == 0, done.stderr
     return made
@@ -143,8 +168,13 @@ def test_contrast_of_text(page, pages):
 def site(tmp_path_factory) -> Path:
     """Built strictly: a link or an anchor that leads nowhere fails."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run([BIN / "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT, capture_output=True,
-                          text=True, env={**__import__("os").environ, "NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    done = subprocess.run(
+        [BIN / "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
     return folder
 

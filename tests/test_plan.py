@@ -34,8 +34,15 @@ from hf_memopt.planner.plan import Request, Rung, preset_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 2000}  # fmt: skip
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "vocab_size": 2000,
+}
 
 
 def config(layers: int = 3, **changes):
@@ -51,8 +58,15 @@ def request_for(config, method: str = "full", seq_len: int = 256, hardware: str 
 
 def planned(request: Request, memory: float, method: str | None = None):
     preset = request.preset
-    return plan(request.config, preset.hardware.name, request.effective_batch_size, request.seq_len,
-                method or preset.method, memory=int(memory), training=request.fields)  # fmt: skip
+    return plan(
+        request.config,
+        preset.hardware.name,
+        request.effective_batch_size,
+        request.seq_len,
+        method or preset.method,
+        memory=int(memory),
+        training=request.fields,
+    )
 
 
 def least(request: Request) -> int:
@@ -175,10 +189,12 @@ def test_a_job_that_cannot_be_estimated_says_why():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    hardware=st.sampled_from(list_hardware()), devices=st.sampled_from([1, 2, 8, 128]),
-    model=st.sampled_from(list_architectures()), method=st.sampled_from(["full", "lora", "qlora"]),
+    hardware=st.sampled_from(list_hardware()),
+    devices=st.sampled_from([1, 2, 8, 128]),
+    model=st.sampled_from(list_architectures()),
+    method=st.sampled_from(["full", "lora", "qlora"]),
     chunked=st.booleans(),
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, model, method, chunked):
     preset = preset_of(f"{hardware}x{devices}", method)
@@ -209,8 +225,15 @@ def test_a_choice_becomes_hugging_faces_words():
 
 
 def test_what_the_user_sets_stays():
-    made = plan(config(2), "cpu", 8, 128, "full", training={"per_device_train_batch_size": 4, "optim": "adafactor"},
-                memory_args=MemoryArguments(loss_chunk_size=64))  # fmt: skip
+    made = plan(
+        config(2),
+        "cpu",
+        8,
+        128,
+        "full",
+        training={"per_device_train_batch_size": 4, "optim": "adafactor"},
+        memory_args=MemoryArguments(loss_chunk_size=64),
+    )
     for rung in made:
         assert rung.choice.micro_batch == 4 and rung.choice.optim == "adafactor"
         assert rung.estimate.training_arguments["optim"] == "adafactor" and rung.memory_args.loss_chunk_size == 64
@@ -420,19 +443,44 @@ def test_json_and_exported_files(command, tmp_path):
     (tmp_path / "model").mkdir()
     config(2).save_pretrained(tmp_path / "model")
     code, out, err = command(
-        "plan", tmp_path / "model", "--hardware", "cpu", "--seq-len", 128, "--memory", 0.5, "--method", "lora",
-        "--effective-batch-size", 2, "--export", folder, "--json",
-    )  # fmt: skip
+        "plan",
+        tmp_path / "model",
+        "--hardware",
+        "cpu",
+        "--seq-len",
+        128,
+        "--memory",
+        0.5,
+        "--method",
+        "lora",
+        "--effective-batch-size",
+        2,
+        "--export",
+        folder,
+        "--json",
+    )
     assert code == 0, err
     made = json.loads(out)
     rung = made["ladder"][1]
-    for key in ("rung", "training_arguments", "memory_arguments", "model_kwargs", "lora", "launch", "estimate",
-                "relative_speed"):  # fmt: skip
+    for key in (
+        "rung",
+        "training_arguments",
+        "memory_arguments",
+        "model_kwargs",
+        "lora",
+        "launch",
+        "estimate",
+        "relative_speed",
+    ):
         assert key in rung
     assert {"settings", "reason"} <= set((made["rejected"] or [{"settings": "", "reason": ""}])[0])
     assert rung["estimate"]["fits"] and rung["lora"]["r"] == 16
     assert sorted(Path(file).name for file in made["exported"]) == [
-        "accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]  # fmt: skip
+        "accelerate.yaml",
+        "launch.sh",
+        "plan.json",
+        "training_arguments.json",
+    ]
     settings = json.loads((folder / "training_arguments.json").read_text())
     from transformers import TrainingArguments
 
@@ -448,15 +496,32 @@ def test_an_exported_plan_trains(command, tmp_path, builtin_model, jsonl):
     binaries = Path(sys.executable).parent
     rows = jsonl([{"prompt": f"{number}?", "completion": f"{number}."} for number in range(24)])
     code, _, err = command(
-        "plan", builtin_model, "--hardware", "cpu", "--seq-len", 64, "--memory", 1, "--effective-batch-size", 8,
-        "--method", "full", "--set", "optim=adamw_torch", "--export", folder,
-    )  # fmt: skip
+        "plan",
+        builtin_model,
+        "--hardware",
+        "cpu",
+        "--seq-len",
+        64,
+        "--memory",
+        1,
+        "--effective-batch-size",
+        8,
+        "--method",
+        "full",
+        "--set",
+        "optim=adamw_torch",
+        "--export",
+        folder,
+    )
     assert code == 0, err
     done = subprocess.run(
         ["sh", folder / "launch.sh", "--dataset_name", rows, "--max_steps", "2", "--held_out", "0", "--samples", "0"],
-        capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((folder / "out" / "memory_report.json").read_text())
     assert report["global_step"] == 2
@@ -475,8 +540,9 @@ def test_for_people(command):
 @pytest.mark.slow
 def test_nothing_fits_exits_with_1(command, tmp_path):
     config(2).save_pretrained(tmp_path)
-    code, out, _ = command("plan", tmp_path, "--hardware", "cpu", "--seq-len", 128, "--memory", "0.001", "--method",
-                           "full")  # fmt: skip
+    code, out, _ = command(
+        "plan", tmp_path, "--hardware", "cpu", "--seq-len", 128, "--memory", "0.001", "--method", "full"
+    )
     assert code == 1 and "nothing fits" in out and "GiB missing" in out
 
 
@@ -495,11 +561,13 @@ def test_nothing_fits_exits_with_1(command, tmp_path):
         (["gpt2", "--set", "quantization.load_in_4bit=true", "--method", "full"], "applies to method=qlora only"),
         (["gpt2", "--set", "lora.r=4", "--method", "full"], "applies to method=lora only"),
         (["gpt2", "--set", "no_such_field=1", "--hardware", "cpu"], "unknown TrainingArguments field"),
-        (["gpt2", "--hardware", "cpu", "--set", "per_device_train_batch_size=3", "--effective-batch-size", "8"],
-         "does not divide the 8 samples"),
+        (
+            ["gpt2", "--hardware", "cpu", "--set", "per_device_train_batch_size=3", "--effective-batch-size", "8"],
+            "does not divide the 8 samples",
+        ),
         (["gpt2", "--export", __file__], "is a file, not a folder"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(words, error, command):
     code, out, err = command("plan", *words)
     assert code == 2 and error in err and len(err.strip().splitlines()) <= 2 and not out

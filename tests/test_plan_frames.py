@@ -46,8 +46,10 @@ def test_no_frame_fits(job):
 
 @pytest.mark.slow
 def test_smaller_frames_leave_room_for_more(job):
-    large = dataclasses.replace(job, video=VideoInputs(height=720, width=1280, settings={
-        "size": {"shortest_edge": 784, "longest_edge": 10**7}}))  # fmt: skip
+    large = dataclasses.replace(
+        job,
+        video=VideoInputs(height=720, width=1280, settings={"size": {"shortest_edge": 784, "longest_edge": 10**7}}),
+    )
     room = estimate_job(with_frames(large, 6)).device_bytes
     fits = list(most_frames(large, room))
     assert [fit.max_pixels_per_frame for fit in fits] == [None, 448 * 448, 224 * 224]
@@ -56,8 +58,19 @@ def test_smaller_frames_leave_room_for_more(job):
 
 @pytest.mark.slow
 def test_the_command_line(folder, command):
-    code, out, err = command("plan", folder, "--hardware", "rtx_3070", "--method", "lora", "--frames", "max", "--set",
-                             "frame_size=56x56", "--json")  # fmt: skip
+    code, out, err = command(
+        "plan",
+        folder,
+        "--hardware",
+        "rtx_3070",
+        "--method",
+        "lora",
+        "--frames",
+        "max",
+        "--set",
+        "frame_size=56x56",
+        "--json",
+    )
     assert code == 0, err
     (row,) = json.loads(out)["frames"]
     assert row["max_frames"] > 1000 and row["seq_len"] <= 32768  # a tiny model runs out of positions first

@@ -28,32 +28,77 @@ CPU = {"device": "cpu", "pin_memory": True}
         (Launch(world_size=8, parallel={"dp_shard": 2, "tp": 2}), ["dp_shard 2 × tp 2 = 4", "num_processes=4"]),
         (Launch(deepspeed={MICRO: 4}, batches={MICRO: 2}), [f"{MICRO}=4, TrainingArguments 2", '"auto"']),
         (Launch(deepspeed={"train_batch_size": 64}, batches={"train_batch_size": 32}), ["train_batch_size=64"]),
-        (Launch(world_size=8, per_host=8, weights=7 * BILLION, fsdp_efficient=False, host_free=64 * GIB),
-         ["fsdp_cpu_ram_efficient_loading is off", "104.31 GiB", "set it to true"]),
-        (Launch(deepspeed=zero(offload_optimizer=CPU), compiles={"cpu_adam": False}),
-         ["offload_optimizer.device=cpu", "cpu_adam", "install a C++ compiler"]),
-        (Launch(deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."}), compiles={"async_io": False}),
-         ["offload_param.device=nvme", "async_io", "libaio-dev"]),
-        (Launch(world_size=8, per_host=8, weights=7 * BILLION, trained=7 * BILLION, host_free=64 * GIB,
-                deepspeed=zero(offload_optimizer=CPU)), ["needs 104.31 GiB", "64.00 GiB are free"]),
-        (Launch(world_size=8, largest=128256 * 8192,
-                deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."})),
-         ["buffer_size=100000000 is smaller", "131334144 elements"]),
-        (Launch(world_size=2, trained=4 * 10**6, deepspeed=zero(sub_group_size=10**6, offload_optimizer={
-            "device": "nvme", "nvme_path": ".", "pipeline_read": True, "pipeline_write": True})),
-         ["buffer_count=4 is too few", "set it to 12"]),
-        (Launch(deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."}), lockable=8 * 2**20),
-         ["0.93 GiB of locked memory a process", "0.01 GiB may be locked", "ulimit -l unlimited"]),
-        (Launch(world_size=8, per_host=8, weights=BILLION, trained=BILLION, host_free=16 * GIB,
-                deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "."})),
-         ["needs 26.08 GiB", "sub_group_size"]),
-        (Launch(deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "/no/such"})),
-         ["nvme_path=/no/such is not a folder", "--nvme-path"]),
+        (
+            Launch(world_size=8, per_host=8, weights=7 * BILLION, fsdp_efficient=False, host_free=64 * GIB),
+            ["fsdp_cpu_ram_efficient_loading is off", "104.31 GiB", "set it to true"],
+        ),
+        (
+            Launch(deepspeed=zero(offload_optimizer=CPU), compiles={"cpu_adam": False}),
+            ["offload_optimizer.device=cpu", "cpu_adam", "install a C++ compiler"],
+        ),
+        (
+            Launch(deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."}), compiles={"async_io": False}),
+            ["offload_param.device=nvme", "async_io", "libaio-dev"],
+        ),
+        (
+            Launch(
+                world_size=8,
+                per_host=8,
+                weights=7 * BILLION,
+                trained=7 * BILLION,
+                host_free=64 * GIB,
+                deepspeed=zero(offload_optimizer=CPU),
+            ),
+            ["needs 104.31 GiB", "64.00 GiB are free"],
+        ),
+        (
+            Launch(
+                world_size=8, largest=128256 * 8192, deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."})
+            ),
+            ["buffer_size=100000000 is smaller", "131334144 elements"],
+        ),
+        (
+            Launch(
+                world_size=2,
+                trained=4 * 10**6,
+                deepspeed=zero(
+                    sub_group_size=10**6,
+                    offload_optimizer={
+                        "device": "nvme",
+                        "nvme_path": ".",
+                        "pipeline_read": True,
+                        "pipeline_write": True,
+                    },
+                ),
+            ),
+            ["buffer_count=4 is too few", "set it to 12"],
+        ),
+        (
+            Launch(deepspeed=zero(offload_param={"device": "nvme", "nvme_path": "."}), lockable=8 * 2**20),
+            ["0.93 GiB of locked memory a process", "0.01 GiB may be locked", "ulimit -l unlimited"],
+        ),
+        (
+            Launch(
+                world_size=8,
+                per_host=8,
+                weights=BILLION,
+                trained=BILLION,
+                host_free=16 * GIB,
+                deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "."}),
+            ),
+            ["needs 26.08 GiB", "sub_group_size"],
+        ),
+        (
+            Launch(deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "/no/such"})),
+            ["nvme_path=/no/such is not a folder", "--nvme-path"],
+        ),
         (Launch(deepspeed=zero(offload_optimizer={"device": "nvme"})), ["nvme_path=None is not a folder"]),
-        (Launch(trained=10**15, deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "."})),
-         ["nvme_path=. needs", "are free"]),
+        (
+            Launch(trained=10**15, deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "."})),
+            ["nvme_path=. needs", "are free"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_check_trips(made, words):
     (reason,) = problems(made)
     assert all(word in reason for word in words) and "\n" not in reason
@@ -96,14 +141,20 @@ def test_what_works_has_no_problems():
 def test_this_launch_is_read(monkeypatch, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    config = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
-                         vocab_size=500)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, vocab_size=500
+    )
     assert count_weights(config, "causal-lm") == sum(
         weight.numel() for weight in LlamaForCausalLM(config).parameters()
     )
-    for name, value in {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2",
-                        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "ACCELERATE_USE_FSDP": "true",
-                        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "LOCAL_WORLD_SIZE": "8"}.items():  # fmt: skip
+    for name, value in {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "LOCAL_WORLD_SIZE": "8",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     args = TrainingArguments(tmp_path, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
@@ -138,11 +189,29 @@ def test_a_real_launch_is_stopped_before_anything_is_loaded(tmp_path, jsonl, bui
         config["zero_optimization"][part]["nvme_path"] = "/no/such/disk"
     settings.write_text(json.dumps(config))
     done = run(
-        "accelerate", "launch", "--config_file", tmp_path / "run" / "accelerate.yaml", "--main_process_port", 0,
-        ROOT / "recipes" / "pretrain.py", "--preset", "cpu_x2", "--dataset_name",
-        jsonl([{"text": "a few words to train on"}] * 20), "--model_name_or_path", builtin_model, "--max_length", 16,
-        "--output_dir", tmp_path / "out", "--held_out", 0, "--max_steps", 1, env={"CXX": "no-such-compiler"},
-    )  # fmt: skip
+        "accelerate",
+        "launch",
+        "--config_file",
+        tmp_path / "run" / "accelerate.yaml",
+        "--main_process_port",
+        0,
+        ROOT / "recipes" / "pretrain.py",
+        "--preset",
+        "cpu_x2",
+        "--dataset_name",
+        jsonl([{"text": "a few words to train on"}] * 20),
+        "--model_name_or_path",
+        builtin_model,
+        "--max_length",
+        16,
+        "--output_dir",
+        tmp_path / "out",
+        "--held_out",
+        0,
+        "--max_steps",
+        1,
+        env={"CXX": "no-such-compiler"},
+    )
     (line,) = {line for line in done.stderr.splitlines() if "preflight: " in line}
     assert "nvme_path=/no/such/disk is not a folder" in line
     assert "offload_param.device=nvme needs DeepSpeed's async_io, which cannot be built here" in line

@@ -33,8 +33,11 @@ def test_every_preset_builds_training_arguments(name, method, tmp_path):
     assert type(args) is TrainingArguments
     product = args.per_device_train_batch_size * args.gradient_accumulation_steps * preset.processes
     assert product == preset.effective_batch_size
-    assert args.activation_checkpointing_kwargs in (None, {"use_reentrant": False}, {"use_reentrant": False,
-                                                                                     "every_n_layers": 2})  # fmt: skip
+    assert args.activation_checkpointing_kwargs in (
+        None,
+        {"use_reentrant": False},
+        {"use_reentrant": False, "every_n_layers": 2},
+    )
     assert bool(args.activation_checkpointing_kwargs) == args.activation_checkpointing
     assert not refusals(preset.setup()), "a preset must not be what the table refuses"
     assert preset.meant_for and preset.reference_model
@@ -155,8 +158,14 @@ def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
         get_preset("cpu").training_arguments(str(tmp_path))
 
 
-@pytest.mark.parametrize("call", [lambda: get_preset("rtx_4080_ti"), lambda: get_preset("t4", "qlorra"),
-                                  lambda: get_preset("t4", strategy="zero4")])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: get_preset("rtx_4080_ti"),
+        lambda: get_preset("t4", "qlorra"),
+        lambda: get_preset("t4", strategy="zero4"),
+    ],
+)
 def test_unknown_names_suggest(call):
     with pytest.raises(InputError, match="Did you mean"):
         call()

@@ -97,8 +97,13 @@ def test_a_real_limit_of_the_allocator(tmp_path):
 
     def run(kind, *limit):
         environment = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-        return subprocess.run([sys.executable, script, kind, tmp_path / kind, *limit], capture_output=True, text=True,
-                              timeout=300, env={**os.environ, **environment})  # fmt: skip
+        return subprocess.run(
+            [sys.executable, script, kind, tmp_path / kind, *limit],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, **environment},
+        )
 
     wanted = json.loads(run("Trainer").stdout.splitlines()[-1])["losses"]
     failed = run("Trainer", "160")

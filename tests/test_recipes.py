@@ -9,8 +9,20 @@ from conftest import ROOT, run, slow
 
 from hf_memopt.errors import InputError
 
-QUICK = ["--preset", "cpu", "--samples", "1", "--max_length", "32", "--effective_batch_size", "4",
-         "--per_device_train_batch_size", "2", "--held_out", "8"]  # fmt: skip
+QUICK = [
+    "--preset",
+    "cpu",
+    "--samples",
+    "1",
+    "--max_length",
+    "32",
+    "--effective_batch_size",
+    "4",
+    "--per_device_train_batch_size",
+    "2",
+    "--held_out",
+    "8",
+]
 QUESTIONS = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)]
 
 
@@ -201,8 +213,21 @@ def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypa
 @pytest.mark.slow
 def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp_path, caplog):
     out = tmp_path / "out"
-    arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(out), "--save_strategy", "steps",
-                 "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false"]  # fmt: skip
+    arguments = [
+        *QUICK,
+        "--dataset_name",
+        jsonl(QUESTIONS),
+        "--output_dir",
+        str(out),
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "2",
+        "--eval_strategy",
+        "no",
+        "--eval_on_start",
+        "false",
+    ]
     recipe("sft")([*arguments, "--max_steps", "4"])
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     measured = json.loads((out / "memory_report.json").read_text())["measured"]["peak_allocated_bytes"]

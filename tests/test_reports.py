@@ -19,10 +19,20 @@ def test_everything_is_on_the_page(tmp_path):
     run = read_run(write_run(tmp_path / "one", report(), READINGS))
     text = run_page(run)
     for told in (
-        "Ran 40 steps. Peak 18.00 GiB allocated, measured; predicted 18.00 GiB (0.0 %). Recovered", "RTX 4090",
-        "emergency", "97%", "23.28 GiB", "activations", "step 4: out of memory in backward, recovered: 8 → 4",
-        "1,000", "1.5000", "per_device_train_batch_size", "2.13.0", "pieces of down to 4 samples", "a note &lt;b&gt;",
-    ):  # fmt: skip
+        "Ran 40 steps. Peak 18.00 GiB allocated, measured; predicted 18.00 GiB (0.0 %). Recovered",
+        "RTX 4090",
+        "emergency",
+        "97%",
+        "23.28 GiB",
+        "activations",
+        "step 4: out of memory in backward, recovered: 8 → 4",
+        "1,000",
+        "1.5000",
+        "per_device_train_batch_size",
+        "2.13.0",
+        "pieces of down to 4 samples",
+        "a note &lt;b&gt;",
+    ):
         assert told in text, told
     assert "<script" not in text and "http://" not in text.replace("http://www.w3.org", "")
     for part in text.split("<svg")[1:]:
@@ -45,14 +55,18 @@ def test_the_end_of_a_run(tmp_path):
     [
         ({"events": []}, "Nothing"),
         ({"events": [], "measured": {"peak_allocated_bytes": 2**31, "peak_reserved_bytes": 2**31}}, "Only 8%"),
-        ({"events": [], "measured": {"peak_allocated_bytes": 2**34, "peak_reserved_bytes": 23 * 2**30}},
-         "expandable_segments"),
-        ({"events": [], "measured": {"peak_allocated_bytes": 23 * 2**30, "peak_reserved_bytes": 23 * 2**30}}, "96% "
-                                                                                                              "full"),
+        (
+            {"events": [], "measured": {"peak_allocated_bytes": 2**34, "peak_reserved_bytes": 23 * 2**30}},
+            "expandable_segments",
+        ),
+        (
+            {"events": [], "measured": {"peak_allocated_bytes": 23 * 2**30, "peak_reserved_bytes": 23 * 2**30}},
+            "96% full",
+        ),
         ({"events": [{"event": "memory_grows", "step": 3, "label": "leak"}]}, "Memory grew (leak)"),
         ({"events": [RECOVERED]}, "per_device_train_batch_size=4"),
     ],
-)  # fmt: skip
+)
 def test_what_to_try_next(changed, told, tmp_path):
     assert told in next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
 
@@ -60,19 +74,37 @@ def test_what_to_try_next(changed, told, tmp_path):
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        ({"event": "micro_batch_lowered", "status": "critical", "utilization": 0.953, "micro_batch_before": 8,
-          "micro_batch_after": 4}, "step 10: memory critical at 95%: batch reduced from 8 to 4 samples at once"),
-        ({"event": "micro_batch_restored", "piece_elements": 512, "samples_at_once": 4},
-         "step 10: memory stayed low: batch restored to 4 samples at once"),
-        ({"event": "micro_batch_restored", "piece_elements": None},
-         "step 10: memory stayed low: batch restored to more samples at once"),
+        (
+            {
+                "event": "micro_batch_lowered",
+                "status": "critical",
+                "utilization": 0.953,
+                "micro_batch_before": 8,
+                "micro_batch_after": 4,
+            },
+            "step 10: memory critical at 95%: batch reduced from 8 to 4 samples at once",
+        ),
+        (
+            {"event": "micro_batch_restored", "piece_elements": 512, "samples_at_once": 4},
+            "step 10: memory stayed low: batch restored to 4 samples at once",
+        ),
+        (
+            {"event": "micro_batch_restored", "piece_elements": None},
+            "step 10: memory stayed low: batch restored to more samples at once",
+        ),
         ({"event": "memory_grows", "label": "leak"}, "step 10: memory grows: leak"),
-        ({"event": "effective_batch_kept", "effective_batch_size": 32, "world_size": 2,
-          "gradient_accumulation_steps": 4},
-         "step 10: 32 samples a step as before, on 2 process(es): gradient_accumulation_steps=4"),
+        (
+            {
+                "event": "effective_batch_kept",
+                "effective_batch_size": 32,
+                "world_size": 2,
+                "gradient_accumulation_steps": 4,
+            },
+            "step 10: 32 samples a step as before, on 2 process(es): gradient_accumulation_steps=4",
+        ),
         ({"event": "of another version", "field": 1}, "step 10: of another version: field=1"),
     ],
-)  # fmt: skip
+)
 def test_events_are_sentences(event, words):
     assert describe_event({"step": 9, "process": 0, **event}) == words
 

@@ -23,10 +23,16 @@ def test_the_chosen_layers_are_spread(ratio, layers):
         assert abs(sum(chosen[start:]) - ratio * (layers - start)) <= 1.2
 
 
-@pytest.mark.parametrize(("ratio", "period", "chosen"), [
-    (0, 1, [0, 0, 0, 0]), (0.5, 2, [0, 1, 0, 1]), (0.25, 4, [0, 0, 0, 1]), (0.75, 4, [0, 1, 1, 1]),
-    (1, 1, [1, 1, 1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ratio", "period", "chosen"),
+    [
+        (0, 1, [0, 0, 0, 0]),
+        (0.5, 2, [0, 1, 0, 1]),
+        (0.25, 4, [0, 0, 0, 1]),
+        (0.75, 4, [0, 1, 1, 1]),
+        (1, 1, [1, 1, 1, 1]),
+    ],
+)
 def test_the_choice_repeats(ratio, period, chosen):
     assert period_of(ratio) == period
     assert [is_chosen(number, ratio) for number in range(8)] == [bool(one) for one in chosen] * 2
@@ -34,8 +40,9 @@ def test_the_choice_repeats(ratio, period, chosen):
 
 def deep():
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=8,
-                         num_attention_heads=4)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=8, num_attention_heads=4
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -52,10 +59,14 @@ def test_gradients_are_the_same_and_memory_lies_between():
     wanted, none = gradient_and_peak()
     peaks = {"none": none}
     for name, lever in {
-        "a quarter": {"ratio": 0.25}, "half": {"ratio": 0.5}, "matmuls": {"keeps": "matmuls"},
-        "attention": {"keeps": "attention"}, "all": {"ratio": 1.0}, "ratio 0": {"ratio": 0.0},
+        "a quarter": {"ratio": 0.25},
+        "half": {"ratio": 0.5},
+        "matmuls": {"keeps": "matmuls"},
+        "attention": {"keeps": "attention"},
+        "all": {"ratio": 1.0},
+        "ratio 0": {"ratio": 0.0},
         "half, attention": {"ratio": 0.5, "keeps": "attention"},
-    }.items():  # fmt: skip
+    }.items():
         gradient, peaks[name] = gradient_and_peak(**lever)
         assert torch.allclose(gradient, wanted, rtol=0, atol=1e-7), name
     assert peaks["all"] < peaks["attention"] < peaks["matmuls"] < peaks["none"]

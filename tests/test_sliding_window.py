@@ -8,8 +8,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_memopt import InputError
 from hf_memopt.levers.sliding_window import set_window
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": {},
     "mistral": {},

@@ -51,8 +51,16 @@ def logged(folder, kind, seconds: float) -> list[dict]:
         def on_log(self, *args, **kwargs):
             clock.now += 1000
 
-    fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 12, **QUIET,
-              "logging_strategy": "steps", "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
+    fields = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 12,
+        **QUIET,
+        "logging_strategy": "steps",
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     callback = MemoryCallback()
     callback.data_wait = DataWait(clock)
     # A plain Trainer's callback cannot tell what comes behind it from waiting for data.
@@ -60,8 +68,14 @@ def logged(folder, kind, seconds: float) -> list[dict]:
     args = TrainingArguments(str(folder), remove_unused_columns=False, **fields)
     model = llama()
     model.register_forward_pre_hook(lambda *args: setattr(clock, "now", clock.now + 2))
-    trainer = kind(model=model, args=args, train_dataset=SlowRows(clock, seconds), data_collator=collate,
-                   eval_dataset=SlowRows(clock, 500, 1000), callbacks=callbacks)  # fmt: skip
+    trainer = kind(
+        model=model,
+        args=args,
+        train_dataset=SlowRows(clock, seconds),
+        data_collator=collate,
+        eval_dataset=SlowRows(clock, 500, 1000),
+        callbacks=callbacks,
+    )
     trainer.train()
     lines = [json.loads(line) for line in (folder / "memory_log.jsonl").read_text().splitlines()]
     return [line for line in lines if line["phase"] == "train"]
@@ -109,8 +123,10 @@ def test_fetching_is_told_from_what_else_lies_between_two_steps():
 def test_the_disks_share_of_the_processors_time(monkeypatch):
     """Linux' counters, made up: a system without iowait has none."""
     before = {"user": 10.0, "idle": 10.0, "iowait": 1.0, "guest": 5.0}
-    times = [SimpleNamespace(_fields=tuple(one), **one) for one in (before, before | {
-        "user": 14.0, "idle": 13.0, "iowait": 4.0, "guest": 9.0})]  # fmt: skip
+    times = [
+        SimpleNamespace(_fields=tuple(one), **one)
+        for one in (before, before | {"user": 14.0, "idle": 13.0, "iowait": 4.0, "guest": 9.0})
+    ]
     monkeypatch.setattr(psutil, "cpu_times", lambda: times.pop(0))
     assert DiskWait().share() == pytest.approx(0.3)
     plain = SimpleNamespace(_fields=("user", "idle"), user=1.0, idle=2.0)
@@ -138,19 +154,38 @@ def waiting(**shares) -> list[dict]:
     [
         ({"data_wait_share": 0.43, "dataloader_num_workers": 0}, {}, "waits for its data", "dataloader_num_workers=4"),
         ({"data_wait_share": 0.43, "dataloader_num_workers": 4}, {}, "waits for its data", "dataloader_num_workers=8"),
-        ({"data_wait_share": 0.43, "dataloader_num_workers": 4, "processors": 6}, {}, "waits for its data",
-         "dataloader_num_workers=6"),
-        ({"data_wait_share": 0.43, "dataloader_num_workers": 2, "processors": 2},
-         {"dataloader_prefetch_factor": {"a": 1}}, "waits for its data", "dataloader_prefetch_factor=4"),
-        ({"data_wait_share": 0.43}, {"dataloader_num_workers": "many"}, "waits for its data",
-         "dataloader_num_workers=4"),
-        ({"data_wait_share": 0.43, "dataloader_num_workers": 4, "disk_wait_share": 0.3}, {}, "waits for the disk",
-         "copy the data to a local disk"),
-        ({"data_wait_share": 0.01, "device_busy_share": 0.4},
-         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 32}, "leaves its device idle",
-         "per_device_train_batch_size=4 with gradient_accumulation_steps=16"),
+        (
+            {"data_wait_share": 0.43, "dataloader_num_workers": 4, "processors": 6},
+            {},
+            "waits for its data",
+            "dataloader_num_workers=6",
+        ),
+        (
+            {"data_wait_share": 0.43, "dataloader_num_workers": 2, "processors": 2},
+            {"dataloader_prefetch_factor": {"a": 1}},
+            "waits for its data",
+            "dataloader_prefetch_factor=4",
+        ),
+        (
+            {"data_wait_share": 0.43},
+            {"dataloader_num_workers": "many"},
+            "waits for its data",
+            "dataloader_num_workers=4",
+        ),
+        (
+            {"data_wait_share": 0.43, "dataloader_num_workers": 4, "disk_wait_share": 0.3},
+            {},
+            "waits for the disk",
+            "copy the data to a local disk",
+        ),
+        (
+            {"data_wait_share": 0.01, "device_busy_share": 0.4},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 32},
+            "leaves its device idle",
+            "per_device_train_batch_size=4 with gradient_accumulation_steps=16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_to_do_about_a_slow_run(shares, settings, cause, first, tmp_path, capsys):
     half = {"peak_allocated_bytes": 11 * 2**30, "peak_reserved_bytes": 12 * 2**30}
     folder = write_run(tmp_path, report(events=[], settings=settings, measured=half), waiting(**shares))

@@ -13,16 +13,24 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
 @pytest.mark.parametrize(
     ("model", "changes", "expected"),
     [
-        ("llama-3.2-1b", {"num_hidden_layers": 12, "hidden_size": 384, "num_attention_heads": 6,
-                          "intermediate_size": 64, "num_key_value_heads": 2},
-         {"num_hidden_layers": 12, "hidden_size": 384, "head_dim": 64, "intermediate_size": 64}),
+        (
+            "llama-3.2-1b",
+            {
+                "num_hidden_layers": 12,
+                "hidden_size": 384,
+                "num_attention_heads": 6,
+                "intermediate_size": 64,
+                "num_key_value_heads": 2,
+            },
+            {"num_hidden_layers": 12, "hidden_size": 384, "head_dim": 64, "intermediate_size": 64},
+        ),
         ("llama-2-7b", {"num_attention_heads": 16}, {"num_key_value_heads": 16, "head_dim": 256}),
         ("gpt2", {"num_hidden_layers": 6, "n_embd": 384}, {"n_layer": 6, "hidden_size": 384}),
         ("qwen3-30b-a3b", {"num_experts": 64, "hidden_size": 1024}, {"num_local_experts": 64, "head_dim": 128}),
         ("gemma-3-4b", {"num_hidden_layers": 7}, {"num_hidden_layers": 7}),
         ("mixtral-8x7b", {"num_local_experts": 4, "sliding_window": 1024}, {"num_experts": 4, "sliding_window": 1024}),
     ],
-)  # fmt: skip
+)
 def test_other_sizes(model, changes, expected):
     config = load_config(model)
     text = with_sizes(config, changes).get_text_config()
@@ -71,8 +79,12 @@ def test_trained_weights_are_seen(tmp_path):
 def test_directions_in_which_a_model_shrinks():
     layers, width, experts = smaller_sizes(load_config("mixtral-8x7b"))
     assert [sizes["num_hidden_layers"] for sizes in layers] == [24, 16, 8]
-    assert width[0] == {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 7168,
-                        "num_key_value_heads": 4}  # fmt: skip
+    assert width[0] == {
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "intermediate_size": 7168,
+        "num_key_value_heads": 4,
+    }
     assert experts == [{"num_local_experts": 4}, {"num_local_experts": 2}]
     for direction in (layers, width, experts):
         for sizes in direction:
@@ -80,8 +92,9 @@ def test_directions_in_which_a_model_shrinks():
 
 
 def test_estimate_of_a_smaller_model(command, tmp_path):
-    LlamaConfig(num_hidden_layers=8, hidden_size=256, intermediate_size=512, num_attention_heads=4,
-                vocab_size=1000).save_pretrained(tmp_path)  # fmt: skip
+    LlamaConfig(
+        num_hidden_layers=8, hidden_size=256, intermediate_size=512, num_attention_heads=4, vocab_size=1000
+    ).save_pretrained(tmp_path)
 
     def estimated(*words):
         code, out, _ = command("estimate", str(tmp_path), "--preset", "rtx_4090", "--seq-len", 256, "--json", *words)

@@ -25,9 +25,10 @@ LOGITS = ROWS * TOKENS * VOCABULARY * 4  # bytes
 def _model():
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-                    vocab_size=VOCABULARY)
-    )  # fmt: skip
+        LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCABULARY
+        )
+    )
 
 
 def _data():
@@ -36,8 +37,17 @@ def _data():
 
 
 def _arguments(folder, **more):
-    return TrainingArguments(str(folder), max_steps=4, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[],
-                             save_strategy="no", gradient_accumulation_steps=2, disable_tqdm=True, **more)  # fmt: skip
+    return TrainingArguments(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=ROWS,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        gradient_accumulation_steps=2,
+        disable_tqdm=True,
+        **more,
+    )
 
 
 class Leaking(Trainer):
@@ -106,8 +116,12 @@ def test_the_peak_is_the_allocators(tmp_path):
 
 
 def test_memory_trainer_records_where_it_is_asked_to(tmp_path):
-    MemoryTrainer(model=_model(), args=_arguments(tmp_path), train_dataset=_data(),
-                  memory_args=MemoryArguments(snapshot_steps="1,3")).train()  # fmt: skip
+    MemoryTrainer(
+        model=_model(),
+        args=_arguments(tmp_path),
+        train_dataset=_data(),
+        memory_args=MemoryArguments(snapshot_steps="1,3"),
+    ).train()
     files = sorted(path.name for path in tmp_path.glob("memory_snapshot*"))
     assert files == ["memory_snapshot_step_1.json.gz", "memory_snapshot_step_3.json.gz"]
 
@@ -168,21 +182,42 @@ def test_a_cuda_snapshot_that_says_nothing_of_owners(tmp_path):
     assert found.by_kind["optimizer_states"] == 400
     assert found.out_of_memory == [{"asked": 9000, "free": 64}]
     assert found.fragmentation == {
-        "reserved": 4000, "allocated": 3000, "unused": 1000, "largest_unused": 1000, "share": 0.25,
-    }  # fmt: skip
+        "reserved": 4000,
+        "allocated": 3000,
+        "unused": 1000,
+        "largest_unused": 1000,
+        "share": 0.25,
+    }
     assert max(sum(kinds.values()) for _, kinds in found.timeline) == 1600
 
 
 def test_a_cuda_snapshot_of_ours(tmp_path):
-    about = {"reason": "step 2", "device": "cuda:0", "capacity": 8000,
-             "marks": [(1, "step", "2"),
-                       (2, "phase", "forward"), (15, "phase", "backward"), (35, "phase", "optimizer"),
-                       (45, "phase", "between")],
-             "owners": [[1, 1000, 1000, "parameters", "a.weight"], [34, 3000, 200, "gradients", "a.weight"],
-                        [44, 4000, 400, "optimizer_states", "exp_avg of weight 0"]]}  # fmt: skip
+    about = {
+        "reason": "step 2",
+        "device": "cuda:0",
+        "capacity": 8000,
+        "marks": [
+            (1, "step", "2"),
+            (2, "phase", "forward"),
+            (15, "phase", "backward"),
+            (35, "phase", "optimizer"),
+            (45, "phase", "between"),
+        ],
+        "owners": [
+            [1, 1000, 1000, "parameters", "a.weight"],
+            [34, 3000, 200, "gradients", "a.weight"],
+            [44, 4000, 400, "optimizer_states", "exp_avg of weight 0"],
+        ],
+    }
     found = snapshot(_pickled(tmp_path, cuda_snapshot(hf_memopt=about)))
-    assert found.by_kind == {"parameters": 1000, "gradients": 200, "optimizer_states": 400, "activations": 0,
-                             "temporaries": 0, "other": 0}  # fmt: skip
+    assert found.by_kind == {
+        "parameters": 1000,
+        "gradients": 200,
+        "optimizer_states": 400,
+        "activations": 0,
+        "temporaries": 0,
+        "other": 0,
+    }
     assert found.peak_phase == "optimizer" and found.about["capacity"] == 8000
 
 
@@ -232,14 +267,19 @@ def test_on_cuda_the_allocators_history_is_written(tmp_path, monkeypatch):
         callback.on_step_end(args, state, None, **everything)
     callback.on_train_end(args, state, None)
     assert [file.name for file in callback.files] == [
-        "memory_snapshot_oom_1_rank_1.pickle", "memory_snapshot_step_2_rank_1.pickle",
-    ]  # fmt: skip
+        "memory_snapshot_oom_1_rank_1.pickle",
+        "memory_snapshot_step_2_rank_1.pickle",
+    ]
     for file in callback.files:
         assert snapshot(file).peak_bytes == 1600
     about = pickle.loads(callback.files[1].read_bytes())["hf_memopt"]
     assert [text for _, kind, text in about["marks"] if kind == "phase"] == [
-        "forward", "forward", "backward", "optimizer", "between",
-    ]  # fmt: skip
+        "forward",
+        "forward",
+        "backward",
+        "optimizer",
+        "between",
+    ]
     kinds = [kind for _, _, _, kind, _ in about["owners"]]
     weights = len(list(model.parameters()))
     assert kinds.count("parameters") == kinds.count("gradients") == weights
@@ -279,13 +319,26 @@ def test_a_malicious_pickle_runs_nothing(protocol, packed, tmp_path, command):
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\x80", b"not a pickle", b"{", b"[1]", b"\x1f\x8bbroken", pickle.dumps([1]), pickle.dumps({}),
-        b"(cos\nsystem\n", b"\x80\x04\x8c\x02os\x8c\x06system\x93.", b"\x80\x02\x82\x01.", b"Pabc\n.", b"(" * 100_000,
-        pickle.dumps({"device_traces": [[{"action": "alloc"}]]}), pickle.dumps({"device_traces": [[]]}),
-        pickle.dumps({"device_traces": [3]}), pickle.dumps({"device_traces": []}),
+        b"",
+        b"\x80",
+        b"not a pickle",
+        b"{",
+        b"[1]",
+        b"\x1f\x8bbroken",
+        pickle.dumps([1]),
+        pickle.dumps({}),
+        b"(cos\nsystem\n",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"\x80\x02\x82\x01.",
+        b"Pabc\n.",
+        b"(" * 100_000,
+        pickle.dumps({"device_traces": [[{"action": "alloc"}]]}),
+        pickle.dumps({"device_traces": [[]]}),
+        pickle.dumps({"device_traces": [3]}),
+        pickle.dumps({"device_traces": []}),
         b'{"device_traces": [[{"action": "alloc", "addr": 1, "size": 1, "stack": 4}]], "stacks": []}',
     ],
-)  # fmt: skip
+)
 def test_what_is_no_snapshot_is_one_line(content, tmp_path, command):
     code, output, errors = command("snapshot", _pickled(tmp_path, content))
     assert (code, output) == (2, "") and len(errors.splitlines()) == 1 and "Traceback" not in errors
@@ -413,5 +466,9 @@ def test_the_command_line(leaking, tmp_path, command):
 
 
 def _files(trainer):
-    return [file for callback in trainer.callback_handler.callbacks if isinstance(callback, SnapshotCallback)
-            for file in callback.files]  # fmt: skip
+    return [
+        file
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, SnapshotCallback)
+        for file in callback.files
+    ]

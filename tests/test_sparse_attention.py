@@ -30,8 +30,17 @@ BLOCK, LOCAL, FIRST, TOKENS = 4, 1, 1, 23
 
 def llama(**more) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=4, pad_token_id=0,
-                         num_key_value_heads=2, num_hidden_layers=2, use_cache=False, **more)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=4,
+        pad_token_id=0,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        use_cache=False,
+        **more,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -125,9 +134,12 @@ def test_a_window_in_the_place_of_saved_blocks():
 
 def test_short_sequences_need_no_mask():
     made = attention_pattern._mask(
-        batch_size=1, q_length=12, kv_length=12, config=sparse().config,
+        batch_size=1,
+        q_length=12,
+        kv_length=12,
+        config=sparse().config,
         mask_function=lambda batch, head, query, key: key <= query,
-    )  # fmt: skip
+    )
     assert made is None, "12 tokens lie within 1 + 1 + 1 blocks of 4"
 
 
@@ -146,9 +158,19 @@ def test_adapters_checkpointing_and_generation():
 
 def test_a_layer_with_its_own_window_keeps_it():
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gemma3_text", vocab_size=64, hidden_size=32, intermediate_size=32, head_dim=8,
-                                  num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, sliding_window=3,
-                                  layer_types=["sliding_attention"], pad_token_id=0)  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma3_text",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        sliding_window=3,
+        layer_types=["sliding_attention"],
+        pad_token_id=0,
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     attend_to_blocks(model, 2, 0, 0)
     before = model(input_ids=ids(1)).logits[0, 21]
@@ -264,15 +286,30 @@ def trained(memory: dict, layout: str, folder) -> int:
         "padded": {"attention_mask": torch.ones(LONG, dtype=torch.long).index_fill_(0, torch.arange(200, LONG), 0)},
     }[layout]
     rows = [{"input_ids": row, "labels": row, **more} for row in torch.randint(3, 64, (8, LONG))]
-    args = TrainingArguments(str(folder), per_device_train_batch_size=4, max_steps=2, use_cpu=True, report_to="none",
-                             disable_tqdm=True, save_strategy="no", logging_strategy="no")  # fmt: skip
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
     given = {"args": args, "train_dataset": rows, "data_collator": collate, "memory_args": MemoryArguments(**memory)}
     return allocator_peak(lambda: MemoryTrainer(model=LlamaForCausalLM(deep()), **given).train())
 
 
 def deep() -> LlamaConfig:
-    return LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_attention_heads=4, pad_token_id=0,
-                       num_key_value_heads=2, num_hidden_layers=8)  # fmt: skip
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        pad_token_id=0,
+        num_key_value_heads=2,
+        num_hidden_layers=8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,9 +325,14 @@ def deep() -> LlamaConfig:
 def test_the_estimator_is_within_a_hundredth(memory, layout, tmp_path):
     measured = trained(memory, layout, tmp_path)
     predicted = estimate(
-        deep(), {"per_device_train_batch_size": 4}, LONG, "cpu", memory_args=MemoryArguments(**memory),
-        padded=layout == "padded", packed=layout == "packed",
-    ).peak_allocated_bytes  # fmt: skip
+        deep(),
+        {"per_device_train_batch_size": 4},
+        LONG,
+        "cpu",
+        memory_args=MemoryArguments(**memory),
+        padded=layout == "padded",
+        packed=layout == "packed",
+    ).peak_allocated_bytes
     assert predicted == pytest.approx(measured, rel=0.01)
 
 

@@ -24,8 +24,11 @@ def batches_of(lengths, budget, processes=1, epoch=0):
     return TokenBudgetBatches(sampler, lengths, budget, processes)
 
 
-@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=300), budget=st.integers(200, 2000),
-       processes=st.integers(1, 8))  # fmt: skip
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=300),
+    budget=st.integers(200, 2000),
+    processes=st.integers(1, 8),
+)
 def test_every_sample_once_within_the_budget(lengths, budget, processes):
     batches = batches_of(lengths, budget, processes)
     found = list(batches)
@@ -67,8 +70,13 @@ def test_little_is_padded_and_epochs_differ():
 
 @pytest.mark.parametrize("accumulation", [slow(1), 2])
 def test_a_run_resumes_exactly(accumulation, tmp_path):
-    fields = {"memory": BUDGET, "gradient_accumulation_steps": accumulation, "max_steps": 18, "save_strategy": "steps",
-              "save_steps": 11}  # fmt: skip
+    fields = {
+        "memory": BUDGET,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 18,
+        "save_strategy": "steps",
+        "save_steps": 11,
+    }
     wanted = train(tmp_path / "whole", **fields)
     rows = Rows().rows
     assert all(len(one) * max(len(rows[index]) for index in one) <= 96 for one in wanted.seen)
@@ -136,8 +144,13 @@ def test_the_estimator_counts_the_budget(tmp_path):
     found = {}
     for name, fields, memory in (("rows", {"per_device_train_batch_size": 3}, {}), ("tokens", {}, BUDGET)):
         args = TrainingArguments(str(tmp_path), use_cpu=True, remove_unused_columns=False, report_to="none", **fields)
-        trainer = MemoryTrainer(model=llama(), args=args, train_dataset=Rows(), data_collator=collate,
-                                memory_args=MemoryArguments(**memory))  # fmt: skip
+        trainer = MemoryTrainer(
+            model=llama(),
+            args=args,
+            train_dataset=Rows(),
+            data_collator=collate,
+            memory_args=MemoryArguments(**memory),
+        )
         found[name] = estimate_trainer(trainer, "cpu").peak_allocated_bytes
     assert found["tokens"] == found["rows"], "three of the longest samples, padded to 32"
 

@@ -15,16 +15,24 @@ PLAIN = {"name": "plain", "rank": 0, "phase": None, "step": 0, "micro": 0}
 RECOVERED = [
     {"name": f"{phase}-{rank}-{step}-{micro}", "rank": rank, "phase": phase, "step": step, "micro": micro}
     for phase, rank, step, micro in [
-        ("forward", 0, 0, 0), ("forward", 1, 0, 0), ("forward", 0, 2, 1), ("forward", 1, 2, 1), ("forward", 1, 4, 1),
-        ("backward", 0, 0, 0), ("backward", 1, 0, 0), ("backward", 0, 3, 0), ("backward", 1, 3, 0),
+        ("forward", 0, 0, 0),
+        ("forward", 1, 0, 0),
+        ("forward", 0, 2, 1),
+        ("forward", 1, 2, 1),
+        ("forward", 1, 4, 1),
+        ("backward", 0, 0, 0),
+        ("backward", 1, 0, 0),
+        ("backward", 0, 3, 0),
+        ("backward", 1, 3, 0),
         ("backward", 0, 4, 0),
     ]
-]  # fmt: skip
+]
 # Six that cannot be: the last backward of a window, while gradients are being reduced.
 ENDED = [
     {"name": f"end-{rank}-{step}", "rank": rank, "phase": "backward", "step": step, "micro": 1}
-    for step in (0, 2, 4) for rank in (0, 1)
-]  # fmt: skip
+    for step in (0, 2, 4)
+    for rank in (0, 1)
+]
 RESUMED = {**PLAIN, "name": "resumed", "resumed": "end-1-2"}
 
 
@@ -127,8 +135,18 @@ def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
     from conftest import run as command
 
     config = ROOT / "accelerate_configs" / "cpu_x2_zero3.yaml"
-    done = command("accelerate", "launch", "--config_file", config, "--main_process_port", 0,
-                   HERE / "sharded_oom.py", tmp_path, env={"PYTHONPATH": str(HERE)}, timeout=200)  # fmt: skip
+    done = command(
+        "accelerate",
+        "launch",
+        "--config_file",
+        config,
+        "--main_process_port",
+        0,
+        HERE / "sharded_oom.py",
+        tmp_path,
+        env={"PYTHONPATH": str(HERE)},
+        timeout=200,
+    )
     assert done.returncode != 0
     assert "exitcode  : 75" in done.stderr
     assert "DEEPSPEED cannot take a step again" in done.stderr

@@ -167,8 +167,11 @@ def test_pixels_stay_below_the_cap(name, family, tmp_path):
 def test_a_processor_that_takes_other_frames_is_found_out(family, files, monkeypatch):
     encode = fresh(family, "qwen2_5_vl", files, max_frames=4)
     call = FramesToPixels.__call__
-    monkeypatch.setattr(FramesToPixels, "__call__", lambda self, videos, **more: call(
-        self, [torch.cat([videos[0], videos[0]])], **more))  # fmt: skip
+    monkeypatch.setattr(
+        FramesToPixels,
+        "__call__",
+        lambda self, videos, **more: call(self, [torch.cat([videos[0], videos[0]])], **more),
+    )
     with pytest.raises(RuntimeError, match="8 frames in the tensors, 4 given, max_frames=4"):
         encode(row("5.mp4"))
 
@@ -186,16 +189,24 @@ def test_formats_of_rows():
     parts = [{"type": "video"}, {"type": "text", "text": "What?"}]
     rows = [
         row("a.mp4", question="What?", answer="This."),
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, parts[1]]},
-                      {"role": "assistant", "content": [{"type": "text", "text": "This."}]}]},
-        {"conversations": [{"from": "human", "value": "<video>\nWhat?"}, {"from": "gpt", "value": "This."}],
-         "video": "a.mp4"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "video", "video": "a.mp4"}, parts[1]]},
+                {"role": "assistant", "content": [{"type": "text", "text": "This."}]},
+            ]
+        },
+        {
+            "conversations": [{"from": "human", "value": "<video>\nWhat?"}, {"from": "gpt", "value": "This."}],
+            "video": "a.mp4",
+        },
         {"conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "This."}], "video": "a.mp4"},
-    ]  # fmt: skip
+    ]
     for one in rows:
         messages, media = conversation(one, "row 0")
-        assert messages == [{"role": "user", "content": parts},
-                            {"role": "assistant", "content": [{"type": "text", "text": "This."}]}]  # fmt: skip
+        assert messages == [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": [{"type": "text", "text": "This."}]},
+        ]
         assert media == [("video", "a.mp4")]
 
 
@@ -251,7 +262,7 @@ def test_workers_count_together(family, files, tmp_path):
     bad = BadVideos(tmp_path / "bad.txt", 1)
     loader = torch.utils.data.DataLoader(
         VideoSamples(rows, encode, bad), 2, collate_fn=VideoCollator(0), num_workers=2
-    )  # fmt: skip
+    )
     assert sum(len(batch["input_ids"]) for batch in loader) == 8
     assert len(bad.listed()) == 1
 

@@ -24,12 +24,35 @@ from hf_memopt.video.model_parts import train_parts, vision_parts
 from hf_memopt.video.processor import load_processor
 from hf_memopt.video.samples import Encoder, Limits
 
-QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
-         "remove_unused_columns": False}  # fmt: skip
+QUIET = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "remove_unused_columns": False,
+}
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-FAST = ["--preset", "cpu", "--samples", "1", "--held_out", "2", "--max_steps", "2", "--effective_batch_size", "4",
-        "--per_device_train_batch_size", "2", "--max_frames", "4", "--eval_steps", "2",
-        "--max_pixels_per_frame", "none"]  # fmt: skip
+FAST = [
+    "--preset",
+    "cpu",
+    "--samples",
+    "1",
+    "--held_out",
+    "2",
+    "--max_steps",
+    "2",
+    "--effective_batch_size",
+    "4",
+    "--per_device_train_batch_size",
+    "2",
+    "--max_frames",
+    "4",
+    "--eval_steps",
+    "2",
+    "--max_pixels_per_frame",
+    "none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +62,10 @@ def clips(tmp_path_factory):
     rows = []
     for number, frames in enumerate((4, 9, 12, 30, 5, 7, 8, 20)):
         videos.write(folder / f"{number}.mp4", videos.numbered(frames, 56, 56))
-        messages = [{"role": "user", "content": "<video>What is moving?"},
-                    {"role": "assistant", "content": "first red then blue" + " green" * (number % 3)}]  # fmt: skip
+        messages = [
+            {"role": "user", "content": "<video>What is moving?"},
+            {"role": "assistant", "content": "first red then blue" + " green" * (number % 3)},
+        ]
         rows.append({"messages": messages, "videos": [f"{number}.mp4"]})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("qwen2_5_vl", "llava_onevision"):
@@ -71,8 +96,9 @@ class Copies(torch.utils.data.Dataset):
 def test_the_demo_looks_at_its_clips(recipe, tmp_path):
     """22 of 24 held-out clips right, and a loss with another clip's pixels at least twice its own."""
     output = tmp_path / "out"
-    trainer = recipe("video_sft")(["--preset", "cpu", "--output_dir", str(output), "--max_steps", "70", "--eval_steps",
-                                   "70", "--samples", "1"])  # fmt: skip
+    trainer = recipe("video_sft")(
+        ["--preset", "cpu", "--output_dir", str(output), "--max_steps", "70", "--eval_steps", "70", "--samples", "1"]
+    )
     processor, held_out = trainer.processing_class, list(trainer.eval_dataset)
     model = AutoModelForImageTextToText.from_pretrained(output).eval()
     assert len(held_out) == 24
@@ -88,8 +114,7 @@ def test_the_demo_looks_at_its_clips(recipe, tmp_path):
     for sample, (_, meant) in zip(held_out, answers, strict=True):
         shape = sample["pixel_values_videos"].shape
         others = zip(held_out, answers, strict=True)
-        other = next(one for one, (_, said) in others
-                     if said != meant and one["pixel_values_videos"].shape == shape)  # fmt: skip
+        other = next(one for one, (_, said) in others if said != meant and one["pixel_values_videos"].shape == shape)
         own += loss(sample)
         swapped += loss(sample | {"pixel_values_videos": other["pixel_values_videos"]})
     assert own <= swapped / 2
@@ -105,8 +130,17 @@ def test_the_demo_looks_at_its_clips(recipe, tmp_path):
 @pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
 def test_what_is_trained(name, method, recipe, clips, tmp_path):
     """The tower stays as it is and in its precision; projector and language model get gradients."""
-    arguments = [*FAST, "--model_name_or_path", str(clips / name), "--dataset_name", str(clips / "rows.jsonl"),
-                 "--method", method, "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    arguments = [
+        *FAST,
+        "--model_name_or_path",
+        str(clips / name),
+        "--dataset_name",
+        str(clips / "rows.jsonl"),
+        "--method",
+        method,
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     trainer = recipe("video_sft")(arguments)
     tower, projectors = vision_parts(trainer.model)
     trained = [weight for weight, value in trainer.model.named_parameters() if value.requires_grad]
@@ -129,9 +163,23 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
     [("maximum_savings", 50, 2, True), slow("balanced", 100, 4, True), slow("maximum_performance", None, 8, False)],
 )
 def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path):
-    arguments = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
-                 str(clips / "rows.jsonl"), "--held_out", "1", "--video_profile", profile, "--dry_run",
-                 "--max_pixels_per_frame", "none", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    arguments = [
+        "--preset",
+        "cpu",
+        "--model_name_or_path",
+        str(clips / "qwen2_5_vl"),
+        "--dataset_name",
+        str(clips / "rows.jsonl"),
+        "--held_out",
+        "1",
+        "--video_profile",
+        profile,
+        "--dry_run",
+        "--max_pixels_per_frame",
+        "none",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     trainer = recipe("video_sft")(arguments)
     assert trainer.train_dataset.encode.limits.max_frames == frames
     args = trainer.args
@@ -155,9 +203,20 @@ def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path
     ],
 )
 def test_refusals(arguments, said, recipe, clips, tmp_path):
-    given = ["--preset", "cpu", "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name",
-             str(clips / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--held_out", "1",
-             "--max_pixels_per_frame", "none"]  # fmt: skip
+    given = [
+        "--preset",
+        "cpu",
+        "--model_name_or_path",
+        str(clips / "qwen2_5_vl"),
+        "--dataset_name",
+        str(clips / "rows.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--held_out",
+        "1",
+        "--max_pixels_per_frame",
+        "none",
+    ]
     with pytest.raises(InputError, match=said):
         recipe("video_sft")([*given, *arguments])
     assert not (tmp_path / "out").exists()
@@ -170,8 +229,16 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
     rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
     data = Dataset.from_list([row | {"videos": [str(clips / row["videos"][0])]} for row in rows])
     data.cast_column("videos", List(Video())).save_to_disk(str(tmp_path / "data"))
-    arguments = [*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name", str(tmp_path / "data"),
-                 "--output_dir", str(tmp_path / "out"), "--dry_run"]  # fmt: skip
+    arguments = [
+        *FAST,
+        "--model_name_or_path",
+        str(clips / "qwen2_5_vl"),
+        "--dataset_name",
+        str(tmp_path / "data"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--dry_run",
+    ]
     trainer = recipe("video_sft")(arguments)
     (file,) = trainer.train_dataset.rows[0]["videos"]
     assert len(file["bytes"]) > 1000
@@ -179,8 +246,16 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
 
 
 def test_a_language_model_is_refused(recipe, builtin_model, clips, tmp_path):
-    given = ["--preset", "cpu", "--model_name_or_path", str(builtin_model), "--dataset_name",
-             str(clips / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    given = [
+        "--preset",
+        "cpu",
+        "--model_name_or_path",
+        str(builtin_model),
+        "--dataset_name",
+        str(clips / "rows.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     with pytest.raises(InputError, match="'llama'"):
         recipe("video_sft")(given)
 
@@ -192,8 +267,17 @@ def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
     broken[3] = broken[3] | {"videos": ["bad.mp4"]}
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in broken))
-    arguments = [*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name", str(data),
-                 "--held_out", "0", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    arguments = [
+        *FAST,
+        "--model_name_or_path",
+        str(clips / "qwen2_5_vl"),
+        "--dataset_name",
+        str(data),
+        "--held_out",
+        "0",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     with pytest.raises(BadVideo, match=r"bad\.mp4.*raise max_bad_videos"):
         recipe("video_sft")(arguments)
     recipe("video_sft")([*arguments, "--max_bad_videos", "1"])
@@ -205,13 +289,31 @@ def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
 def test_llava_rows_and_a_resumed_run(recipe, clips, tmp_path):
     """Data of another format; and a run that goes on from its checkpoint ends where an uninterrupted one does."""
     rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
-    llava = [{"conversations": [{"from": "human", "value": "<video>\nWhat?"},
-                                {"from": "gpt", "value": row["messages"][1]["content"]}], "video": row["videos"][0]}
-             for row in rows]  # fmt: skip
+    llava = [
+        {
+            "conversations": [
+                {"from": "human", "value": "<video>\nWhat?"},
+                {"from": "gpt", "value": row["messages"][1]["content"]},
+            ],
+            "video": row["videos"][0],
+        }
+        for row in rows
+    ]
     data = tmp_path / "llava.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in llava))
-    arguments = [*FAST, "--model_name_or_path", str(clips / "qwen2_5_vl"), "--dataset_name", str(data), "--held_out",
-                 "0", "--media_folder", str(clips), "--lr_scheduler_type", "constant"]  # fmt: skip
+    arguments = [
+        *FAST,
+        "--model_name_or_path",
+        str(clips / "qwen2_5_vl"),
+        "--dataset_name",
+        str(data),
+        "--held_out",
+        "0",
+        "--media_folder",
+        str(clips),
+        "--lr_scheduler_type",
+        "constant",
+    ]
     whole = recipe("video_sft")([*arguments, "--output_dir", str(tmp_path / "whole"), "--save_strategy", "no"])
     first = [*arguments, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]
     recipe("video_sft")([*first, "--max_steps", "1"])
@@ -242,8 +344,10 @@ def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
     folder = video_models.make("qwen2_5_vl", tmp_path / "wide", vocab=16_000)
     videos.write(tmp_path / "long.mp4", videos.numbered(64, 56, 56))
     processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
-    row = {"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
-           "videos": ["long.mp4"]}  # fmt: skip
+    row = {
+        "messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
+        "videos": ["long.mp4"],
+    }
     samples = [Encoder(processor, Limits(max_frames=64), tmp_path)(row)] * 6
     peaks, losses = [], []
     for kind in (Trainer, VideoTrainer):
@@ -253,8 +357,17 @@ def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
         if kind is Trainer:
             put_back(model)
         peak = PhasePeaks()
-        trainer = trained(tmp_path, "qwen2_5_vl", samples, kind, model, MemoryArguments(logits_to_keep=True), peak,
-                          per_device_train_batch_size=2, **CHECKPOINTED)  # fmt: skip
+        trainer = trained(
+            tmp_path,
+            "qwen2_5_vl",
+            samples,
+            kind,
+            model,
+            MemoryArguments(logits_to_keep=True),
+            peak,
+            per_device_train_batch_size=2,
+            **CHECKPOINTED,
+        )
         trainer.train()
         peaks.append(peak.bytes)
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -269,8 +382,10 @@ def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
     config = AutoConfig.from_pretrained(folder)
     processor = load_processor(str(folder), config)
     videos.write(tmp_path / "long.mp4", videos.numbered(32, 56, 56))
-    row = {"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
-           "videos": ["long.mp4"]}  # fmt: skip
+    row = {
+        "messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
+        "videos": ["long.mp4"],
+    }
     memory, fields = MemoryArguments(logits_to_keep=True), {"per_device_train_batch_size": 2, **CHECKPOINTED}
     peaks = []
     for frames in (8, 16, 32):
@@ -290,8 +405,9 @@ def test_estimate_trainer_sees_the_videos(clips, tmp_path):
     model = train_parts(AutoModelForImageTextToText.from_pretrained(clips / "qwen2_5_vl"), None, ("vision",))
     peak = PhasePeaks()
     longest = max(samples, key=lambda sample: len(sample["input_ids"]))
-    trainer = trained(tmp_path, "", [longest] * 6, VideoTrainer, model, MemoryArguments(), peak,
-                      per_device_train_batch_size=2)  # fmt: skip
+    trainer = trained(
+        tmp_path, "", [longest] * 6, VideoTrainer, model, MemoryArguments(), peak, per_device_train_batch_size=2
+    )
     found = estimate_trainer(trainer, "cpu")
     trainer.train()
     assert found.peak_allocated_bytes == pytest.approx(peak.bytes, rel=0.05)
@@ -304,8 +420,16 @@ def test_pixels_of_one_micro_batch_at_a_time(clips, tmp_path):
     """4 × 8: when a micro-batch runs, no earlier one's joined pixels are left."""
     samples = samples_of(clips, "qwen2_5_vl", max_frames=4)
     model = train_parts(AutoModelForImageTextToText.from_pretrained(clips / "qwen2_5_vl"), None, ("vision",))
-    trainer = trained(tmp_path, "", samples * 8, VideoTrainer, model, MemoryArguments(),
-                      per_device_train_batch_size=4, gradient_accumulation_steps=8)  # fmt: skip
+    trainer = trained(
+        tmp_path,
+        "",
+        samples * 8,
+        VideoTrainer,
+        model,
+        MemoryArguments(),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+    )
     seen, alive = [], []
     forward = model.forward
 
@@ -325,8 +449,16 @@ def test_a_micro_batch_that_does_not_fit_is_cut_between_samples(name, clips, tmp
     weights = []
     for strikes in (None, Strikes({"forward": {150}, "backward": {900}})):
         model = AutoModelForImageTextToText.from_pretrained(clips / name, dtype=torch.float64)
-        trainer = trained(tmp_path, name, samples * 2, VideoTrainer, model, MemoryArguments(),
-                          per_device_train_batch_size=4, gradient_accumulation_steps=2)  # fmt: skip
+        trainer = trained(
+            tmp_path,
+            name,
+            samples * 2,
+            VideoTrainer,
+            model,
+            MemoryArguments(),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+        )
         if strikes:
             struck(trainer, strikes)
             with strikes:

@@ -48,8 +48,14 @@ def test_the_guides_rows():
 
 def test_frames_come_first_then_their_size_then_the_micro_batch():
     clips = list(candidates(8 * GIB, 32, Given()))
-    assert clips[:6] == [Clip(75, 448, 4), Clip(75, 448, 2), Clip(75, 336, 4), Clip(75, 336, 2), Clip(75, 224, 4),
-                         Clip(75, 224, 2)]  # fmt: skip
+    assert clips[:6] == [
+        Clip(75, 448, 4),
+        Clip(75, 448, 2),
+        Clip(75, 336, 4),
+        Clip(75, 336, 2),
+        Clip(75, 224, 4),
+        Clip(75, 224, 2),
+    ]
     assert clips[6:8] == [Clip(75, 224, 1), Clip(50, 448, 4)] and clips[-1] == Clip(8, 224, 1)
     assert {clip.micro_batch for clip in candidates(80 * GIB, 12, Given())} == {12, 6, 4, 3, 2, 1}
 
@@ -170,8 +176,19 @@ def started(tmp_path, qwen, capsys):
     """The job of a command line, as far as it comes without weights; and its first line. The card is not here."""
 
     def start(*words: str, model: str = "qwen2.5-vl-3b", preset: str = "rtx_3070", method: str = "qlora"):
-        argv = ["--preset", preset, "--method", method, "--use_cpu", "true", "--model_name_or_path", qwen(model),
-                "--output_dir", str(tmp_path / "out"), *words]  # fmt: skip
+        argv = [
+            "--preset",
+            preset,
+            "--method",
+            method,
+            "--use_cpu",
+            "true",
+            "--model_name_or_path",
+            qwen(model),
+            "--output_dir",
+            str(tmp_path / "out"),
+            *words,
+        ]
         job = jobs.start("", argv, own=video.VideoArguments, remove_unused_columns=False)
         return job, next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  frames  "))
 
@@ -188,8 +205,12 @@ def no_traces(monkeypatch):
 
 def clips_of(job) -> tuple:
     args = job.args
-    return (job.recipe.max_frames, job.recipe.max_pixels_per_frame, args.per_device_train_batch_size,
-            args.gradient_accumulation_steps)  # fmt: skip
+    return (
+        job.recipe.max_frames,
+        job.recipe.max_pixels_per_frame,
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+    )
 
 
 def test_the_recipe_takes_its_presets_row(started, no_traces):
@@ -215,10 +236,12 @@ def test_what_was_given_goes_over_the_row(started, no_traces):
 
 @pytest.mark.parametrize("preset", ["rtx_3070", "rtx_4090"])
 def test_the_line_states_the_batch_that_runs(started, no_traces, preset):
-    for words in (*(["--effective_batch_size", str(size)] for size in (1, 3, 5, 6, 32)),
-                  ["--gradient_accumulation_steps", "16"],
-                  ["--effective_batch_size", "6", "--video_profile", "maximum_savings"],
-                  ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "5"]):  # fmt: skip
+    for words in (
+        *(["--effective_batch_size", str(size)] for size in (1, 3, 5, 6, 32)),
+        ["--gradient_accumulation_steps", "16"],
+        ["--effective_batch_size", "6", "--video_profile", "maximum_savings"],
+        ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "5"],
+    ):
         job, line = started(*words, preset=preset)
         micro, accumulation = clips_of(job)[2:]
         assert f", micro-batch {micro} × {accumulation}" in line
@@ -238,8 +261,9 @@ def test_a_profile_goes_over_the_preset_and_under_what_was_given(started, no_tra
     job, line = started("--video_profile", "maximum_savings", "--effective_batch_size", "16")
     assert clips_of(job) == (50, 224 * 224, 2, 8)
     assert "video_profile maximum_savings goes over preset rtx_3070" in line
-    job, line = started("--video_profile", "maximum_savings", "--max_frames", "30", "--gradient_accumulation_steps",
-                        "32")  # fmt: skip
+    job, line = started(
+        "--video_profile", "maximum_savings", "--max_frames", "30", "--gradient_accumulation_steps", "32"
+    )
     assert clips_of(job)[:3] == (30, 224 * 224, 1) and "max_frames, gradient_accumulation_steps as given" in line
     job, _ = started("--video_profile", "maximum_performance", "--activation_checkpointing", "true")
     assert clips_of(job)[0] is None and job.args.activation_checkpointing and job.preset.dtype == "float32"
@@ -334,11 +358,21 @@ def own_model(tmp_path):
     """A tiny model, its data and the arguments for a dry run."""
     folder = video_models.make("qwen2_5_vl", tmp_path / "tiny")
     videos.write(tmp_path / "clip.mp4", videos.numbered(12, 56, 56))
-    row = {"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
-           "videos": ["clip.mp4"]}  # fmt: skip
+    row = {
+        "messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "red"}],
+        "videos": ["clip.mp4"],
+    }
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    return ["--model_name_or_path", str(folder), "--dataset_name", str(tmp_path / "rows.jsonl"), "--held_out", "0",
-            "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    return [
+        "--model_name_or_path",
+        str(folder),
+        "--dataset_name",
+        str(tmp_path / "rows.jsonl"),
+        "--held_out",
+        "0",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
 
 
 @pytest.mark.slow
@@ -362,7 +396,17 @@ def test_auto_plans_for_what_is_free(recipe, own_model, monkeypatch, capsys):
     assert trainer.train_dataset.encode.limits.max_frames == 12 and trainer.state.global_step == 1
     out = capsys.readouterr().out
     assert "max_frames as given" in out and "plan  balanced: micro-batch 4 × 1" in out
-    kept = main([*arguments, "--dry_run", "--per_device_train_batch_size", "2", "--max_pixels_per_frame", "3136",
-                 "--activation_checkpointing", "true"])  # fmt: skip
+    kept = main(
+        [
+            *arguments,
+            "--dry_run",
+            "--per_device_train_batch_size",
+            "2",
+            "--max_pixels_per_frame",
+            "3136",
+            "--activation_checkpointing",
+            "true",
+        ]
+    )
     assert (kept.args.per_device_train_batch_size, kept.args.gradient_accumulation_steps) == (2, 16)
     assert kept.args.activation_checkpointing

@@ -68,9 +68,13 @@ def compare_pixels() -> int:
 
 def compare_samples(clips: Path) -> int:
     """Tokens, positions, labels and all: what AutoProcessor's processor makes, and what is made without it."""
-    row = {"messages": [{"role": "user", "content": "<video>What is <video>moving?"},
-                        {"role": "assistant", "content": "first red then blue"}],
-           "videos": ["5.mp4", "30.mp4"]}  # fmt: skip
+    row = {
+        "messages": [
+            {"role": "user", "content": "<video>What is <video>moving?"},
+            {"role": "assistant", "content": "first red then blue"},
+        ],
+        "videos": ["5.mp4", "30.mp4"],
+    }
     for name in video_models.FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             video_models.make(name, Path(folder), weights=False)

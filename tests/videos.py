@@ -13,8 +13,18 @@ def numbered(count: int, height: int = 48, width: int = 64):
         yield numpy.full((height, width, 3), 20 + index * 200 // max(1, count - 1), numpy.uint8)
 
 
-def write(path: Path, frames, rate=10, codec="libx264", pixels="yuv420p", format=None, options=None, container=None,
-          rotation: int = 0, milliseconds=None) -> Path:  # fmt: skip
+def write(
+    path: Path,
+    frames,
+    rate=10,
+    codec="libx264",
+    pixels="yuv420p",
+    format=None,
+    options=None,
+    container=None,
+    rotation: int = 0,
+    milliseconds=None,
+) -> Path:
     """Encode frames. `milliseconds` are each frame's time, for a variable rate."""
     with av.open(str(path), "w", format=format, options=container or {}) as file:
         stream = file.add_stream(codec, rate=rate, options=options or {})

@@ -49,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no case begins that might outlast them")
     parser.add_argument("--resume", action="store_true", help="keep what earlier calls measured (this is the default)")
@@ -112,8 +113,11 @@ def measure_cases(runner: Runner, cases: list[Case], results: Results, deadline:
         limit = 20 * case.limit if case.rehearse else case.limit  # a loaded CPU is no reason to fail a rehearsal
         row = runner.run(case, min(limit, left))
         results.add(row)
-        print(f"[{number}/{len(waiting)}] {row['seconds']:5.1f} s  {row['outcome']:8}  {case.key}  "
-              f"{row.get('reason', '')[-200:]}", flush=True)  # fmt: skip
+        print(
+            f"[{number}/{len(waiting)}] {row['seconds']:5.1f} s  {row['outcome']:8}  {case.key}  "
+            f"{row.get('reason', '')[-200:]}",
+            flush=True,
+        )
 
 
 def predict_rows(runner: Runner, results: Results, deadline: float, fresh: bool) -> None:

@@ -15,12 +15,14 @@ MIXED = {"model": "qwen3-0.6b", "length": 777, "fields": {"bf16": True, "eval_st
 def cases(rehearse: bool) -> list[Case]:
     """The same jobs with each of the allocator's settings, and cuBLAS's workspaces."""
     made = [
-        Case("allocator", "expandable", 19, {}, EXPANDABLE), Case("allocator", "segments", 20, {}, SEGMENTS),
+        Case("allocator", "expandable", 19, {}, EXPANDABLE),
+        Case("allocator", "segments", 20, {}, SEGMENTS),
         Case("allocator", "expandable, mixed sizes", 41, MIXED, EXPANDABLE),
         Case("allocator", "segments, mixed sizes", 42, MIXED, SEGMENTS),
         Case("allocator", "garbage_collection_threshold", 70, {}, COLLECTED),
-        Case("allocator", "rounding", 22, {}, SEGMENTS), Case("allocator", "workspaces", 21),
-    ]  # fmt: skip
+        Case("allocator", "rounding", 22, {}, SEGMENTS),
+        Case("allocator", "workspaces", 21),
+    ]
     return [Case(one.part, one.name, one.worth, one.settings, one.env, rehearse=rehearse) for one in made]
 
 
@@ -60,8 +62,10 @@ def recorded(setting: Setting) -> tuple[list[tuple[int, int]], dict]:
     torch.cuda.memory._record_memory_history(enabled=None)
     sizes = {"alloc": lambda event: event["size"], "free_completed": lambda event: 0}
     events = [(event["addr"], sizes[event["action"]](event)) for event in trace if event["action"] in sizes]
-    return events, {"allocated_bytes": torch.cuda.max_memory_allocated(),
-                    "reserved_bytes": torch.cuda.max_memory_reserved()}  # fmt: skip
+    return events, {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
 
 
 def replayed(events: list[tuple[int, int]], expandable: bool) -> dict:

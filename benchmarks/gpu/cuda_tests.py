@@ -23,15 +23,26 @@ def measure(case: Case) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         # addopts are of plugins that an image may lack.
-        words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-m", "cuda", "tests/test_cuda.py",
-                 f"--junitxml={report}"]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-o",
+            "addopts=",
+            "-q",
+            "-m",
+            "cuda",
+            "tests/test_cuda.py",
+            f"--junitxml={report}",
+        ]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         if not report.is_file():
             raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
         suite = ElementTree.parse(report).getroot().find("testsuite")
     failures = {
         test.get("name"): problem.get("message", "")[:500]
-        for test in suite.iter("testcase") for problem in (*test.findall("failure"), *test.findall("error"))
-    }  # fmt: skip
+        for test in suite.iter("testcase")
+        for problem in (*test.findall("failure"), *test.findall("error"))
+    }
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     return {**counts, "failed": failures}

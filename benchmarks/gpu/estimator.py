@@ -46,8 +46,9 @@ SETTINGS = {
     "MemoryTrainer alone": Setting("lever", fields={**BF16, "gradient_accumulation_steps": 2}, memory={}),
     "adam_mini": Setting("lever", fields=BOTH, memory={"adam_mini": True}),
     "optimizer_cpu_offload": Setting("lever", fields=BOTH, memory={"optimizer_cpu_offload": True}),
-    "optimizer_in_backward": Setting("lever", fields={**BOTH, "max_grad_norm": 0.0},
-                                     memory={"optimizer_in_backward": True}),
+    "optimizer_in_backward": Setting(
+        "lever", fields={**BOTH, "max_grad_norm": 0.0}, memory={"optimizer_in_backward": True}
+    ),
     "sliding_window": Setting("lever", fields=BF16, memory={"sliding_window": 256}, length=2048),
     "sparse_block_size": Setting("lever", fields=BF16, memory={"sparse_block_size": 128}, length=4096),
     "logits_to_keep": Setting("lever", fields=BF16, memory={"logits_to_keep": True}),
@@ -56,10 +57,12 @@ SETTINGS = {
     "Gemma": Setting("full", "gemma-3-1b", BOTH, micro=2),
     "GPT-2": Setting("full", "gpt2-large", BF16),
     "full 4B": Setting("full", "qwen3-4b", BOTH, micro=1, length=4096),
-    **{f"adapter {method}": Setting("adapter", fields=BF16, method=method, dtype="bfloat16")
-       for method in ("dora", "rslora", "loha", "ia3", "vera", "prompt")},
+    **{
+        f"adapter {method}": Setting("adapter", fields=BF16, method=method, dtype="bfloat16")
+        for method in ("dora", "rslora", "loha", "ia3", "vera", "prompt")
+    },
     "segments instead of expandable": Setting("allocator", MEDIUM, BOTH, length=2048),
-}  # fmt: skip
+}
 
 
 def cases(rehearse: bool) -> list[Case]:

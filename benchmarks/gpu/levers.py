@@ -6,18 +6,29 @@ from benchmarks.gpu.case import ROOT, Case, Skip
 
 # Most valuable first. Liger is no lever of ours: what chunked losses are compared with.
 ORDER = (
-    "bf16, activation_compression=int8", "activation_offload, activation_checkpointing",
-    "activation_checkpointing, transformers' own offload", "loss_chunk_size=128", "use_liger_kernel",
-    "activation_offload", "activation_checkpointing (checkpoint_ratio=1)", "checkpoint_ratio=0.5", "bf16",
-    "sparse_block_size=64", "optim=adamw_8bit", "optimizer_in_backward", "adam_mini",
-)  # fmt: skip
+    "bf16, activation_compression=int8",
+    "activation_offload, activation_checkpointing",
+    "activation_checkpointing, transformers' own offload",
+    "loss_chunk_size=128",
+    "use_liger_kernel",
+    "activation_offload",
+    "activation_checkpointing (checkpoint_ratio=1)",
+    "checkpoint_ratio=0.5",
+    "bf16",
+    "sparse_block_size=64",
+    "optim=adamw_8bit",
+    "optimizer_in_backward",
+    "adam_mini",
+)
 REHEARSED = ORDER[3:4]
 
 
 def cases(rehearse: bool) -> list[Case]:
     """The levers whose cost depends on the device."""
-    return [Case("levers", name, 18 + 10 * number, rehearse=rehearse)
-            for number, name in enumerate(REHEARSED if rehearse else ORDER)]  # fmt: skip
+    return [
+        Case("levers", name, 18 + 10 * number, rehearse=rehearse)
+        for number, name in enumerate(REHEARSED if rehearse else ORDER)
+    ]
 
 
 def measure(case: Case) -> dict:
@@ -41,11 +52,17 @@ def measure(case: Case) -> dict:
 
         def config(name: str = "") -> MistralConfig:
             return MistralConfig(
-                vocab_size=bench.VOCABULARY, hidden_size=2048, intermediate_size=5632, num_hidden_layers=8,
-                num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=bench.LENGTH,
-                sliding_window=None, tie_word_embeddings=False,
+                vocab_size=bench.VOCABULARY,
+                hidden_size=2048,
+                intermediate_size=5632,
+                num_hidden_layers=8,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                max_position_embeddings=bench.LENGTH,
+                sliding_window=None,
+                tie_word_embeddings=False,
                 attn_implementation="eager" if name == bench.EAGER else "sdpa",
-            )  # fmt: skip
+            )
 
         bench.config = config
     bench.held_out_loss = lambda name: 1.0  # measured on the CPU, where it is the same

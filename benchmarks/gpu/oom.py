@@ -9,8 +9,9 @@ from benchmarks.gpu.case import ROOT, Case
 from benchmarks.gpu.training import Setting, make_trainer, release, step_clock
 
 PHASES = ("forward", "backward", "clipping", "optimizer", "eval", "save")
-MODEL = Setting("oom", "smollm2-135m", {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}, {}, micro=4,
-                length=256)  # fmt: skip
+MODEL = Setting(
+    "oom", "smollm2-135m", {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}, {}, micro=4, length=256
+)
 STEPS = 3
 OVERHEADS = {"0.1B": "smollm2-135m", "0.5B": "qwen2.5-0.5b"}
 
@@ -19,8 +20,10 @@ def cases(rehearse: bool) -> list[Case]:
     """A failure in every phase, a card that is really too small, and the time of a step."""
     made = [Case("oom", phase, 15 + 5 * number) for number, phase in enumerate(PHASES)]
     made += [Case("oom", "card too small", 16), Case("oom", "fragmented", 60)]
-    made += [Case("oom", f"step time {name}", 11 + number, {"model": model})
-             for number, (name, model) in enumerate(OVERHEADS.items())]  # fmt: skip
+    made += [
+        Case("oom", f"step time {name}", 11 + number, {"model": model})
+        for number, (name, model) in enumerate(OVERHEADS.items())
+    ]
     return [Case(case.part, case.name, case.worth, case.settings, rehearse=rehearse) for case in made]
 
 
@@ -40,9 +43,14 @@ def failing(setting: Setting, phase: str) -> dict:
     """One allocation of a phase cannot be had: trained on, its weights beside those of a run without a failure."""
     plain, _, seconds, _ = run(setting)
     weights, trainer, failed_seconds, hits = run(setting, phase)
-    return {"hits": hits, "steps": trainer.state.global_step, "weights_error": distance(plain, weights),
-            "seconds": round(seconds, 3), "seconds_with_failure": round(failed_seconds, 3),
-            "events": len(hits)}  # fmt: skip
+    return {
+        "hits": hits,
+        "steps": trainer.state.global_step,
+        "weights_error": distance(plain, weights),
+        "seconds": round(seconds, 3),
+        "seconds_with_failure": round(failed_seconds, 3),
+        "events": len(hits),
+    }
 
 
 def run(setting: Setting, phase: str | None = None, prepare=None):
@@ -113,10 +121,16 @@ def too_small(setting: Setting) -> dict:
     release()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     weights, trainer, limited_seconds, _ = run(setting)
-    return {"limit_bytes": limit, "whole_bytes": whole, "weights_error": distance(plain, weights),
-            "retries": torch.cuda.memory_stats()["num_alloc_retries"], "ooms": torch.cuda.memory_stats()["num_ooms"],
-            "seconds": round(seconds, 3), "limited_seconds": round(limited_seconds, 3),
-            "micro_batch": trainer.args.per_device_train_batch_size}  # fmt: skip
+    return {
+        "limit_bytes": limit,
+        "whole_bytes": whole,
+        "weights_error": distance(plain, weights),
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "ooms": torch.cuda.memory_stats()["num_ooms"],
+        "seconds": round(seconds, 3),
+        "limited_seconds": round(limited_seconds, 3),
+        "micro_batch": trainer.args.per_device_train_batch_size,
+    }
 
 
 def fragmented(setting: Setting) -> dict:
@@ -132,8 +146,12 @@ def fragmented(setting: Setting) -> dict:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
         run(setting)
         later = torch.cuda.memory_stats()
-        return {"blocks_kept": len(kept), "inactive_split_bytes": stats["inactive_split_bytes.all.current"],
-                "retries": later["num_alloc_retries"], "ooms": later["num_ooms"]}  # fmt: skip
+        return {
+            "blocks_kept": len(kept),
+            "inactive_split_bytes": stats["inactive_split_bytes.all.current"],
+            "retries": later["num_alloc_retries"],
+            "ooms": later["num_ooms"],
+        }
     run(setting)
     return {"blocks_kept": 0, "inactive_split_bytes": 0, "retries": 0, "ooms": 0}
 

@@ -38,8 +38,13 @@ class Runner:
 
     def run(self, case: Case, limit: float, task: str = "measure", device: dict | None = None) -> dict:
         """A case's row: outcome is measured (with what the task gave), skipped or failed (with `reason`)."""
-        row = {"case": case.key, "part": case.part, "settings": case.settings, "env": case.env,
-               "date": datetime.now(UTC).date().isoformat()}  # fmt: skip
+        row = {
+            "case": case.key,
+            "part": case.part,
+            "settings": case.settings,
+            "env": case.env,
+            "date": datetime.now(UTC).date().isoformat(),
+        }
         began = time.monotonic()
         found = self._run(case, limit, task, device)
         started = any(phrase in found.get("reason", "") for phrase in ("forked subprocess", "initialization error"))
@@ -112,11 +117,15 @@ def header(rehearse: bool) -> dict:
         device = dataclasses.replace(device, label=f"rehearsal on {device.label}")
     packages = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "hf_memopt")
     return {
-        "benchmark": "gpu", "rehearsal": rehearse,
-        "hardware": {**vars(device), "sources": dict(device.sources)}, "driver": driver(),
-        "cuda": torch.version.cuda, "cards": torch.cuda.device_count(), "cores": os.cpu_count(),
+        "benchmark": "gpu",
+        "rehearsal": rehearse,
+        "hardware": {**vars(device), "sources": dict(device.sources)},
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "cards": torch.cuda.device_count(),
+        "cores": os.cpu_count(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
-    }  # fmt: skip
+    }
 
 
 def driver() -> str | None:

@@ -49,9 +49,19 @@ def measure(case: Case) -> dict:
     sizes = {} if on_card else {**TINY, "tiny": 1}
     config = config_of(Setting("smaller", predicted["model"], sizes=sizes))
     length = predicted["seq_len"] if on_card else 32
-    micro = {} if on_card else {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "use_cpu": True,
-                                "bf16": False, "fp16": False, "optim": "adamw_torch",
-                                "dataloader_num_workers": 0}  # fmt: skip
+    micro = (
+        {}
+        if on_card
+        else {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "use_cpu": True,
+            "bf16": False,
+            "fp16": False,
+            "optim": "adamw_torch",
+            "dataloader_num_workers": 0,
+        }
+    )
     outcome = "trained"
     with tempfile.TemporaryDirectory() as folder, peaks() as found:
         try:
@@ -66,15 +76,25 @@ def measure(case: Case) -> dict:
                 torch.cuda.set_per_process_memory_fraction(limit / total)
             if preset.method != "full":
                 model = add_adapters(model, preset.peft_config())
-            args = preset.training_arguments(folder, world_size=1, max_steps=2, report_to="none", disable_tqdm=True,
-                                             save_strategy="no", logging_strategy="no", **micro)  # fmt: skip
+            args = preset.training_arguments(
+                folder,
+                world_size=1,
+                max_steps=2,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                logging_strategy="no",
+                **micro,
+            )
             row = {"input_ids": [7] * length, "labels": [7] * length}
             Trainer(model, args, train_dataset=[row] * 512, data_collator=default_data_collator).train()
         except torch.OutOfMemoryError:
             outcome = "out of memory"
     return {
-        "outcome_of_training": outcome, "predicted_to_fit": predicted["fits"],
-        "as_predicted": predicted["fits"] == (outcome == "trained"), **found,
+        "outcome_of_training": outcome,
+        "predicted_to_fit": predicted["fits"],
+        "as_predicted": predicted["fits"] == (outcome == "trained"),
+        **found,
         "predicted_allocated_bytes": predicted["peak_allocated_bytes"],
         "predicted_device_bytes": predicted["device_bytes"],
-    }  # fmt: skip
+    }

@@ -11,8 +11,9 @@ MODEL = "qwen3-1.7b"
 SETTINGS = {
     "baseline, 4 × 2048": Setting("baseline", MODEL, BF16, micro=4, length=2048),
     "checkpointed, 4 × 2048": Setting("checkpointing", MODEL, BOTH, micro=4, length=2048),
-    "half checkpointed, 4 × 2048": Setting("checkpointing", MODEL, BF16, {"checkpoint_ratio": 0.5}, micro=4,
-                                           length=2048),
+    "half checkpointed, 4 × 2048": Setting(
+        "checkpointing", MODEL, BF16, {"checkpoint_ratio": 0.5}, micro=4, length=2048
+    ),
     "checkpointed, 16 × 2048": Setting("batch", MODEL, BOTH, micro=16, length=2048),
     "checkpointed, 1 × 2048": Setting("batch", MODEL, BOTH, micro=1, length=2048),
     "checkpointed, 1 × 16384": Setting("length", MODEL, BOTH, micro=1, length=16384),
@@ -23,7 +24,7 @@ SETTINGS = {
     "8-bit AdamW, 4 × 2048": Setting("optimizer", MODEL, {**BF16, "optim": "adamw_8bit"}, micro=4, length=2048),
     "LoRA, 4 × 2048": Setting("LoRA", MODEL, BF16, method="lora", dtype="bfloat16", micro=4, length=2048),
     "QLoRA, 4 × 2048": Setting("QLoRA", MODEL, BF16, method="qlora", dtype="bfloat16", micro=4, length=2048),
-}  # fmt: skip
+}
 
 
 def cases(rehearse: bool) -> list[Case]:

@@ -39,8 +39,9 @@ def build(results: dict, predictions: dict) -> dict[str, list[dict]]:
     errors = [errors_of(row, predicted) for row, predicted in jobs]
     tables = {"Memory, predicted beside measured": errors, "Error by kind": by_kind(errors), "Speed": speeds(jobs)}
     for part in ("smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards"):
-        tables[part] = [{"case": row["case"].partition("/")[2], **flat(row["measured"])}
-                        for row in rows if row["part"] == part]  # fmt: skip
+        tables[part] = [
+            {"case": row["case"].partition("/")[2], **flat(row["measured"])} for row in rows if row["part"] == part
+        ]
     tables["Not predicted"] = [{"case": row["case"], "reason": reason} for row, reason in refused]
     left = [row for row in results["rows"] if row["outcome"] != "measured"]
     tables["Not measured"] = [
@@ -75,24 +76,34 @@ def by_kind(errors: list[dict]) -> list[dict]:
             column = f"error of {name}"
             values = [abs(row[column]) for row in errors if kind in (row["kind"], "all") and column in row]
             if values:
-                line |= {"jobs": len(values), f"mean {column}": round(statistics.mean(values), 4),
-                         f"largest {column}": round(max(values), 4)}  # fmt: skip
+                line |= {
+                    "jobs": len(values),
+                    f"mean {column}": round(statistics.mean(values), 4),
+                    f"largest {column}": round(max(values), 4),
+                }
         found.append(line)
     return found
 
 
 def speeds(jobs: list[tuple[dict, dict]]) -> list[dict]:
     """Seconds a step, and how many times the prediction is beside the median such factor: ratios are what counts."""
-    timed = [(row, predicted, predicted["step_seconds"] / row["measured"]["step_seconds"])
-             for row, predicted in jobs if row["measured"]["step_seconds"]]  # fmt: skip
+    timed = [
+        (row, predicted, predicted["step_seconds"] / row["measured"]["step_seconds"])
+        for row, predicted in jobs
+        if row["measured"]["step_seconds"]
+    ]
     usual = statistics.median([factor for *_, factor in timed]) if timed else 1.0
     return [
-        {"case": row["case"], "tokens_per_second": round(row["measured"]["tokens_per_second"]),
-         "step_seconds": round(row["measured"]["step_seconds"], 4),
-         "predicted_step_seconds": round(predicted["step_seconds"], 4), "predicted over measured": round(factor, 3),
-         "beside the median": round(factor / usual, 3)}
+        {
+            "case": row["case"],
+            "tokens_per_second": round(row["measured"]["tokens_per_second"]),
+            "step_seconds": round(row["measured"]["step_seconds"], 4),
+            "predicted_step_seconds": round(predicted["step_seconds"], 4),
+            "predicted over measured": round(factor, 3),
+            "beside the median": round(factor / usual, 3),
+        }
         for row, predicted, factor in timed
-    ]  # fmt: skip
+    ]
 
 
 def flat(measured: dict) -> dict:
@@ -110,11 +121,16 @@ def as_markdown(results: dict, tables: dict[str, list[dict]]) -> str:
     """The page: what it was measured on, then the tables."""
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if number)
     lines = [
-        f"# {results['hardware']['label']}", "",
-        *(["**A rehearsal on a CPU with tiny models: these figures say nothing about a card.**", ""]
-          if results["rehearsal"] else []),
-        f"Driver {results['driver']}, CUDA {results['cuda']}; {versions}. `{results['command']}`", "",
-    ]  # fmt: skip
+        f"# {results['hardware']['label']}",
+        "",
+        *(
+            ["**A rehearsal on a CPU with tiny models: these figures say nothing about a card.**", ""]
+            if results["rehearsal"]
+            else []
+        ),
+        f"Driver {results['driver']}, CUDA {results['cuda']}; {versions}. `{results['command']}`",
+        "",
+    ]
     for title, rows in tables.items():
         columns = list(dict.fromkeys(name for row in rows for name in row))
         lines += [f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]

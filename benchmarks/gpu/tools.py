@@ -10,15 +10,26 @@ from benchmarks.gpu.training import Setting, make_trainer, used_on_card
 
 MIB = 2**20
 SMALL = Setting("tools", "smollm2-135m", {"bf16": True}, {}, micro=2, length=256)
-NAMES = ("constants", "snapshot", "snapshot_on_oom", "phase_peaks", "monitor", "doctor", "attention",
-         "allocator_setting", "compile")  # fmt: skip
+NAMES = (
+    "constants",
+    "snapshot",
+    "snapshot_on_oom",
+    "phase_peaks",
+    "monitor",
+    "doctor",
+    "attention",
+    "allocator_setting",
+    "compile",
+)
 
 
 def cases(rehearse: bool) -> list[Case]:
     """The constants come first: every prediction of device bytes has them."""
     # allocator_setting sets the variable itself, in the process: it must not come from outside.
-    return [Case("tools", name, 1 if name == "constants" else 30 + 7 * number, rehearse=rehearse)
-            for number, name in enumerate(NAMES)]  # fmt: skip
+    return [
+        Case("tools", name, 1 if name == "constants" else 30 + 7 * number, rehearse=rehearse)
+        for number, name in enumerate(NAMES)
+    ]
 
 
 def measure(case: Case) -> dict:
@@ -63,12 +74,18 @@ def constants(setting: Setting) -> dict:
         make_trainer(setting, folder, 2).train()
     context = (used_on_card() or 0) - idle - torch.cuda.memory_reserved()
     return {
-        **found, "context_at_first_tensor_bytes": after_first, "context_bytes": context, "workspace_bytes": workspace,
-        "matmul_flops": rate, "copy_bytes_per_second": copied, "host_link_bytes_per_second": link,
-        "launch_seconds": launch, "share_of_matmul_rate": device.bf16_flops and rate / device.bf16_flops,
+        **found,
+        "context_at_first_tensor_bytes": after_first,
+        "context_bytes": context,
+        "workspace_bytes": workspace,
+        "matmul_flops": rate,
+        "copy_bytes_per_second": copied,
+        "host_link_bytes_per_second": link,
+        "launch_seconds": launch,
+        "share_of_matmul_rate": device.bf16_flops and rate / device.bf16_flops,
         "share_of_bandwidth": device.bandwidth and copied / device.bandwidth,
         "share_of_host_link": device.host_link and link / device.host_link,
-    }  # fmt: skip
+    }
 
 
 def seconds_of(function, times: int = 20) -> float:
@@ -98,8 +115,11 @@ def snapshot(setting: Setting) -> dict:
         make_trainer(setting, folder, 2, callbacks=[recorder]).train()
         found = read(recorder.files[0]).to_dict()
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"file": recorder.files[0].name, "allocator_peak_bytes": peak,
-            **{name: value for name, value in found.items() if isinstance(value, int | float)}}  # fmt: skip
+    return {
+        "file": recorder.files[0].name,
+        "allocator_peak_bytes": peak,
+        **{name: value for name, value in found.items() if isinstance(value, int | float)},
+    }
 
 
 def snapshot_on_oom(setting: Setting) -> dict:
@@ -154,8 +174,11 @@ def monitor(setting: Setting) -> dict:
         began = time.perf_counter()
         for _ in range(100):
             reading = reader.read()
-        return {**reading.to_dict(), "nvml_used_bytes": used_on_card(),
-                "read_seconds": (time.perf_counter() - began) / 100}  # fmt: skip
+        return {
+            **reading.to_dict(),
+            "nvml_used_bytes": used_on_card(),
+            "read_seconds": (time.perf_counter() - began) / 100,
+        }
 
 
 def doctor(setting: Setting) -> dict:

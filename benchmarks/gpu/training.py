@@ -11,10 +11,17 @@ from benchmarks.gpu.case import Skip
 
 STEPS = 6  # the first two build states and warm up; the rest is timed
 TINY = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "num_experts": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "num_experts": 4,
     "num_experts_per_tok": 2,
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +78,12 @@ def quantization(method: str):
     import torch
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                              bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
 
 
 def config_of(setting: Setting):
@@ -180,14 +191,29 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
     on_card = torch.cuda.is_available()
     torch.manual_seed(0)
     model = build(setting, "cuda" if on_card else "cpu")
-    args = TrainingArguments(**{
-        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": setting.micro, "report_to": "none",
-        "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "use_cpu": not on_card,
-        **setting.fields, **fields,
-    })  # fmt: skip
+    args = TrainingArguments(
+        **{
+            "output_dir": folder,
+            "max_steps": steps,
+            "per_device_train_batch_size": setting.micro,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "use_cpu": not on_card,
+            **setting.fields,
+            **fields,
+        }
+    )
     rows = samples(setting, model.config.get_text_config().vocab_size)
-    given = {"model": model, "args": args, "train_dataset": rows, "eval_dataset": rows,
-             "data_collator": default_data_collator, "callbacks": list(callbacks)}  # fmt: skip
+    given = {
+        "model": model,
+        "args": args,
+        "train_dataset": rows,
+        "eval_dataset": rows,
+        "data_collator": default_data_collator,
+        "callbacks": list(callbacks),
+    }
     if kind is None:
         kind = Trainer if setting.memory is None else MemoryTrainer
     if issubclass(kind, MemoryTrainer):
@@ -285,9 +311,12 @@ def train(setting: Setting) -> dict[str, Any]:
     seconds = statistics.median(clock.seconds[2:] or clock.seconds or [0.0])
     tokens = setting.micro * setting.length * setting.fields.get("gradient_accumulation_steps", 1)
     return {
-        "outcome_of_training": outcome, **found, "allocator": allocator, "step_seconds": seconds,
+        "outcome_of_training": outcome,
+        **found,
+        "allocator": allocator,
+        "step_seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
-    }  # fmt: skip
+    }
 
 
 def predict(setting: Setting, device) -> dict[str, Any]:
@@ -304,13 +333,24 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     memory_args = None if setting.memory is None else MemoryArguments(**setting.memory)
     fields = {"per_device_train_batch_size": setting.micro, **setting.fields}
     job = describe(
-        config_of(setting), fields, setting.length, device, adapter(setting.method), setting.dtype, setting.attention,
-        setting.padded, quantization(setting.method), memory_args=memory_args,
-    )  # fmt: skip
+        config_of(setting),
+        fields,
+        setting.length,
+        device,
+        adapter(setting.method),
+        setting.dtype,
+        setting.attention,
+        setting.padded,
+        quantization(setting.method),
+        memory_args=memory_args,
+    )
     found = estimate_job(job)
     micro, optimizer = times(traced_jobs([job])[0], device)
     return {
-        "allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.reserved_bytes,
-        "device_bytes": found.device_bytes, "phase": found.phase, "fits": found.fits,
+        "allocated_bytes": found.peak_allocated_bytes,
+        "reserved_bytes": found.reserved_bytes,
+        "device_bytes": found.device_bytes,
+        "phase": found.phase,
+        "fits": found.fits,
         "step_seconds": setting.fields.get("gradient_accumulation_steps", 1) * micro + optimizer,
-    }  # fmt: skip
+    }

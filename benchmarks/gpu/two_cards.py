@@ -17,8 +17,10 @@ ENDINGS = {
 
 def cases(rehearse: bool) -> list[Case]:
     """Endings of two processes; over gloo in a rehearsal."""
-    return [Case("two_cards", name, 5 + number, {"case": case}, rehearse=rehearse)
-            for number, (name, case) in enumerate(ENDINGS.items())]  # fmt: skip
+    return [
+        Case("two_cards", name, 5 + number, {"case": case}, rehearse=rehearse)
+        for number, (name, case) in enumerate(ENDINGS.items())
+    ]
 
 
 def measure(case: Case) -> dict:
@@ -32,7 +34,13 @@ def measure(case: Case) -> dict:
         # The tests' own runs are on the CPU, and their fields are overridden here.
         device = {} if case.rehearse else {"fields": {"use_cpu": False}}
         lines = "\n".join(json.dumps({**one, **device}) for one in (PLAIN, case.settings["case"]))
-        subprocess.run([sys.executable, "two_processes.py", folder], input=lines, text=True, check=True,
-                       cwd=ROOT / "tests", capture_output=True)  # fmt: skip
+        subprocess.run(
+            [sys.executable, "two_processes.py", folder],
+            input=lines,
+            text=True,
+            check=True,
+            cwd=ROOT / "tests",
+            capture_output=True,
+        )
         found = json.loads(Path(folder, f"{case.settings['case']['name']}.json").read_text())
     return {"backend": "nccl" if cards >= 2 else "gloo", **found}

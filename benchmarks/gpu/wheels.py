@@ -15,10 +15,29 @@ from benchmarks.gpu.case import ROOT
 MIB = 2**20
 # Most needed first: without the first line nothing runs; the last ones are large, or of one part alone.
 PACKAGES = (
-    "transformers", "accelerate", "peft", "huggingface_hub", "tokenizers", "safetensors", "psutil", "PyYAML",
-    "nvidia-ml-py", "rich", "typer", "Jinja2", "datasets", "dill", "multiprocess", "xxhash", "httpx2", "httpcore2",
-    "truststore", "regex", "pytest", "bitsandbytes",
-)  # fmt: skip
+    "transformers",
+    "accelerate",
+    "peft",
+    "huggingface_hub",
+    "tokenizers",
+    "safetensors",
+    "psutil",
+    "PyYAML",
+    "nvidia-ml-py",
+    "rich",
+    "typer",
+    "Jinja2",
+    "datasets",
+    "dill",
+    "multiprocess",
+    "xxhash",
+    "httpx2",
+    "httpcore2",
+    "truststore",
+    "regex",
+    "pytest",
+    "bitsandbytes",
+)
 PLATFORMS = [f"manylinux_2_{minor}_{{machine}}" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_{machine}", "manylinux1_{machine}"]
 
@@ -39,8 +58,10 @@ def main() -> int:
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
     left_out = [line for name in wanted if (line := fetch(args, f"{name}=={pins[name]}"))]
-    print(f"{size(args.folder) / MIB:.1f} MiB in {args.folder}; on the machine: python3 -m pip install --no-index "
-          f"--no-deps --target /tmp/site {args.folder}/*.whl")  # fmt: skip
+    print(
+        f"{size(args.folder) / MIB:.1f} MiB in {args.folder}; on the machine: python3 -m pip install --no-index "
+        f"--no-deps --target /tmp/site {args.folder}/*.whl"
+    )
     for line in left_out:
         print(f"left out: {line}")
     return 0
@@ -49,9 +70,22 @@ def main() -> int:
 def fetch(args: argparse.Namespace, pinned: str) -> str:
     """Download one wheel; why it was left out, "" where it was not."""
     before = set(args.folder.glob("*.whl"))
-    words = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps",
-             "--only-binary=:all:", "--implementation", "cp", "--python-version", args.python_version,
-             "-d", str(args.folder)]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        args.python_version,
+        "-d",
+        str(args.folder),
+    ]
     for platform in PLATFORMS:
         words += ["--platform", platform.format(machine=args.machine)]
     done = subprocess.run([*words, pinned], capture_output=True, text=True)

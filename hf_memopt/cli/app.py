@@ -150,8 +150,9 @@ def estimate(
     """Predict the peak memory of a job, without its weights or its device; exit code 1 if it does not fit."""
     from hf_memopt.cli.estimate import run_estimate
 
-    done = run_estimate(model, preset, method, seq_len, world_size, strategy, hardware, settings or [], levers, plot,
-                        json)  # fmt: skip
+    done = run_estimate(
+        model, preset, method, seq_len, world_size, strategy, hardware, settings or [], levers, plot, json
+    )
     raise typer.Exit(done)
 
 
@@ -211,9 +212,21 @@ def plan(
     if frames is not None:
         raise typer.Exit(run_frames(model, frames, hardware, method, settings or [], json))
     raise typer.Exit(
-        run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory, host_memory, settings or [],
-                 export, rung, json)
-    )  # fmt: skip
+        run_plan(
+            model,
+            hardware,
+            seq_len,
+            effective_batch_size,
+            method,
+            strategy,
+            memory,
+            host_memory,
+            settings or [],
+            export,
+            rung,
+            json,
+        )
+    )
 
 
 @app.command(
@@ -321,11 +334,13 @@ def report(
     directories: Annotated[list[str], typer.Argument(metavar="RUN_DIR...", help="A run's output_dir, or several.")],
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE.html", help="Default: memory_report.html in the run's folder, or "
-                     "memory_comparison.html here for several."),
+        typer.Option(
+            metavar="FILE.html",
+            help="Default: memory_report.html in the run's folder, or memory_comparison.html here for several.",
+        ),
     ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show what a run took, when, why and what to try next, as a page for a browser; or compare several runs."""
     from hf_memopt.cli.report import run_report
 

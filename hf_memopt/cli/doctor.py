@@ -63,7 +63,8 @@ def examine(as_json: bool) -> None:
         return
     device, used = report["device"], report["would_use"]
     print_table(
-        "this machine", ("what", "is"),
+        "this machine",
+        ("what", "is"),
         [
             ("device", f"{device['label']} ({device['name']}) × {report['device_count']}"),
             ("memory usable", gib(device["memory"]) + ", shared with the system" * device["unified_memory"]),
@@ -73,7 +74,7 @@ def examine(as_json: bool) -> None:
             ("bfloat16", "native" if device["native_bf16"] else "emulated or none"),
             ("Python, system", f"{report['python']}, {report['system']}"),
         ],
-    )  # fmt: skip
+    )
     print_table("what would be used", ("what", "is"), list(used.items()))
     rows = [(name, found["version"] or "missing", found["needed_for"]) for name, found in report["packages"].items()]
     print_table("packages", ("package", "version", "needed for"), rows)
@@ -102,8 +103,11 @@ def _report() -> dict[str, Any]:
         except InputError as error:
             problems.append(str(error))
     packages = {name: {"version": _version(name), "needed_for": use} for name, use in _PACKAGES.items()}
-    problems += [f"{name} is not installed: no {found['needed_for']}" for name, found in packages.items()
-                 if not found["version"] and "optional" not in found["needed_for"]]  # fmt: skip
+    problems += [
+        f"{name} is not installed: no {found['needed_for']}"
+        for name, found in packages.items()
+        if not found["version"] and "optional" not in found["needed_for"]
+    ]
     problems += _compiler_problems(packages)
     batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
     loading = loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)

@@ -31,8 +31,9 @@ _VIDEO = {
 }
 
 
-def run_estimate(model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file,
-                 as_json) -> int:  # fmt: skip
+def run_estimate(
+    model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file, as_json
+) -> int:
     """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
@@ -84,12 +85,23 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
     if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):
         memory_args = with_few_logits(memory_args, config)  # as the recipe does
     job = job_of(
-        preset, model, seq_len, world_size, given, lora, hardware=device, task=own.get("task"),
-        video=video, frozen=frozen_as_said(clips) if video else (),
-        attn_implementation=own.get("attn_implementation"), kbit_preparation=bool(own.get("kbit_preparation")),
+        preset,
+        model,
+        seq_len,
+        world_size,
+        given,
+        lora,
+        hardware=device,
+        task=own.get("task"),
+        video=video,
+        frozen=frozen_as_said(clips) if video else (),
+        attn_implementation=own.get("attn_implementation"),
+        kbit_preparation=bool(own.get("kbit_preparation")),
         quantization_config=quantization_config(preset, quantization, config if video else None),
-        memory_args=memory_args, padded=bool(own.get("padded")), packed=bool(own.get("packed")),
-    )  # fmt: skip
+        memory_args=memory_args,
+        padded=bool(own.get("padded")),
+        packed=bool(own.get("packed")),
+    )
     return preset, job
 
 

@@ -18,8 +18,19 @@ from hf_memopt.presets.launch_script import scripts
 RECIPES = ("pretrain", "sft", "video_sft")
 
 
-def export_preset(name, directory, method, strategy, precision, recipe, nvme_path, as_json, machines=None,
-                  sequence_parallel=None, yaml_only=False) -> None:  # fmt: skip
+def export_preset(
+    name,
+    directory,
+    method,
+    strategy,
+    precision,
+    recipe,
+    nvme_path,
+    as_json,
+    machines=None,
+    sequence_parallel=None,
+    yaml_only=False,
+) -> None:
     """Write the files, all or none; those that are there already are replaced.
 
     Args:
@@ -54,8 +65,10 @@ def _sharing_tokens(preset: Preset, devices: int) -> Preset:
         InputError: its engine, or its number of devices, cannot do that.
     """
     if not preset.strategy.startswith("zero"):
-        raise InputError(f"sequence_parallel={devices} is DeepSpeed's, and the strategy is {preset.strategy}: "
-                         "use strategy zero1, zero2 or zero3")  # fmt: skip
+        raise InputError(
+            f"sequence_parallel={devices} is DeepSpeed's, and the strategy is {preset.strategy}: "
+            "use strategy zero1, zero2 or zero3"
+        )
     preset = replace(preset, sequence_parallel=devices)
     preset.batches(preset.processes)
     return preset
@@ -102,11 +115,18 @@ def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
 def _recipe_words(preset: Preset, folder: Path, recipe: str, name: str) -> list[str]:
     script = shipped("recipes") / f"{recipe}.py"
     return [
-        shlex.quote(str(script)), "--preset", name, "--method", preset.method, "--effective_batch_size",
-        str(preset.effective_batch_size), "--config", shlex.quote(str(folder / "training_arguments.json")),
+        shlex.quote(str(script)),
+        "--preset",
+        name,
+        "--method",
+        preset.method,
+        "--effective_batch_size",
+        str(preset.effective_batch_size),
+        "--config",
+        shlex.quote(str(folder / "training_arguments.json")),
         *mesh_words(preset.strategy),
         *(["--attn_implementation", "sdpa"] if preset.sequence_parallel > 1 else []),
-    ]  # fmt: skip
+    ]
 
 
 def _json(value: dict) -> str:

@@ -60,12 +60,10 @@ def _facts(directory: str | None, profile: str) -> dict[str, Any]:
     _, *thresholds = PROFILES[profile]
     run = _run(directory)
     return {
-        "devices": [
-            device.to_dict() | {"status": status_at(device.utilization, *thresholds)} for device in devices()
-        ],
-        "run": run and {"folder": str(run.folder), "last": run.readings[-1] if run.readings else None,
-                        "events": run.events[-5:]},
-    }  # fmt: skip
+        "devices": [device.to_dict() | {"status": status_at(device.utilization, *thresholds)} for device in devices()],
+        "run": run
+        and {"folder": str(run.folder), "last": run.readings[-1] if run.readings else None, "events": run.events[-5:]},
+    }
 
 
 def _run(directory: str | None) -> Run | None:

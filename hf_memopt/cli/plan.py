@@ -12,8 +12,20 @@ from hf_memopt.presets import get_preset, list_presets
 from hf_memopt.units import GIB, gib
 
 
-def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, memory_gib, host_gib, settings,
-             export_dir, rung, as_json) -> int:  # fmt: skip
+def run_plan(
+    model,
+    hardware,
+    seq_len,
+    effective_batch_size,
+    method,
+    strategy,
+    memory_gib,
+    host_gib,
+    settings,
+    export_dir,
+    rung,
+    as_json,
+) -> int:
     """Print the ladder; 0 if anything fits, 1 if nothing does."""
     if rung not in RUNGS:
         raise choose("rung", rung, RUNGS)
@@ -38,11 +50,23 @@ def run_plan(model, hardware, seq_len, effective_batch_size, method, strategy, m
         return quantization_config(preset, changed, config if video else None)
 
     found = plan(
-        model, hardware, effective_batch_size, seq_len, method, strategy,
-        memory=_bytes(memory_gib), host_memory=_bytes(host_gib), training=given, lora=lora,
-        memory_args=memory_args, quantization=packed, say=_say, video=video,
-        frozen=frozen_as_said(clips) if video else (), **own,
-    )  # fmt: skip
+        model,
+        hardware,
+        effective_batch_size,
+        seq_len,
+        method,
+        strategy,
+        memory=_bytes(memory_gib),
+        host_memory=_bytes(host_gib),
+        training=given,
+        lora=lora,
+        memory_args=memory_args,
+        quantization=packed,
+        say=_say,
+        video=video,
+        frozen=frozen_as_said(clips) if video else (),
+        **own,
+    )
     written = _export(found, export_dir, rung) if export_dir and found.ladder else []
     if as_json:
         print_json(found.to_dict() | {"exported": written})
@@ -76,17 +100,31 @@ def _print_plan(found, written: list[str]) -> None:
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
     method = f"{preset.method}, " if found.ladder else ""
     length = "videos" if request.more.get("video") is not None else f"{request.seq_len} tokens"
-    print(f"{request.model}, {method}{request.effective_batch_size} samples a step of {length}, on {devices}"
-          f"{preset.hardware.label} ({gib(request.memory)} each)")  # fmt: skip
+    print(
+        f"{request.model}, {method}{request.effective_batch_size} samples a step of {length}, on {devices}"
+        f"{preset.hardware.label} ({gib(request.memory)} each)"
+    )
     if found.ladder:
-        rows = [(rung.name, f"{rung.share:.0%}", rung.summary, gib(rung.estimate.device_bytes),
-                 f"{rung.relative_speed:.2f}") for rung in found.ladder]  # fmt: skip
+        rows = [
+            (
+                rung.name,
+                f"{rung.share:.0%}",
+                rung.summary,
+                gib(rung.estimate.device_bytes),
+                f"{rung.relative_speed:.2f}",
+            )
+            for rung in found.ladder
+        ]
         print_table("", ("rung", "fills", "settings", "predicted", "predicted speed"), rows)
-        kinds = [kind for kind in found.ladder[0].estimate.breakdown
-                 if any(rung.estimate.breakdown[kind] > 2**20 for rung in found.ladder)]  # fmt: skip
+        kinds = [
+            kind
+            for kind in found.ladder[0].estimate.breakdown
+            if any(rung.estimate.breakdown[kind] > 2**20 for rung in found.ladder)
+        ]
         rows = [("in", *(rung.estimate.phase for rung in found.ladder))]
-        rows += [(kind.replace("_", " "), *(gib(rung.estimate.breakdown[kind]) for rung in found.ladder))
-                 for kind in kinds]  # fmt: skip
+        rows += [
+            (kind.replace("_", " "), *(gib(rung.estimate.breakdown[kind]) for rung in found.ladder)) for kind in kinds
+        ]
         print_table("at the peak", ("what", *(rung.name for rung in found.ladder)), rows)
     if any(rung.choice.offloads for rung in found.ladder):
         most = max(rung.estimate.host_bytes for rung in found.ladder)
@@ -110,8 +148,10 @@ def _print_plan(found, written: list[str]) -> None:
 def run_frames(model, frames, hardware, method, settings, as_json) -> int:
     """Print the most frames by the size of a frame; 0 if any fit, 1 if none do."""
     if frames != "max":
-        raise InputError(f"--frames {frames}: only max is known; `hf-memopt estimate --set max_frames={frames}` tells "
-                         "what so many need")  # fmt: skip
+        raise InputError(
+            f"--frames {frames}: only max is known; `hf-memopt estimate --set max_frames={frames}` tells "
+            "what so many need"
+        )
     if hardware != "auto" and hardware not in list_presets():
         raise choose("hardware", hardware, list_presets())
     method = "full" if method == "any" else method
@@ -130,14 +170,28 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     given = {"per_device_train_batch_size": 1, **given}
     job = job_of(
-        preset, model, None, 1, given, lora, video=video,
-        frozen=frozen_as_said(clips), attn_implementation=own.get("attn_implementation"), memory_args=memory_args,
+        preset,
+        model,
+        None,
+        1,
+        given,
+        lora,
+        video=video,
+        frozen=frozen_as_said(clips),
+        attn_implementation=own.get("attn_implementation"),
+        memory_args=memory_args,
         quantization_config=quantization_config(preset, quantization, config),
-    )  # fmt: skip
+    )
     rows = []
     for fit in most_frames(job, note=lambda text: print(f"estimating {text}", file=sys.stderr)):
-        rows.append({"max_pixels_per_frame": fit.max_pixels_per_frame, "max_frames": fit.max_frames,
-                     "seq_len": fit.seq_len, "estimate": fit.estimate.to_dict()})  # fmt: skip
+        rows.append(
+            {
+                "max_pixels_per_frame": fit.max_pixels_per_frame,
+                "max_frames": fit.max_frames,
+                "seq_len": fit.seq_len,
+                "estimate": fit.estimate.to_dict(),
+            }
+        )
     if as_json:
         print_json({"frames": rows, "training_arguments": job.fields, "capacity_bytes": job.device.memory})
     else:
@@ -147,10 +201,19 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
 
 def _print_frames(model, method, job, rows) -> None:
     micro = job.fields["per_device_train_batch_size"]
-    print(f"{model}, {method}, micro-batch {micro}, clips of {job.video.width} × {job.video.height} on "
-          f"{job.device.label} ({gib(job.device.memory)}): the most frames that are predicted to fit in "
-          f"{job.memory_args.target_memory_utilization:.0%} of it")  # fmt: skip
-    table = [(row["max_pixels_per_frame"] or "the model's own", row["max_frames"] or "none", row["seq_len"],
-              gib(row["estimate"]["device_bytes"])) for row in rows]  # fmt: skip
+    print(
+        f"{model}, {method}, micro-batch {micro}, clips of {job.video.width} × {job.video.height} on "
+        f"{job.device.label} ({gib(job.device.memory)}): the most frames that are predicted to fit in "
+        f"{job.memory_args.target_memory_utilization:.0%} of it"
+    )
+    table = [
+        (
+            row["max_pixels_per_frame"] or "the model's own",
+            row["max_frames"] or "none",
+            row["seq_len"],
+            gib(row["estimate"]["device_bytes"]),
+        )
+        for row in rows
+    ]
     columns = ("--max_pixels_per_frame", "--max_frames", "tokens a sample", "predicted")
     print_table("", columns, [tuple(map(str, row)) for row in table])

@@ -55,8 +55,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _print(run) -> None:
-    rows = [(name.removesuffix("_bytes").replace("_", " "), size(value) if name.endswith("_bytes") else value)
-            for name, value in figures(run).items() if value is not None]  # fmt: skip
+    rows = [
+        (name.removesuffix("_bytes").replace("_", " "), size(value) if name.endswith("_bytes") else value)
+        for name, value in figures(run).items()
+        if value is not None
+    ]
     print_table(str(run.folder), ["", ""], rows)
     for one in next_steps(run):
         print(f"  next: {one}")

@@ -46,25 +46,31 @@ def verdict(found: Snapshot) -> str:
 
 def _print(found: Snapshot) -> None:
     whole = found.peak_bytes
-    rows = [(kind.replace("_", " "), size(taken), f"{taken / whole:.1%}") for kind, taken in found.by_kind.items()
-            if taken]  # fmt: skip
+    rows = [
+        (kind.replace("_", " "), size(taken), f"{taken / whole:.1%}") for kind, taken in found.by_kind.items() if taken
+    ]
     print_table("What the peak consists of", ["kind", "bytes", "share"], rows)
     if found.by_module:
         rows = [(module, size(taken)) for module, taken in found.by_module.items()]
         print_table("Activations at the peak, by module (* stands for every layer)", ["module", "bytes"], rows)
-    rows = [(size(one["size"]), one["count"], one["kind"].replace("_", " "), one["name"], "\n".join(one["stack"][:2]))
-            for one in found.largest]  # fmt: skip
+    rows = [
+        (size(one["size"]), one["count"], one["kind"].replace("_", " "), one["name"], "\n".join(one["stack"][:2]))
+        for one in found.largest
+    ]
     print_table("Largest allocations at the peak", ["bytes", "blocks", "kind", "of", "made in"], rows)
     if found.fragmentation:
         print_table("Fragmentation at the end", ["", ""], _fragments(found))
     if found.growth:
-        print_table("Growth between steps", ["step", "held after it", "more than before", "most of what stayed"],
-                    _grown(found))  # fmt: skip
+        print_table(
+            "Growth between steps", ["step", "held after it", "more than before", "most of what stayed"], _grown(found)
+        )
 
 
 def _fragments(found: Snapshot) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
-            for name, value in (found.fragmentation or {}).items()]  # fmt: skip
+    return [
+        (name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
+        for name, value in (found.fragmentation or {}).items()
+    ]
 
 
 def _grown(found: Snapshot):

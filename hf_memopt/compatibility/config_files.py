@@ -24,16 +24,37 @@ _SECTIONS = ("deepspeed_config", "parallelism_config", "megatron_lm_config", *_A
 _READ_WITHOUT_OPTION = {"fsdp_ignored_modules"}
 # Set beside a DeepSpeed JSON, these are refused when the Trainer builds its plugin (accelerate.utils.dataclasses).
 _DECIDED_BY_JSON = {
-    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
-}  # fmt: skip
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+}
 _FSDP_ON_CPU = "accelerate starts no FSDP on a CPU, and trains under DDP without saying so"
 _DEEPSPEED_TOP = {
-    "zero_optimization", "bf16", "fp16", "aio", "optimizer", "scheduler", "gradient_accumulation_steps",
-    "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "activation_checkpointing",
-    "communication_data_type", "steps_per_print", "wall_clock_breakdown", "zero_force_ds_cpu_optimizer",
-    "zero_allow_untested_optimizer", "flops_profiler", "torch_autocast", "compile",
-}  # fmt: skip
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "aio",
+    "optimizer",
+    "scheduler",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "activation_checkpointing",
+    "communication_data_type",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_force_ds_cpu_optimizer",
+    "zero_allow_untested_optimizer",
+    "flops_profiler",
+    "torch_autocast",
+    "compile",
+}
 
 
 @dataclass(frozen=True)
@@ -159,8 +180,13 @@ def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
     if isinstance(content.get("deepspeed_config") or {}, dict):
         found += _engine_faults(content)
     if content.get("distributed_type") == "FSDP" and content.get("use_cpu") is True:
-        found.append((("use_cpu",), f"use_cpu=true beside distributed_type=FSDP: {_FSDP_ON_CPU}; set distributed_type "
-                      "to MULTI_GPU for DDP, or to DEEPSPEED"))  # fmt: skip
+        found.append(
+            (
+                ("use_cpu",),
+                f"use_cpu=true beside distributed_type=FSDP: {_FSDP_ON_CPU}; set distributed_type "
+                "to MULTI_GPU for DDP, or to DEEPSPEED",
+            )
+        )
     yield from found
     if not found:
         try:

@@ -8,19 +8,38 @@ read in the installed source of those versions.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-BNB_8BIT = frozenset({
-    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "rmsprop_bnb_8bit",
-})  # fmt: skip
+BNB_8BIT = frozenset(
+    {
+        "adamw_8bit",
+        "adamw_bnb_8bit",
+        "paged_adamw_8bit",
+        "ademamix_8bit",
+        "paged_ademamix_8bit",
+        "rmsprop_bnb_8bit",
+    }
+)
 BNB_LION = frozenset({"lion_8bit", "paged_lion_8bit"})
-BNB_32BIT = frozenset({
-    "paged_adamw_32bit", "paged_ademamix_32bit", "ademamix", "lion_32bit", "paged_lion_32bit", "rmsprop_bnb",
-    "rmsprop_bnb_32bit",
-})  # fmt: skip
+BNB_32BIT = frozenset(
+    {
+        "paged_adamw_32bit",
+        "paged_ademamix_32bit",
+        "ademamix",
+        "lion_32bit",
+        "paged_lion_32bit",
+        "rmsprop_bnb",
+        "rmsprop_bnb_32bit",
+    }
+)
 BITSANDBYTES = BNB_8BIT | BNB_LION | BNB_32BIT
 PAGED = frozenset(name for name in BITSANDBYTES if name.startswith("paged_"))
-LAYERWISE = frozenset({
-    "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise",
-})  # fmt: skip
+LAYERWISE = frozenset(
+    {
+        "galore_adamw_layerwise",
+        "galore_adamw_8bit_layerwise",
+        "galore_adafactor_layerwise",
+        "apollo_adamw_layerwise",
+    }
+)
 STEPS_IN_BACKWARD = LAYERWISE | {"lomo", "adalomo"}
 # What map_pytorch_optim_to_deepspeed turns into the same algorithm on the host.
 KEPT_UNDER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
@@ -84,78 +103,190 @@ def _rule(reason: str, instead: str, source: str, **when) -> Rule:
 
 RULES = [
     # Optimizer × DeepSpeed
-    _rule("Trainer ignores optim and takes the JSON's optimizer", "a JSON without `optimizer`, or optim=adamw_torch",
-          "source: transformers.integrations.deepspeed.deepspeed_optim_sched",
-          optim=_OTHER_OPTIMIZERS, strategy=ZERO | {"zero0"}, engine_optimizer=True),
+    _rule(
+        "Trainer ignores optim and takes the JSON's optimizer",
+        "a JSON without `optimizer`, or optim=adamw_torch",
+        "source: transformers.integrations.deepspeed.deepspeed_optim_sched",
+        optim=_OTHER_OPTIMIZERS,
+        strategy=ZERO | {"zero0"},
+        engine_optimizer=True,
+    ),
     # Optimizer × offload
-    _rule("accelerate replaces it by DeepSpeedCPUAdam with fp32 states and L2 decay, which is neither 8-bit nor AdamW",
-          "optim=adamw_torch (DeepSpeedCPUAdam in AdamW mode)",
-          "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
-          optim=BNB_8BIT, strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
-    _rule("accelerate replaces it by DeepSpeedCPUAdam in L2 mode, a different algorithm",
-          "optim=adamw_torch, or optim=lion_32bit (DeepSpeedCPULion)",
-          "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
-          optim=BNB_LION | {"paged_lion_32bit"}, strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
-    _rule("accelerate replaces it by DeepSpeedCPUAdam, a different algorithm", "optim=adamw_torch",
-          "source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
-          optim=_OTHER_OPTIMIZERS - KEPT_UNDER_OFFLOAD - BNB_8BIT - BNB_LION - {"paged_lion_32bit", "adafactor"},
-          strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
-    _rule("accelerate passes its parameter groups to DeepSpeedCPUAdam, whose step fails with a TypeError",
-          "optim=adamw_torch", "run", optim="adafactor", strategy=ZERO, offload=OFFLOADED, engine_optimizer=False),
+    _rule(
+        "accelerate replaces it by DeepSpeedCPUAdam with fp32 states and L2 decay, which is neither 8-bit nor AdamW",
+        "optim=adamw_torch (DeepSpeedCPUAdam in AdamW mode)",
+        "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+        optim=BNB_8BIT,
+        strategy=ZERO,
+        offload=OFFLOADED,
+        engine_optimizer=False,
+    ),
+    _rule(
+        "accelerate replaces it by DeepSpeedCPUAdam in L2 mode, a different algorithm",
+        "optim=adamw_torch, or optim=lion_32bit (DeepSpeedCPULion)",
+        "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+        optim=BNB_LION | {"paged_lion_32bit"},
+        strategy=ZERO,
+        offload=OFFLOADED,
+        engine_optimizer=False,
+    ),
+    _rule(
+        "accelerate replaces it by DeepSpeedCPUAdam, a different algorithm",
+        "optim=adamw_torch",
+        "source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+        optim=_OTHER_OPTIMIZERS - KEPT_UNDER_OFFLOAD - BNB_8BIT - BNB_LION - {"paged_lion_32bit", "adafactor"},
+        strategy=ZERO,
+        offload=OFFLOADED,
+        engine_optimizer=False,
+    ),
+    _rule(
+        "accelerate passes its parameter groups to DeepSpeedCPUAdam, whose step fails with a TypeError",
+        "optim=adamw_torch",
+        "run",
+        optim="adafactor",
+        strategy=ZERO,
+        offload=OFFLOADED,
+        engine_optimizer=False,
+    ),
     # Optimizer × FSDP2
-    _rule("its kernel mixes Tensor and DTensor and raises at the first step (bitsandbytes issue 1633)",
-          "optim=adamw_torch_8bit (needs torchao) or optim=adamw_torch_fused",
-          "run on gloo with fully_shard", optim=BITSANDBYTES, strategy=DTENSOR),
-    _rule("its step raises a RuntimeError on DTensor", "optim=adamw_torch_fused or optim=adamw_torch_8bit",
-          "run on gloo with fully_shard", optim="adafactor", strategy=DTENSOR),
-    _rule("its states fail an assertion on DTensor", "optim=adamw_torch_8bit", "run on gloo with fully_shard",
-          optim="adamw_torch_4bit", strategy=DTENSOR),
+    _rule(
+        "its kernel mixes Tensor and DTensor and raises at the first step (bitsandbytes issue 1633)",
+        "optim=adamw_torch_8bit (needs torchao) or optim=adamw_torch_fused",
+        "run on gloo with fully_shard",
+        optim=BITSANDBYTES,
+        strategy=DTENSOR,
+    ),
+    _rule(
+        "its step raises a RuntimeError on DTensor",
+        "optim=adamw_torch_fused or optim=adamw_torch_8bit",
+        "run on gloo with fully_shard",
+        optim="adafactor",
+        strategy=DTENSOR,
+    ),
+    _rule(
+        "its states fail an assertion on DTensor",
+        "optim=adamw_torch_8bit",
+        "run on gloo with fully_shard",
+        optim="adamw_torch_4bit",
+        strategy=DTENSOR,
+    ),
     # Optimizer × device
-    _rule("bitsandbytes has no optimizer kernel for Apple's MPS", "optim=adamw_torch or optim=adafactor",
-          "source: bitsandbytes/backends/mps registers no optimizer_update", optim=BITSANDBYTES, device="mps"),
-    _rule("paging needs CUDA managed memory, which bitsandbytes uses on NVIDIA only", "optim=adamw_8bit",
-          "bitsandbytes documentation, paged optimizers", optim=PAGED, device="rocm"),
+    _rule(
+        "bitsandbytes has no optimizer kernel for Apple's MPS",
+        "optim=adamw_torch or optim=adafactor",
+        "source: bitsandbytes/backends/mps registers no optimizer_update",
+        optim=BITSANDBYTES,
+        device="mps",
+    ),
+    _rule(
+        "paging needs CUDA managed memory, which bitsandbytes uses on NVIDIA only",
+        "optim=adamw_8bit",
+        "bitsandbytes documentation, paged optimizers",
+        optim=PAGED,
+        device="rocm",
+    ),
     # Layer-wise optimizers
-    _rule("a layer-wise optimizer steps inside backward, so it cannot accumulate",
-          "gradient_accumulation_steps=1, or the same optimizer without _layerwise",
-          "source: transformers.trainer_optimizer", optim=LAYERWISE, accumulates=True),
-    _rule("a layer-wise optimizer is not implemented for several processes",
-          "the same optimizer without _layerwise", "source: transformers.trainer_optimizer",
-          optim=LAYERWISE, strategy=DISTRIBUTED),
+    _rule(
+        "a layer-wise optimizer steps inside backward, so it cannot accumulate",
+        "gradient_accumulation_steps=1, or the same optimizer without _layerwise",
+        "source: transformers.trainer_optimizer",
+        optim=LAYERWISE,
+        accumulates=True,
+    ),
+    _rule(
+        "a layer-wise optimizer is not implemented for several processes",
+        "the same optimizer without _layerwise",
+        "source: transformers.trainer_optimizer",
+        optim=LAYERWISE,
+        strategy=DISTRIBUTED,
+    ),
     # Quantisation
-    _rule("zero.Init skips quantised weights, so every rank holds the whole model",
-          "strategy zero2, or fsdp2 with bnb_4bit_quant_storage=bfloat16",
-          "source: transformers.modeling_utils (needs_zero3_init … and not quantized); transformers issue 30663",
-          method="qlora", strategy="zero3"),
-    _rule("4-bit weights stored as uint8 are left out of sharding", "quantization.bnb_4bit_quant_storage=bfloat16",
-          "source: accelerate.utils.fsdp_utils", method="qlora", strategy=FSDP, quant_storage="uint8"),
-    _rule("its packed weights lose their quantisation state when they are cut up ('DTensor' object has no attribute "
-          "'compress_statistics')", "strategy fsdp2 or zero2, or method=lora", "run on gloo",
-          method="qlora", strategy=CUT_UP),
+    _rule(
+        "zero.Init skips quantised weights, so every rank holds the whole model",
+        "strategy zero2, or fsdp2 with bnb_4bit_quant_storage=bfloat16",
+        "source: transformers.modeling_utils (needs_zero3_init … and not quantized); transformers issue 30663",
+        method="qlora",
+        strategy="zero3",
+    ),
+    _rule(
+        "4-bit weights stored as uint8 are left out of sharding",
+        "quantization.bnb_4bit_quant_storage=bfloat16",
+        "source: accelerate.utils.fsdp_utils",
+        method="qlora",
+        strategy=FSDP,
+        quant_storage="uint8",
+    ),
+    _rule(
+        "its packed weights lose their quantisation state when they are cut up ('DTensor' object has no attribute "
+        "'compress_statistics')",
+        "strategy fsdp2 or zero2, or method=lora",
+        "run on gloo",
+        method="qlora",
+        strategy=CUT_UP,
+    ),
     # peft
-    _rule("peft makes adapters of the parts' sizes, which do not fit what the layers give",
-          "strategy fsdp2 or zero3, or hsdpN with as many processes as N",
-          "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
-          method="lora", strategy="hsdp", replicated=True),
-    _rule("peft makes adapters of the parts' sizes, which do not fit what the layers give", "strategy fsdp2 or zero3",
-          "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features", method="lora", strategy="tp"),
+    _rule(
+        "peft makes adapters of the parts' sizes, which do not fit what the layers give",
+        "strategy fsdp2 or zero3, or hsdpN with as many processes as N",
+        "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
+        method="lora",
+        strategy="hsdp",
+        replicated=True,
+    ),
+    _rule(
+        "peft makes adapters of the parts' sizes, which do not fit what the layers give",
+        "strategy fsdp2 or zero3",
+        "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
+        method="lora",
+        strategy="tp",
+    ),
     # Precision
-    _rule("{label} only emulates bfloat16, slowly, although torch.cuda.is_bf16_supported() says yes",
-          "fp16=True with dtype=float32 weights", "CUDA C++ Programming Guide; transformers' note on M1 and M2",
-          precision="bf16", native_bf16=False, device=GPU),
-    _rule("the gradient scaler cannot unscale float16 gradients", "dtype=float32",
-          "source: torch.amp.GradScaler.unscale_ (Attempting to unscale FP16 gradients)",
-          method="full", precision="fp16", dtype="float16", strategy=frozenset({"none", "ddp"})),
+    _rule(
+        "{label} only emulates bfloat16, slowly, although torch.cuda.is_bf16_supported() says yes",
+        "fp16=True with dtype=float32 weights",
+        "CUDA C++ Programming Guide; transformers' note on M1 and M2",
+        precision="bf16",
+        native_bf16=False,
+        device=GPU,
+    ),
+    _rule(
+        "the gradient scaler cannot unscale float16 gradients",
+        "dtype=float32",
+        "source: torch.amp.GradScaler.unscale_ (Attempting to unscale FP16 gradients)",
+        method="full",
+        precision="fp16",
+        dtype="float16",
+        strategy=frozenset({"none", "ddp"}),
+    ),
     # Devices and engines
-    _rule("neither NCCL nor gloo nor DeepSpeed works with Apple's MPS", "strategy none, one process",
-          "source: torch.distributed has no MPS backend", device="mps", strategy=DISTRIBUTED),
+    _rule(
+        "neither NCCL nor gloo nor DeepSpeed works with Apple's MPS",
+        "strategy none, one process",
+        "source: torch.distributed has no MPS backend",
+        device="mps",
+        strategy=DISTRIBUTED,
+    ),
     _rule("accelerate does not start FSDP on a CPU", "strategy ddp or zero3", "run", device="cpu", strategy=FSDP),
-    _rule("accelerate lets tensor parallelism run on accelerators only", "hsdpN, ddp or zero3",
-          "run; accelerate.ParallelismConfig._validate_accelerator", device="cpu", strategy="tp"),
-    _rule("checkpointing by both FSDP and TrainingArguments recomputes twice, and Trainer raises",
-          "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
-          "source: transformers.Trainer.create_accelerator_and_postprocess",
-          strategy=FSDP, activation_checkpointing=True, engine_checkpointing=True),
-    _rule("auto_find_batch_size restarts the schedule with kept weights, and ZeRO-3 refuses it",
-          "a fixed per_device_train_batch_size", "run", auto_find_batch_size=True, strategy="zero3"),
-]  # fmt: skip
+    _rule(
+        "accelerate lets tensor parallelism run on accelerators only",
+        "hsdpN, ddp or zero3",
+        "run; accelerate.ParallelismConfig._validate_accelerator",
+        device="cpu",
+        strategy="tp",
+    ),
+    _rule(
+        "checkpointing by both FSDP and TrainingArguments recomputes twice, and Trainer raises",
+        "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
+        "source: transformers.Trainer.create_accelerator_and_postprocess",
+        strategy=FSDP,
+        activation_checkpointing=True,
+        engine_checkpointing=True,
+    ),
+    _rule(
+        "auto_find_batch_size restarts the schedule with kept weights, and ZeRO-3 refuses it",
+        "a fixed per_device_train_batch_size",
+        "run",
+        auto_find_batch_size=True,
+        strategy="zero3",
+    ),
+]

@@ -23,7 +23,11 @@ def with_positions(collate: Callable, processes: int) -> Callable:
         if "position_ids" not in batch:
             batch["position_ids"] = torch.arange(length).expand(samples, length).contiguous()
         missing = -length % processes
-        return {name: torch.nn.functional.pad(tensor, (0, missing), value=_PADDING.get(name, 0))
-                if tensor.shape == (samples, length) else tensor for name, tensor in batch.items()}  # fmt: skip
+        return {
+            name: torch.nn.functional.pad(tensor, (0, missing), value=_PADDING.get(name, 0))
+            if tensor.shape == (samples, length)
+            else tensor
+            for name, tensor in batch.items()
+        }
 
     return collate_with_positions

@@ -114,24 +114,52 @@ class Job:
         cut_up = functools.partial(spread, mesh=mesh, bf16=self.fields.get("bf16", False)) if mesh else None
         return TracedJob(
             make_model=lambda: make_model(
-                shallow, self.task, self.dtype, self.attn_implementation, self.quantization, self.peft_config,
-                self.kbit_preparation, self.memory_args, self.frozen, cut_up,
+                shallow,
+                self.task,
+                self.dtype,
+                self.attn_implementation,
+                self.quantization,
+                self.peft_config,
+                self.kbit_preparation,
+                self.memory_args,
+                self.frozen,
+                cut_up,
             ),
-            fields=traceable(self.fields, self.engine), batch=self.batch, accelerator=self.device.backend != "cpu",
-            host_apart=self.device.memory_apart, flex=runs_flex(self.device),
-            padded=self.padded or self.packed, world_size=self.world_size, engine=self.engine,
+            fields=traceable(self.fields, self.engine),
+            batch=self.batch,
+            accelerator=self.device.backend != "cpu",
+            host_apart=self.device.memory_apart,
+            flex=runs_flex(self.device),
+            padded=self.padded or self.packed,
+            world_size=self.world_size,
+            engine=self.engine,
             evaluated=evaluates(self.fields),
-            memory_args=self.memory_args, values={} if self.video is None else values_of(self._videos),
+            memory_args=self.memory_args,
+            values={} if self.video is None else values_of(self._videos),
             rank=self.rank,
-        )  # fmt: skip
+        )
 
 
-def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_config=None, dtype: str = "float32",
-             attn_implementation: str | None = None, padded: bool = False, quantization_config=None,
-             world_size: int | None = None, strategy: str | None = None, task: str | None = None,
-             kbit_preparation: bool = False, memory_args=None, packed: bool = False,
-             video: VideoInputs | None = None, frozen: tuple[str, ...] = (),
-             rank: int | None = None) -> Estimate:  # fmt: skip
+def estimate(
+    model,
+    args,
+    seq_len: int,
+    hardware: str | Hardware = "auto",
+    peft_config=None,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    padded: bool = False,
+    quantization_config=None,
+    world_size: int | None = None,
+    strategy: str | None = None,
+    task: str | None = None,
+    kbit_preparation: bool = False,
+    memory_args=None,
+    packed: bool = False,
+    video: VideoInputs | None = None,
+    frozen: tuple[str, ...] = (),
+    rank: int | None = None,
+) -> Estimate:
     """Predict the peak memory of a training job on one of its devices, without its weights and without the device.
 
     The genuine Trainer, and the genuine engine where there is one, take two optimizer steps on fake tensors, on a
@@ -164,9 +192,26 @@ def estimate(model, args, seq_len: int, hardware: str | Hardware = "auto", peft_
     Raises:
         InputError: the model is not known, or the job is of a kind that is not modelled.
     """
-    job = describe(model, args, seq_len, hardware, peft_config, dtype, attn_implementation, padded,
-                   quantization_config, world_size, strategy, task, kbit_preparation, memory_args, packed, video,
-                   frozen, rank)  # fmt: skip
+    job = describe(
+        model,
+        args,
+        seq_len,
+        hardware,
+        peft_config,
+        dtype,
+        attn_implementation,
+        padded,
+        quantization_config,
+        world_size,
+        strategy,
+        task,
+        kbit_preparation,
+        memory_args,
+        packed,
+        video,
+        frozen,
+        rank,
+    )
     return estimate_job(job)
 
 
@@ -189,8 +234,10 @@ def estimate_jobs(jobs: Sequence[Job], each=one_by_one) -> list[Estimate | Input
     Args:
         each: as for estimate_job(); all traces of all jobs are given to it at once.
     """
-    depths = [shallow_depths(job.config, fewest_layers(job), checkpointing_period(job.fields, job.memory_args))
-              for job in jobs]  # fmt: skip
+    depths = [
+        shallow_depths(job.config, fewest_layers(job), checkpointing_period(job.fields, job.memory_args))
+        for job in jobs
+    ]
     traces = [(job, depth) for job, its in zip(jobs, depths, strict=True) for depth in its]
     books = iter(each(_books, traces))
     taken = [(job, its, [next(books) for _ in its]) for job, its in zip(jobs, depths, strict=True)]
@@ -283,8 +330,10 @@ def traced(job: TracedJob) -> Books:
         raise
     except (ValueError, TypeError, ImportError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
         if found := _SWAPPED.fullmatch(one_line(error)):
-            raise InputError(f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
-                             f"weight, {found[1]} elements: set it to as many or more") from error  # fmt: skip
+            raise InputError(
+                f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
+                f"weight, {found[1]} elements: set it to as many or more"
+            ) from error
         raise InputError(f"the job cannot be traced: {one_line(error)}") from error
 
 
@@ -314,14 +363,16 @@ def report(job, peaks: dict[str, Peak], books: Books, period: int, added: int, k
         host_bytes=overheads.host_bytes(peaks, job),
         phase=phase_of(segment),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        phases={phase: max((found.total for name, found in peaks.items() if phase_of(name) == phase), default=0)
-                for phase in _PHASES},
+        phases={
+            phase: max((found.total for name, found in peaks.items() if phase_of(name) == phase), default=0)
+            for phase in _PHASES
+        },
         capacity_bytes=job.device.memory,
         training_arguments=job.fields,
         notes=overheads.notes(job, books),
         reserved_bytes=reserved,
         timeline=replayed.timeline,
-    )  # fmt: skip
+    )
 
 
 def _replayed(books: Books, period: int, added: int, job, peak: int) -> Replay:
@@ -344,10 +395,26 @@ def phase_of(segment: str) -> str:
     return "load" if phase == "start" else phase
 
 
-def describe(model, args, seq_len, hardware="auto", peft_config=None, dtype="float32", attn_implementation=None,
-             padded=False, quantization_config=None, world_size=None, strategy=None, task=None,
-             kbit_preparation=False, memory_args=None, packed=False, video=None, frozen=(),
-             rank=None) -> Job:  # fmt: skip
+def describe(
+    model,
+    args,
+    seq_len,
+    hardware="auto",
+    peft_config=None,
+    dtype="float32",
+    attn_implementation=None,
+    padded=False,
+    quantization_config=None,
+    world_size=None,
+    strategy=None,
+    task=None,
+    kbit_preparation=False,
+    memory_args=None,
+    packed=False,
+    video=None,
+    frozen=(),
+    rank=None,
+) -> Job:
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     if getattr(peft_config, "peft_type", None) not in (None, "LORA"):

@@ -69,8 +69,17 @@ def _fake_models():
         with mode, mock.patch.object(torch.nn.Module, "to", cast_in_place):
             return real(cls, config, **kwargs)
 
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, dtype="auto", torch_dtype=None,
-                        attn_implementation=None, quantization_config=None, **kwargs):  # fmt: skip
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *args,
+        config=None,
+        dtype="auto",
+        torch_dtype=None,
+        attn_implementation=None,
+        quantization_config=None,
+        **kwargs,
+    ):
         if config is None:
             config = cls.config_class.from_pretrained(pretrained_model_name_or_path)
         dtype = torch_dtype or dtype or "auto"

@@ -79,8 +79,11 @@ def _joined(kinds: list, prefix: int, period: int) -> tuple[int, int]:
 
 def _per_layer(text, depth: int) -> dict[str, list]:
     """Settings that say something of every layer, such as layer_types."""
-    return {name: value for name, value in vars(text).items()
-            if isinstance(value, list) and len(value) == depth and depth > 1}  # fmt: skip
+    return {
+        name: value
+        for name, value in vars(text).items()
+        if isinstance(value, list) and len(value) == depth and depth > 1
+    }
 
 
 def with_depth(config, depth: int):

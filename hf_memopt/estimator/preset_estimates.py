@@ -19,8 +19,15 @@ from hf_memopt.presets.reference import REFERENCE_FILE
 _KEPT = ("device_bytes", "peak_allocated_bytes", "host_bytes", "capacity_bytes", "phase", "fits")
 
 
-def job_of(preset: Preset, model=None, seq_len: int | None = None, world_size: int | None = None, fields=None,
-           lora=None, **more) -> Job:  # fmt: skip
+def job_of(
+    preset: Preset,
+    model=None,
+    seq_len: int | None = None,
+    world_size: int | None = None,
+    fields=None,
+    lora=None,
+    **more,
+) -> Job:
     """A preset's job, on its reference model and device unless others are given.
 
     Args:
@@ -43,10 +50,17 @@ def job_of(preset: Preset, model=None, seq_len: int | None = None, world_size: i
 
         quantization = BitsAndBytesConfig(**preset.quantization())
     return describe(
-        model, resolved, preset.seq_len, more.pop("hardware", preset.hardware),
-        preset.peft_config(**(lora or {})), preset.dtype, quantization_config=quantization, world_size=world_size,
-        strategy=None if preset.strategy.startswith("zero") else preset.strategy, **more,
-    )  # fmt: skip
+        model,
+        resolved,
+        preset.seq_len,
+        more.pop("hardware", preset.hardware),
+        preset.peft_config(**(lora or {})),
+        preset.dtype,
+        quantization_config=quantization,
+        world_size=world_size,
+        strategy=None if preset.strategy.startswith("zero") else preset.strategy,
+        **more,
+    )
 
 
 def reference_estimate(preset: Preset) -> dict:

@@ -74,8 +74,9 @@ def _follow(section: dict[str, Any], before: Mapping[str, Any], changed: set[str
     if "head_dim" in changed or before.get("head_dim") not in (None, before[width] // before[heads]):
         return
     if section[width] % section[heads]:
-        raise InputError(f"model: {heads}={section[heads]} does not divide {width}={section[width]}: "
-                         f"set model.{heads} too")  # fmt: skip
+        raise InputError(
+            f"model: {heads}={section[heads]} does not divide {width}={section[width]}: set model.{heads} too"
+        )
     if before.get("head_dim"):
         section["head_dim"] = section[width] // section[heads]
 

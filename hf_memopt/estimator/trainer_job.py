@@ -70,8 +70,9 @@ class TrainerJob:
         return count(self.model) - layer * layers_of(self.config), layer
 
 
-def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int | None = None,
-                     strategy: str | None = None) -> Estimate:  # fmt: skip
+def estimate_trainer(
+    trainer, hardware: str | Hardware = "auto", world_size: int | None = None, strategy: str | None = None
+) -> Estimate:
     """Predict the peak memory of `trainer.train()`, for any Trainer or subclass, which stays as it is.
 
     A copy of the trainer, with its class, arguments, optimizer and collator, trains a fake copy of its model on the
@@ -98,21 +99,39 @@ def estimate_trainer(trainer, hardware: str | Hardware = "auto", world_size: int
     sees = any(name.startswith("pixel_values") for name in tensors)  # such models ask what their inputs hold
     lists = _layer_lists(model)
     layer = lists[0][0] if lists else model
-    job = TrainerJob(model.config, fields, device, getattr(model.config, "quantization_config", None), world_size,
-                     engine_of(fields, strategy, world_size), batch, model, layer,
-                     memory_args=getattr(trainer, "memory_args", None), video=sees or None,
-                     frozen=frozen_parts(model) if sees else ())  # fmt: skip
+    job = TrainerJob(
+        model.config,
+        fields,
+        device,
+        getattr(model.config, "quantization_config", None),
+        world_size,
+        engine_of(fields, strategy, world_size),
+        batch,
+        model,
+        layer,
+        memory_args=getattr(trainer, "memory_args", None),
+        video=sees or None,
+        frozen=frozen_parts(model) if sees else (),
+    )
     kept_batches = _batches_kept_for_metrics(trainer)
 
     def at(depth: int) -> TracedJob:
         return TracedJob(
-            make_model=lambda: fake_copy(model, lists, depth), fields=traceable(fields, job.engine), batch=batch,
-            accelerator=device.backend != "cpu", host_apart=device.memory_apart, flex=runs_flex(device),
-            padded=padded, world_size=world_size, engine=job.engine,
-            evaluated=evaluates(fields) and trainer.eval_dataset is not None, kept_logits=kept_batches,
-            trainer=trainer, values=values_of(tensors) if sees else {},
+            make_model=lambda: fake_copy(model, lists, depth),
+            fields=traceable(fields, job.engine),
+            batch=batch,
+            accelerator=device.backend != "cpu",
+            host_apart=device.memory_apart,
+            flex=runs_flex(device),
+            padded=padded,
+            world_size=world_size,
+            engine=job.engine,
+            evaluated=evaluates(fields) and trainer.eval_dataset is not None,
+            kept_logits=kept_batches,
+            trainer=trainer,
+            values=values_of(tensors) if sees else {},
             rank=neediest_rank(fields, job.engine, world_size),
-        )  # fmt: skip
+        )
 
     whole = (layers_of(model.config),)
     period = checkpointing_period(fields, getattr(trainer, "memory_args", None))

@@ -33,8 +33,10 @@ def configure_allocator() -> str:
     if torch is not None and torch.cuda.is_initialized():
         logger.warning(
             "%s=%s comes too late: CUDA has already started. Set it in the shell, or call "
-            "hf_memopt.hardware.configure_allocator() at the top of the script.", VARIABLE, SETTING,
-        )  # fmt: skip
+            "hf_memopt.hardware.configure_allocator() at the top of the script.",
+            VARIABLE,
+            SETTING,
+        )
         return ""
     os.environ[VARIABLE] = SETTING
     return SETTING

@@ -146,9 +146,16 @@ def _generic(label: str, **figures) -> Hardware:
     figures.setdefault("bandwidth", None)
     figures.setdefault("unified_memory", False)
     return Hardware(
-        name=name, label=label, nominal_memory=figures["memory"], bf16_flops=None, fp16_flops=None, host_link=None,
-        peer_link=None, sources=MappingProxyType({"memory": "the device's own properties"}), **figures,
-    )  # fmt: skip
+        name=name,
+        label=label,
+        nominal_memory=figures["memory"],
+        bf16_flops=None,
+        fp16_flops=None,
+        host_link=None,
+        peer_link=None,
+        sources=MappingProxyType({"memory": "the device's own properties"}),
+        **figures,
+    )
 
 
 def _same_memory(found: int, nominal: int) -> bool:

@@ -49,8 +49,9 @@ class AdamMini(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as AdamW's; the decay is decoupled.
     """
 
-    def __init__(self, params, blocks=None, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0) -> None:  # fmt: skip
+    def __init__(
+        self, params, blocks=None, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._blocks = blocks or {}
 

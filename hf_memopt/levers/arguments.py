@@ -21,9 +21,15 @@ RUNGS = {
 }
 CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
 _POSITIVE = (
-    "min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib", "loss_chunk_size", "sliding_window",
-    "max_tokens_per_batch", "sparse_block_size",
-)  # fmt: skip
+    "min_batch_size",
+    "max_batch_size",
+    "adjustment_frequency",
+    "max_memory_gib",
+    "loss_chunk_size",
+    "sliding_window",
+    "max_tokens_per_batch",
+    "sparse_block_size",
+)
 THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
 
 
@@ -108,9 +114,11 @@ class MemoryArguments:
     )
     checkpoint_keeps: str | None = field(
         default=None,
-        metadata={"help": "What recomputed layers keep all the same: attention (its outputs), or matmuls (those and "
-                          "every second matrix product's)."},
-    )  # fmt: skip
+        metadata={
+            "help": "What recomputed layers keep all the same: attention (its outputs), or matmuls (those and "
+            "every second matrix product's)."
+        },
+    )
     compile_memory_budget: float | None = field(
         default=None, metadata={"help": "With torch_compile: share of the activations that is kept, 0 to 1."}
     )
@@ -125,9 +133,11 @@ class MemoryArguments:
     )
     optimizer_in_backward: bool = field(
         default=False,
-        metadata={"help": "Update weights during backward and free gradients at once. One micro-batch a step, no "
-                          "clipping: gradient_accumulation_steps=1, max_grad_norm=0."},
-    )  # fmt: skip
+        metadata={
+            "help": "Update weights during backward and free gradients at once. One micro-batch a step, no "
+            "clipping: gradient_accumulation_steps=1, max_grad_norm=0."
+        },
+    )
     sliding_window: int | None = field(
         default=None, metadata={"help": "Tokens that a token attends to: itself and those right before it."}
     )
@@ -185,8 +195,11 @@ class MemoryArguments:
         """What makes the job smaller and is not as it is by default: name -> value."""
         names = self.names()
         made = names[names.index("reduce_eval_logits") :]
-        return {item.name: getattr(self, item.name) for item in fields(self)
-                if item.name in made and getattr(self, item.name) != item.default}  # fmt: skip
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name in made and getattr(self, item.name) != item.default
+        }
 
 
 def step_ranges(steps: str) -> list[tuple[int, int]]:

@@ -107,8 +107,17 @@ def _attend(module, query, key, value, attention_mask, **kwargs):
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
-def _mask(*, q_length, kv_length, mask_function, config, attention_mask=None, allow_is_causal_skip=True, device="cpu",
-          **kwargs):  # fmt: skip
+def _mask(
+    *,
+    q_length,
+    kv_length,
+    mask_function,
+    config,
+    attention_mask=None,
+    allow_is_causal_skip=True,
+    device="cpu",
+    **kwargs,
+):
     """What a mask's maker gives, of the pattern and whatever the model masks itself: later tokens, padding, other
     sequences of a packed row, a layer's own window."""
     from transformers.masking_utils import and_masks, sdpa_mask
@@ -120,8 +129,16 @@ def _mask(*, q_length, kv_length, mask_function, config, attention_mask=None, al
             overlay = _at(positions.expand(kwargs["batch_size"], -1), overlay)
         mask_function, allow_is_causal_skip = and_masks(mask_function, overlay), False
     make = flex_mask if uses_flex(device) else sdpa_mask
-    return make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
-                allow_is_causal_skip=allow_is_causal_skip, device=device, config=config, **kwargs)  # fmt: skip
+    return make(
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        device=device,
+        config=config,
+        **kwargs,
+    )
 
 
 def _positions(config, attention_mask, q_length: int, kv_length: int) -> torch.Tensor | None:

@@ -188,8 +188,16 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
     replace(inner, "loss_function", loss_function)
 
 
-def _loss(logits: PromisedLogits, labels, size: int, smoothing: float, num_items_in_batch=None, shift_labels=None,
-          ignore_index: int = IGNORED, **_) -> torch.Tensor:  # fmt: skip
+def _loss(
+    logits: PromisedLogits,
+    labels,
+    size: int,
+    smoothing: float,
+    num_items_in_batch=None,
+    shift_labels=None,
+    ignore_index: int = IGNORED,
+    **_,
+) -> torch.Tensor:
     """transformers' loss of a causal language model (loss_utils.ForCausalLMLoss), in chunks."""
     target = shifted_labels(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])

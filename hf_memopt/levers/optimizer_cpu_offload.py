@@ -13,8 +13,11 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def keep_on_host(optimizer, is_apart: Callable[[torch.Tensor], bool] | None = None,
-                 booking: Callable[[], AbstractContextManager] = nullcontext) -> None:  # fmt: skip
+def keep_on_host(
+    optimizer,
+    is_apart: Callable[[torch.Tensor], bool] | None = None,
+    booking: Callable[[], AbstractContextManager] = nullcontext,
+) -> None:
     """Have a torch optimizer that has taken no step yet work on copies of its weights in host memory.
 
     Args:

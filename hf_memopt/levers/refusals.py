@@ -36,14 +36,17 @@ def refusals(
     if memory_args.loss_chunk_size is not None and fields.get("use_liger_kernel"):
         yield "use_liger_kernel and loss_chunk_size both replace the loss: keep one of them"
     if memory_args.loss_chunk_size is not None and engine == "mesh":
-        yield ("loss_chunk_size calls the head once more, which with one that transformers cut up ends in a crash: "
-               "leave it out, or use fsdp2 or zero3")  # fmt: skip
+        yield (
+            "loss_chunk_size calls the head once more, which with one that transformers cut up ends in a crash: "
+            "leave it out, or use fsdp2 or zero3"
+        )
     if memory_args.logits_to_keep:
         if memory_args.loss_chunk_size is not None:
             yield "loss_chunk_size leaves out what has no label already: leave logits_to_keep out"
         if fields.get("label_smoothing_factor"):
-            yield ("label_smoothing_factor is applied to all logits: leave logits_to_keep out, "
-                   "loss_chunk_size knows both")  # fmt: skip
+            yield (
+                "label_smoothing_factor is applied to all logits: leave logits_to_keep out, loss_chunk_size knows both"
+            )
     kept_elsewhere = [name for name in ("activation_compression", "activation_offload") if getattr(memory_args, name)]
     for name in kept_elsewhere:
         if fields.get("torch_compile"):
@@ -97,8 +100,10 @@ def _of_checkpointing(memory_args: MemoryArguments, fields: dict[str, Any]) -> I
 def _of_optimizers(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
     if memory_args.optimizer_cpu_offload:
         if engine != "none":
-            yield (f"optimizer_cpu_offload is for one device: leave it out under {engine}, "
-                   "and use strategy zero2_offload_cpu")  # fmt: skip
+            yield (
+                f"optimizer_cpu_offload is for one device: leave it out under {engine}, "
+                "and use strategy zero2_offload_cpu"
+            )
         if memory_args.optimizer_in_backward:
             yield "optimizer_in_backward and optimizer_cpu_offload both replace the step: leave one of them out"
         if fields.get("fp16"):
@@ -113,8 +118,10 @@ def _of_optimizers(memory_args: MemoryArguments, fields: dict[str, Any], engine:
     if engine != "none":
         yield f"optimizer_in_backward would use gradients before {engine} reduces them: leave it out"
     if fields.get("gradient_accumulation_steps", 1) > 1:
-        yield ("optimizer_in_backward updates weights in every backward: set gradient_accumulation_steps=1, "
-               "with a larger per_device_train_batch_size")  # fmt: skip
+        yield (
+            "optimizer_in_backward updates weights in every backward: set gradient_accumulation_steps=1, "
+            "with a larger per_device_train_batch_size"
+        )
     if fields.get("max_grad_norm", 1.0):
         yield ("optimizer_in_backward never has all gradients, so their norm cannot be clipped: set max_grad_norm=0")
     if fields.get("fp16"):

@@ -114,11 +114,19 @@ def _amd() -> list[Device]:
 def _amd_device(amdsmi, handle) -> Device:
     memory = amdsmi.amdsmi_get_gpu_vram_usage(handle)
     busy = amdsmi.amdsmi_get_gpu_activity(handle).get("gfx_activity")
-    processes = [Process(one["pid"], one["name"], one["memory_usage"]["vram_mem"])
-                 for one in amdsmi.amdsmi_get_gpu_process_list(handle)]  # fmt: skip
+    processes = [
+        Process(one["pid"], one["name"], one["memory_usage"]["vram_mem"])
+        for one in amdsmi.amdsmi_get_gpu_process_list(handle)
+    ]
     label = amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"]
-    return Device(label, "amd", memory["vram_used"] * _AMD_MIB, memory["vram_total"] * _AMD_MIB,
-                  busy / 100 if isinstance(busy, int | float) else None, _sorted(processes))  # fmt: skip
+    return Device(
+        label,
+        "amd",
+        memory["vram_used"] * _AMD_MIB,
+        memory["vram_total"] * _AMD_MIB,
+        busy / 100 if isinstance(busy, int | float) else None,
+        _sorted(processes),
+    )
 
 
 def _amd_by_command() -> list[Device]:
@@ -134,8 +142,15 @@ def _amd_by_command() -> list[Device]:
             continue
         busy = card.get("GPU use (%)", "")
         label = card.get("Card Series") or card.get("Card series") or card.get("Card Model") or name
-        found.append(Device(label, "amd", int(card["VRAM Total Used Memory (B)"]), int(card["VRAM Total Memory (B)"]),
-                            float(busy) / 100 if str(busy).isdigit() else None))  # fmt: skip
+        found.append(
+            Device(
+                label,
+                "amd",
+                int(card["VRAM Total Used Memory (B)"]),
+                int(card["VRAM Total Memory (B)"]),
+                float(busy) / 100 if str(busy).isdigit() else None,
+            )
+        )
     return found
 
 

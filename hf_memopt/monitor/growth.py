@@ -7,13 +7,13 @@ from statistics import median
 
 ADVICE = {
     "leak": "something keeps tensors from step to step: look for losses or outputs that are stored without detach() "
-            "or item(), and for a growing cache; emptying the allocator's cache does not help",
+    "or item(), and for a growing cache; emptying the allocator's cache does not help",
     "fragmentation": "the allocator holds ever more than tensors need: set "
-                     "PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to few lengths",
+    "PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to few lengths",
     "longer data": "peaks follow the size of the batches: memory is as the data are; sort out the longest samples, or "
-                   "try the worst batch first (probe_worst_batch)",
+    "try the worst batch first (probe_worst_batch)",
     "other process": "another process takes ever more of this device",
-}  # fmt: skip
+}
 _ENOUGH = 0.02  # of the capacity: growth below it is none
 _KEPT = 200
 

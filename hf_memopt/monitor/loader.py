@@ -117,8 +117,14 @@ def measure_worker(context: str | None = None) -> int | None:
     from torch.utils.data import DataLoader
 
     # A generator of its own: the loader draws a seed, and training's random numbers are to stay as they are.
-    loader = DataLoader(_OwnMemory(), num_workers=1, batch_size=None, multiprocessing_context=context, timeout=120,
-                        generator=torch.Generator())  # fmt: skip
+    loader = DataLoader(
+        _OwnMemory(),
+        num_workers=1,
+        batch_size=None,
+        multiprocessing_context=context,
+        timeout=120,
+        generator=torch.Generator(),
+    )
     try:
         return int(next(iter(loader))) or None
     except (RuntimeError, OSError):  # none could be started, or it died; training's own workers will say why

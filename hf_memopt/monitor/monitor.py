@@ -31,14 +31,24 @@ class MemoryMonitor:
         InputError: thresholds that do not rise, or an unknown profile.
     """
 
-    def __init__(self, target_utilization: float | None = None, warning_threshold: float | None = None,
-                 critical_threshold: float | None = None, emergency_threshold: float | None = None,
-                 profile: str = "balanced", silent_mode: bool = True, device=None,
-                 limit: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        target_utilization: float | None = None,
+        warning_threshold: float | None = None,
+        critical_threshold: float | None = None,
+        emergency_threshold: float | None = None,
+        profile: str = "balanced",
+        silent_mode: bool = True,
+        device=None,
+        limit: int | None = None,
+    ) -> None:
         checked = MemoryArguments(
-            memory_profile=profile, target_memory_utilization=target_utilization, warning_threshold=warning_threshold,
-            critical_threshold=critical_threshold, emergency_threshold=emergency_threshold,
-        )  # fmt: skip
+            memory_profile=profile,
+            target_memory_utilization=target_utilization,
+            warning_threshold=warning_threshold,
+            critical_threshold=critical_threshold,
+            emergency_threshold=emergency_threshold,
+        )
         self.target_utilization = checked.target_memory_utilization
         self.warning_threshold = checked.warning_threshold
         self.critical_threshold = checked.critical_threshold
@@ -102,9 +112,13 @@ class MemoryMonitor:
         that no tensor was in) and `host`; in bytes and, as `…_gb`, in 10⁹ bytes."""
         reading = self.reader.read()
         total = {
-            "allocated": reading.allocated, "reserved": reading.reserved, "peak_allocated": reading.peak_allocated,
-            "peak_reserved": reading.peak_reserved, "used": reading.used, "capacity": reading.capacity,
-        }  # fmt: skip
+            "allocated": reading.allocated,
+            "reserved": reading.reserved,
+            "peak_allocated": reading.peak_allocated,
+            "peak_reserved": reading.peak_reserved,
+            "used": reading.used,
+            "capacity": reading.capacity,
+        }
         host = {"resident": reading.host_resident, "available": reading.host_available}
         return {
             "total": _both(total),
@@ -112,10 +126,18 @@ class MemoryMonitor:
             "host": _both(host),
         }
 
-    def estimate_activation_memory(self, batch_size: int, sequence_length: int, hidden_size: int, num_layers: int,
-                                   num_attention_heads: int, use_gradient_checkpointing: bool = False,
-                                   use_flash_attention: bool = True, vocab_size: int = 32_000,
-                                   bf16: bool = True) -> dict[str, float]:  # fmt: skip
+    def estimate_activation_memory(
+        self,
+        batch_size: int,
+        sequence_length: int,
+        hidden_size: int,
+        num_layers: int,
+        num_attention_heads: int,
+        use_gradient_checkpointing: bool = False,
+        use_flash_attention: bool = True,
+        vocab_size: int = 32_000,
+        bf16: bool = True,
+    ) -> dict[str, float]:
         """Activations and logits of one step of a Llama of these sizes, from the estimator's trace of it.
 
         Returns:
@@ -127,10 +149,13 @@ class MemoryMonitor:
         from hf_memopt.estimator import estimate
 
         config = LlamaConfig(
-            hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=num_layers,
-            num_attention_heads=num_attention_heads, vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_attention_heads,
+            vocab_size=vocab_size,
             max_position_embeddings=max(2048, sequence_length),
-        )  # fmt: skip
+        )
 
         def activations(checkpointing: bool) -> int:
             fields = {"per_device_train_batch_size": batch_size, "bf16": bf16}
@@ -149,8 +174,9 @@ class MemoryMonitor:
         names = {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective}
         return _both(names)
 
-    def track_memory_optimizations(self, config, model=None, seq_len: int = 512, hardware: str = "auto",
-                                   world_size: int | None = None) -> dict[str, dict[str, Any]]:  # fmt: skip
+    def track_memory_optimizations(
+        self, config, model=None, seq_len: int = 512, hardware: str = "auto", world_size: int | None = None
+    ) -> dict[str, dict[str, Any]]:
         """Which memory optimizations a configuration switches on, and what each saves.
 
         Args:
@@ -169,8 +195,10 @@ class MemoryMonitor:
         saved = repeat({"memory_savings": None, "not_predicted": "needs a model: pass model=…"})
         if model is not None:
             saved = savings(settings, model, seq_len, hardware, world_size)
-        return {name: {"enabled": optimization.is_on(settings), **about}
-                for (name, optimization), about in zip(OPTIMIZATIONS.items(), saved, strict=False)}  # fmt: skip
+        return {
+            name: {"enabled": optimization.is_on(settings), **about}
+            for (name, optimization), about in zip(OPTIMIZATIONS.items(), saved, strict=False)
+        }
 
     def dashboard(self, step: int, reading: Reading | None = None, note: str = "") -> str | None:
         """One line of what memory is like; None in silent mode while the status stays."""

@@ -16,10 +16,21 @@ _CHECKPOINTING = {"activation_checkpointing": True, "activation_checkpointing_kw
 _CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing", "deepspeed_activation_checkpointing")
 _OFFLOADING_NAMES = ("cpu_offload", "enable_cpu_offload", "nvme_offload", "offload_optimizer", "optimizer_cpu_offload")
 _PRECISIONS = ("no", "fp32", "fp16", "bf16", "fp8")
-_SAME_NAME = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "optim",
-              "torch_compile", "use_liger_kernel", "fsdp", "fsdp_config")  # fmt: skip
-_OTHER_NAME = {"batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
-               "optimizer": "optim"}  # fmt: skip
+_SAME_NAME = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "optim",
+    "torch_compile",
+    "use_liger_kernel",
+    "fsdp",
+    "fsdp_config",
+)
+_OTHER_NAME = {
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "optimizer": "optim",
+}
 _WHOLE = ("zero_optimization", "fsdp_config", "offload_optimizer")  # sections that are one value
 
 
@@ -63,8 +74,11 @@ def read_settings(config) -> Settings:
         return Settings(fields_of(config))
     leaves = list(_leaves(config))
     said = dict(leaves)
-    fields = {_OTHER_NAME.get(name, name): value for name, value in leaves
-              if name in _SAME_NAME or (name in _OTHER_NAME and isinstance(value, str | int))}  # fmt: skip
+    fields = {
+        _OTHER_NAME.get(name, name): value
+        for name, value in leaves
+        if name in _SAME_NAME or (name in _OTHER_NAME and isinstance(value, str | int))
+    }
     fields |= dict.fromkeys(_precisions(said), True)
     if any(is_true(value) for name, value in leaves if name in _CHECKPOINTING_NAMES):
         fields |= _CHECKPOINTING
@@ -205,6 +219,7 @@ def savings(
 def _peak(settings: Settings, model, seq_len: int, hardware: str, world_size: int | None) -> int:
     from hf_memopt.estimator import estimate
 
-    found = estimate(model, dict(settings.fields), seq_len, hardware, attn_implementation=settings.attention,
-                     world_size=world_size)  # fmt: skip
+    found = estimate(
+        model, dict(settings.fields), seq_len, hardware, attn_implementation=settings.attention, world_size=world_size
+    )
     return found.peak_allocated_bytes

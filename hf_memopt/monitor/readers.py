@@ -125,17 +125,27 @@ class Reader:
         """Metal tells no peaks: the driver's figure, which does not shrink while training, stands for them."""
         current, driver = self._module.current_allocated_memory(), self._module.driver_allocated_memory()
         return {
-            "allocated": current, "reserved": driver, "peak_allocated": current, "peak_reserved": driver,
-            "used": driver, "capacity": self._module.recommended_max_memory(), "retries": 0,
-        }  # fmt: skip
+            "allocated": current,
+            "reserved": driver,
+            "peak_allocated": current,
+            "peak_reserved": driver,
+            "used": driver,
+            "capacity": self._module.recommended_max_memory(),
+            "retries": 0,
+        }
 
     def _read_cpu(self, host) -> dict:
         resident, peak = host["host_resident"], peak_resident()
         capacity = self._host_capacity
         return {
-            "allocated": resident, "reserved": resident, "peak_allocated": peak, "peak_reserved": peak,
-            "used": max(resident, capacity - host["host_available"]), "capacity": capacity, "retries": 0,
-        }  # fmt: skip
+            "allocated": resident,
+            "reserved": resident,
+            "peak_allocated": peak,
+            "peak_reserved": peak,
+            "used": max(resident, capacity - host["host_available"]),
+            "capacity": capacity,
+            "retries": 0,
+        }
 
 
 def peak_resident() -> int:

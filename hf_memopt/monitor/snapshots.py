@@ -145,7 +145,7 @@ class SnapshotCallback(TrainerCallback):
                     inside.setdefault(get_ident(), []).append(name)
                     self._recorder.say(name)
 
-            return before  # fmt: skip
+            return before
 
         def leave(name):
             def after(module, inputs, output):
@@ -156,7 +156,7 @@ class SnapshotCallback(TrainerCallback):
                 if not name:
                     self._mark("phase", "backward")
 
-            return after  # fmt: skip
+            return after
 
         everywhere = model.named_modules() if isinstance(self._recorder, _CudaRecorder) else [("", model)]
         for name, module in everywhere:

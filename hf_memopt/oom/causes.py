@@ -19,35 +19,60 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 # Where it happened -> why, and what helps, the most effective first. Words are Hugging Face's.
 _BY_STAGE = {
-    "load": ("the weights alone do not fit", [
-        "--method qlora: weights in 4 bits", "strategy zero3 or fsdp2 on several cards: each holds its part",
-        "dtype=bfloat16, or a smaller model",
-    ]),
-    "optimizer": ("the optimizer makes its states in its first step, beside weights and gradients", [
-        "optim=adamw_8bit: 2 bytes a weight instead of 8", "--method lora: states of the adapters alone",
-        "optimizer_cpu_offload=true (one card), or strategy zero2 on several",
-    ]),
-    "eval": ("evaluation batches are larger than training's, or their logits are kept until metrics are computed", [
-        "per_device_eval_batch_size=1", "MemoryTrainer: evaluation halves its own batch",
-        "reduce_eval_logits=true: MemoryTrainer keeps tokens instead of logits",
-        "eval_accumulation_steps=1, or prediction_loss_only=true",
-    ]),
-    "save": ("saving gathers on one device what training had spread out", [
-        "fsdp_state_dict_type: SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save: false",
-        "save_only_model=true", "MemoryTrainer: it saves tensor by tensor where memory is short",
-    ]),
-    "resume": ("a checkpoint's optimizer states were loaded onto the device beside the new ones", [
-        "MemoryTrainer: it loads them through host memory", "optim=adamw_8bit",
-        "PYTORCH_ALLOC_CONF=expandable_segments:True",
-    ]),
-    "step": ("activations and logits of a micro-batch do not fit beside weights, gradients and states", [
-        "activation_checkpointing=true, activation_checkpointing_kwargs={use_reentrant: false}",
-        "loss_chunk_size=1024: logits of so many tokens at once",
-        "half the per_device_train_batch_size, twice the gradient_accumulation_steps",
-    ]),
-}  # fmt: skip
-_LATER = ("it fitted for {step} steps, so a longer batch than before came, tensors are kept from step to step (losses "
-          "stored without item()), or memory was cut up into pieces")  # fmt: skip
+    "load": (
+        "the weights alone do not fit",
+        [
+            "--method qlora: weights in 4 bits",
+            "strategy zero3 or fsdp2 on several cards: each holds its part",
+            "dtype=bfloat16, or a smaller model",
+        ],
+    ),
+    "optimizer": (
+        "the optimizer makes its states in its first step, beside weights and gradients",
+        [
+            "optim=adamw_8bit: 2 bytes a weight instead of 8",
+            "--method lora: states of the adapters alone",
+            "optimizer_cpu_offload=true (one card), or strategy zero2 on several",
+        ],
+    ),
+    "eval": (
+        "evaluation batches are larger than training's, or their logits are kept until metrics are computed",
+        [
+            "per_device_eval_batch_size=1",
+            "MemoryTrainer: evaluation halves its own batch",
+            "reduce_eval_logits=true: MemoryTrainer keeps tokens instead of logits",
+            "eval_accumulation_steps=1, or prediction_loss_only=true",
+        ],
+    ),
+    "save": (
+        "saving gathers on one device what training had spread out",
+        [
+            "fsdp_state_dict_type: SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save: false",
+            "save_only_model=true",
+            "MemoryTrainer: it saves tensor by tensor where memory is short",
+        ],
+    ),
+    "resume": (
+        "a checkpoint's optimizer states were loaded onto the device beside the new ones",
+        [
+            "MemoryTrainer: it loads them through host memory",
+            "optim=adamw_8bit",
+            "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        ],
+    ),
+    "step": (
+        "activations and logits of a micro-batch do not fit beside weights, gradients and states",
+        [
+            "activation_checkpointing=true, activation_checkpointing_kwargs={use_reentrant: false}",
+            "loss_chunk_size=1024: logits of so many tokens at once",
+            "half the per_device_train_batch_size, twice the gradient_accumulation_steps",
+        ],
+    ),
+}
+_LATER = (
+    "it fitted for {step} steps, so a longer batch than before came, tensors are kept from step to step (losses "
+    "stored without item()), or memory was cut up into pieces"
+)
 _LONGER = "it fitted for {step} steps, and this batch is larger than all before it: memory is as the data are"
 _INTERMITTENT = (
     "it fitted for {step} steps, larger batches among them: memory was cut up into pieces, another process took some, "
@@ -58,15 +83,22 @@ LATER_CHANGES = [
     "MemoryTrainer: a batch that does not fit runs in pieces, and growth is named",
     "PYTORCH_ALLOC_CONF=expandable_segments:True",
 ]
-_FRAGMENTED = ("the allocator holds {unused} that no tensor is in: memory is cut up into pieces", [
-    "PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "train_sampling_strategy=group_by_length: batches of few lengths",
-    "torch_empty_cache_steps=50",
-])  # fmt: skip
-_OTHERS = ("other processes hold {others} of the device", [
-    "end them (hf-memopt monitor lists them), or choose another card with CUDA_VISIBLE_DEVICES",
-    "--preset auto: plans for what is free", "max_memory_gib, where several jobs share a card on purpose",
-])  # fmt: skip
+_FRAGMENTED = (
+    "the allocator holds {unused} that no tensor is in: memory is cut up into pieces",
+    [
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        "train_sampling_strategy=group_by_length: batches of few lengths",
+        "torch_empty_cache_steps=50",
+    ],
+)
+_OTHERS = (
+    "other processes hold {others} of the device",
+    [
+        "end them (hf-memopt monitor lists them), or choose another card with CUDA_VISIBLE_DEVICES",
+        "--preset auto: plans for what is free",
+        "max_memory_gib, where several jobs share a card on purpose",
+    ],
+)
 
 
 def figures_of(text: str) -> dict[str, int]:
@@ -84,8 +116,14 @@ def _bytes(groups: tuple[str | None, ...]) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-def reason(found: Diagnosis, stage: str | None, step: int | None, figures: dict[str, int], grown: str | None = None,
-           longest: bool | None = None) -> tuple[str, list[str]]:  # fmt: skip
+def reason(
+    found: Diagnosis,
+    stage: str | None,
+    step: int | None,
+    figures: dict[str, int],
+    grown: str | None = None,
+    longest: bool | None = None,
+) -> tuple[str, list[str]]:
     """The likely cause in a sentence, and what helps, the most effective first.
 
     Args:

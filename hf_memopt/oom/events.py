@@ -50,8 +50,10 @@ def _sentence(event: dict[str, Any]) -> str:
         return f"{where}: memory grows: {event['label']}"
     if event["event"] == "effective_batch_kept":
         samples, processes = event["effective_batch_size"], event["world_size"]
-        return (f"{where}: {samples} samples a step as before, on {processes} process(es): "
-                f"gradient_accumulation_steps={event['gradient_accumulation_steps']}")  # fmt: skip
+        return (
+            f"{where}: {samples} samples a step as before, on {processes} process(es): "
+            f"gradient_accumulation_steps={event['gradient_accumulation_steps']}"
+        )
     details = _listed({name: value for name, value in event.items() if name not in ("event", "step", "process")})
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
 

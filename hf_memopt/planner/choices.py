@@ -68,15 +68,26 @@ class Choice:
     @property
     def levers(self) -> int:
         """How many levers are pulled: of equally fast choices the one with fewest is taken."""
-        pulled = (self.recomputed > 0, self.inputs_offloaded, self.chunked_loss, self.compressed,
-                  self.activations_offloaded, self.optimizer_offloaded, "8bit" in self.optim)  # fmt: skip
+        pulled = (
+            self.recomputed > 0,
+            self.inputs_offloaded,
+            self.chunked_loss,
+            self.compressed,
+            self.activations_offloaded,
+            self.optimizer_offloaded,
+            "8bit" in self.optim,
+        )
         return sum(pulled)
 
     @property
     def offloads(self) -> int:
         """How many of them count on the host's memory and link."""
-        return self.inputs_offloaded + self.activations_offloaded + self.optimizer_offloaded + (
-            "offload" in self.strategy)  # fmt: skip
+        return (
+            self.inputs_offloaded
+            + self.activations_offloaded
+            + self.optimizer_offloaded
+            + ("offload" in self.strategy)
+        )
 
     @property
     def approximations(self) -> int:
@@ -106,8 +117,9 @@ class Choice:
     def configured(self, preset: Preset) -> Preset:
         """A preset with the choice's settings."""
         preset = preset if self.strategy == preset.strategy else with_strategy(preset, self.strategy)
-        training = {name: value for name, value in preset.training.items()
-                    if not name.startswith("activation_checkpointing")}  # fmt: skip
+        training = {
+            name: value for name, value in preset.training.items() if not name.startswith("activation_checkpointing")
+        }
         if self.recomputed and self.engine != "fsdp2":
             kwargs: dict[str, Any] = {"use_reentrant": False}
             if number := self._every_n():
@@ -119,9 +131,12 @@ class Choice:
         if self.compressed or self.activations_offloaded:
             training.pop("torch_compile", None)  # the compiler decides by itself what is saved
         return replace(
-            preset, micro_batch_size=self.micro_batch, dtype=self.dtype, training=MappingProxyType(training),
+            preset,
+            micro_batch_size=self.micro_batch,
+            dtype=self.dtype,
+            training=MappingProxyType(training),
             effective_batch_size=self.micro_batch * self.accumulation * preset.processes,
-        )  # fmt: skip
+        )
 
     def fields(self, preset: Preset, given: dict[str, Any] | None = None) -> dict[str, Any]:
         """The TrainingArguments fields of the configured preset that matter to an estimate."""
@@ -145,8 +160,15 @@ def memory_arguments(given: MemoryArguments, choice: Choice, **profile: Any) -> 
     return dataclasses.replace(given, **choice.memory_fields(), **profile)
 
 
-def choices(preset: Preset, config, effective_batch: int, seq_len: int, given: MemoryArguments, task: str,
-            pinned: dict[str, Any]) -> Iterator[Choice]:  # fmt: skip
+def choices(
+    preset: Preset,
+    config,
+    effective_batch: int,
+    seq_len: int,
+    given: MemoryArguments,
+    task: str,
+    pinned: dict[str, Any],
+) -> Iterator[Choice]:
     """Every combination that may run, in no order.
 
     Args:
@@ -160,13 +182,26 @@ def choices(preset: Preset, config, effective_batch: int, seq_len: int, given: M
     for strategy in _strategies(preset, pinned):
         for optim, dtype, offloaded in _optimizers(preset, strategy, pinned):
             for micro, (recomputed, inputs), (compressed, moved), chunked in itertools.product(
-                _micro_batches(share, pinned), _checkpointing(preset, strategy, config, given, pinned),
-                _kept(preset, strategy, given), _losses(given, task, seq_len),
-            ):  # fmt: skip
+                _micro_batches(share, pinned),
+                _checkpointing(preset, strategy, config, given, pinned),
+                _kept(preset, strategy, given),
+                _losses(given, task, seq_len),
+            ):
                 if inputs and (compressed or moved):
                     continue  # both would take the layers' inputs
-                choice = Choice(strategy, micro, share // micro, recomputed, optim, dtype, inputs, chunked, compressed,
-                                moved, offloaded)  # fmt: skip
+                choice = Choice(
+                    strategy,
+                    micro,
+                    share // micro,
+                    recomputed,
+                    optim,
+                    dtype,
+                    inputs,
+                    chunked,
+                    compressed,
+                    moved,
+                    offloaded,
+                )
                 configured = choice.configured(preset)
                 if choice.refused(configured, memory_arguments(given, choice), pinned) is None:
                     yield choice

@@ -100,8 +100,10 @@ def write_files(request, rung, directory: str) -> list[str]:
     folder = folder_for(directory)
     if hidden := [name for name in request.fields if is_secret(name)]:
         logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
-    files = {"training_arguments.json": _json(training_arguments(request, rung)),
-             "plan.json": _json(as_dict(request, rung))}  # fmt: skip
+    files = {
+        "training_arguments.json": _json(training_arguments(request, rung)),
+        "plan.json": _json(as_dict(request, rung)),
+    }
     if deepspeed := rung.preset.deepspeed_config():
         files["deepspeed.json"] = _json(deepspeed)
     config = accelerate_config(rung, str(folder / "deepspeed.json"))
@@ -127,8 +129,10 @@ def recipe_words(request, rung) -> list[str]:
     words += _length_words(request)
     words += ["--effective_batch_size", str(request.effective_batch_size)]
     usual = get_preset(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
-    given: dict[str, Any] = {"per_device_train_batch_size": preset.micro_batch_size,
-                             "per_device_eval_batch_size": preset.micro_batch_size}  # fmt: skip
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": preset.micro_batch_size,
+        "per_device_eval_batch_size": preset.micro_batch_size,
+    }
     for name in (usual.training.keys() | preset.training.keys()) - {"activation_checkpointing_kwargs"}:
         if preset.training.get(name) != usual.training.get(name):
             given[name] = preset.training.get(name, False)

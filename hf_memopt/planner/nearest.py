@@ -27,8 +27,11 @@ def nearest_changes(request, least: Choice, say: Callable[[str], None]) -> list[
     directions = [iter(direction) for direction in _directions(request, least)]
     found: dict[int, str] = {}
     for _ in range(_ROUNDS):
-        tried = {number: job for number, direction in enumerate(directions)
-                 if number not in found and (job := _next_job(direction))}  # fmt: skip
+        tried = {
+            number: job
+            for number, direction in enumerate(directions)
+            if number not in found and (job := _next_job(direction))
+        }
         estimates = estimate_jobs([job for _, job in tried.values()], on_all_cores)
         for (number, (text, _)), estimate in zip(tried.items(), estimates, strict=True):
             if not isinstance(estimate, InputError) and estimate.device_bytes <= request.room:
@@ -59,8 +62,10 @@ def _directions(request, least: Choice) -> Iterator[list[tuple]]:
         yield [(f"--seq-len {length}", replace(request, seq_len=length), least) for length in lengths]
     elif video := request.more["video"].halved():
         yield [(f"max_frames={video.frames}", replace(request, more={**request.more, "video": video}), least)]
-    yield [(f"{name} instead", replace(request, model=name, config=load_config(name)), least)
-           for name in _smaller(request)]  # fmt: skip
+    yield [
+        (f"{name} instead", replace(request, model=name, config=load_config(name)), least)
+        for name in _smaller(request)
+    ]
     if request.preset.method == "full" and is_from_scratch(request.config):
         for direction in smaller_sizes(request.config):
             yield [(_as_config(sizes), _of_sizes(request, sizes), least) for sizes in direction]
@@ -98,15 +103,27 @@ def _plain(least: Choice, strategy: str) -> Choice:
     """The choice under another engine, with what every engine takes."""
     optim = "adamw_torch" if "offload" in strategy else "adamw_torch_fused" if "8bit" in least.optim else least.optim
     dtype = "bfloat16" if strategy.startswith("zero") or strategy == "fsdp2" else least.dtype
-    return replace(least, strategy=strategy, recomputed=1.0, compressed=False, activations_offloaded=False,
-                   inputs_offloaded=False, optimizer_offloaded=False, optim=optim, dtype=dtype)  # fmt: skip
+    return replace(
+        least,
+        strategy=strategy,
+        recomputed=1.0,
+        compressed=False,
+        activations_offloaded=False,
+        inputs_offloaded=False,
+        optimizer_offloaded=False,
+        optim=optim,
+        dtype=dtype,
+    )
 
 
 def _smaller(request) -> list[str]:
     """Bundled models of the same family with fewer weights, the largest first."""
     own = _weights(request.config)
-    family = [(size, name) for name in list_architectures() if (config := load_config(name)).model_type
-              == request.config.model_type and (size := _weights(config)) < own]  # fmt: skip
+    family = [
+        (size, name)
+        for name in list_architectures()
+        if (config := load_config(name)).model_type == request.config.model_type and (size := _weights(config)) < own
+    ]
     return [name for _, name in sorted(family, reverse=True)]
 
 

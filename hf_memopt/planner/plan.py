@@ -108,17 +108,24 @@ class Request:
             more["quantization_config"] = self.quantization(configured)
         lora = self.lora if configured.method != "full" else {}
         return job_of(
-            configured, self.config, self.seq_len, configured.processes, choice.fields(configured, self.fields), lora,
-            memory_args=memory_arguments(self.memory_args, choice), **more,
-        )  # fmt: skip
+            configured,
+            self.config,
+            self.seq_len,
+            configured.processes,
+            choice.fields(configured, self.fields),
+            lora,
+            memory_args=memory_arguments(self.memory_args, choice),
+            **more,
+        )
 
     def search(self, say: Callable[[str], None]) -> Search | None:
         """The search over all choices; None where compatibility leaves none."""
         task = self.more.get("task") or task_of(self.config)
         found = list(
-            choices(self.preset, self.config, self.effective_batch_size, self.seq_len, self.memory_args,
-                    task, self.fields)
-        )  # fmt: skip
+            choices(
+                self.preset, self.config, self.effective_batch_size, self.seq_len, self.memory_args, task, self.fields
+            )
+        )
         if not found:
             return None
         # Engines compute with weights in 16 bits; autocast's copies of 32-bit weights would pass for activations.
@@ -180,11 +187,22 @@ class Plan:
         }
 
 
-def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | None = None, seq_len: int | None = None,
-         method: str = "any", strategy: str | None = None, memory: int | None = None, training: dict | None = None,
-         lora: dict | None = None, memory_args: MemoryArguments | None = None, quantization=None,
-         host_memory: int | None = None,
-         say: Callable[[str], None] = lambda text: None, **more) -> Plan:  # fmt: skip
+def plan(
+    model,
+    hardware: str | Preset = "auto",
+    effective_batch_size: int | None = None,
+    seq_len: int | None = None,
+    method: str = "any",
+    strategy: str | None = None,
+    memory: int | None = None,
+    training: dict | None = None,
+    lora: dict | None = None,
+    memory_args: MemoryArguments | None = None,
+    quantization=None,
+    host_memory: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **more,
+) -> Plan:
     """The fastest settings that are predicted to fit, at four shares of the device's memory.
 
     Args:
@@ -219,8 +237,20 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
         preset = preset_of(hardware, name, strategy)
         if dtype:
             preset = replace(preset, dtype=dtype)
-        request = _request(model, config, preset, effective_batch_size, seq_len, memory, training or {}, lora or {},
-                           memory_args or MemoryArguments(), more, quantization, host_memory)  # fmt: skip
+        request = _request(
+            model,
+            config,
+            preset,
+            effective_batch_size,
+            seq_len,
+            memory,
+            training or {},
+            lora or {},
+            memory_args or MemoryArguments(),
+            more,
+            quantization,
+            host_memory,
+        )
         search = request.search(say)
         rungs = _ladder(request, search) if search else []
         if rungs:
@@ -236,8 +266,9 @@ def plan(model, hardware: str | Preset = "auto", effective_batch_size: int | Non
     return Plan(request, [], rejected, found.device_bytes - room, nearest_changes(request, least, say))
 
 
-def _request(model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization,
-             host_memory) -> Request:  # fmt: skip
+def _request(
+    model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization, host_memory
+) -> Request:
     """The request of one method, checked."""
     from transformers import TrainingArguments
 
@@ -267,8 +298,9 @@ def _request(model, config, preset, effective, seq_len, memory, fields, lora, me
         host_memory = _USUAL_HOST[preset.hardware.memory > _LARGE]
     if memory <= 0:
         raise InputError(f"memory={memory} must be above 0 bytes")
-    return Request(model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization,
-                   host_memory)  # fmt: skip
+    return Request(
+        model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization, host_memory
+    )
 
 
 def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
@@ -312,11 +344,23 @@ def _ladder(request: Request, search: Search) -> list[Rung]:
     rungs = []
     for (name, (profile, share)), choice in chosen:
         memory_args = memory_arguments(
-            request.memory_args, choice, memory_profile=profile, target_memory_utilization=share,
+            request.memory_args,
+            choice,
+            memory_profile=profile,
+            target_memory_utilization=share,
             **dict.fromkeys(THRESHOLDS[1:]),  # the profile's
-        )  # fmt: skip
-        rungs.append(Rung(name, share, choice, choice.configured(request.preset), memory_args, search.found[choice],
-                          fastest / search.seconds[choice]))  # fmt: skip
+        )
+        rungs.append(
+            Rung(
+                name,
+                share,
+                choice,
+                choice.configured(request.preset),
+                memory_args,
+                search.found[choice],
+                fastest / search.seconds[choice],
+            )
+        )
     return rungs
 
 

@@ -142,11 +142,16 @@ def summarize(choice: Choice) -> str:
     if share:
         layers = "all layers" if share == 1 else f"{share:.0%} of the layers"
         words.append(f"{layers} recomputed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
-    words += [text for text, on in (
-        ("loss in chunks", choice.chunked_loss), ("8-bit activations", choice.compressed),
-        ("activations in host memory", choice.activations_offloaded),
-        ("optimizer in host memory", choice.optimizer_offloaded),
-    ) if on]  # fmt: skip
+    words += [
+        text
+        for text, on in (
+            ("loss in chunks", choice.chunked_loss),
+            ("8-bit activations", choice.compressed),
+            ("activations in host memory", choice.activations_offloaded),
+            ("optimizer in host memory", choice.optimizer_offloaded),
+        )
+        if on
+    ]
     if "8bit" in choice.optim:
         words.append(choice.optim)
     return ", ".join(words)

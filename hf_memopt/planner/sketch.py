@@ -45,8 +45,10 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
     Raises:
         InputError: a job that cannot be traced.
     """
-    alone = [dataclasses.replace(job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine="none",
-                                 world_size=1) for job in jobs]  # fmt: skip
+    alone = [
+        dataclasses.replace(job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine="none", world_size=1)
+        for job in jobs
+    ]
     depths = shallow_depths(jobs[0].config, FEWEST["none"])
     books = iter(on_all_cores(_counted, [(job, depth) for job in alone for depth in depths]))
     return [_at_full_depth(job.config, depths, [next(books) for _ in depths]) for job in alone]
@@ -168,8 +170,12 @@ class Sketch:
         ranks = self.job.world_size
         loaded = self.loaded
         if choice.engine == "fsdp2":
-            return {"parameters": 2 * loaded / ranks, "gradients": 4 * self.trained / ranks,
-                    "optimizer_states": 8 * self.trained / ranks, "communication": 0}  # fmt: skip
+            return {
+                "parameters": 2 * loaded / ranks,
+                "gradients": 4 * self.trained / ranks,
+                "optimizer_states": 8 * self.trained / ranks,
+                "communication": 0,
+            }
         stage = choice.zero_stage
         on_host = "offload" in choice.strategy
         return {

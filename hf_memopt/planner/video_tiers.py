@@ -202,8 +202,9 @@ class _Search:
         """The first clip that an estimate says fits; None where none does."""
         for first in _FIRST:
             # Where the smallest clip does not fit, no larger one needs a trace.
-            if self.estimate(first) > self.room and all(_load(self.job, clip) >= _load(self.job, first)
-                                                        for clip in wanted):  # fmt: skip
+            if self.estimate(first) > self.room and all(
+                _load(self.job, clip) >= _load(self.job, first) for clip in wanted
+            ):
                 return None
         for _ in range(_TRIES):
             clip = next((clip for clip in wanted if self.needs(clip) <= self.room), None)
@@ -223,8 +224,10 @@ class _Search:
         if clip in self.tried:
             return self.tried[clip].device_bytes
         load = _load(self.job, clip)
-        points = sorted({_load(self.job, one): found.device_bytes for one, found in self.tried.items()}.items(),
-                        key=lambda point: abs(point[0] - load))[:2]  # fmt: skip
+        points = sorted(
+            {_load(self.job, one): found.device_bytes for one, found in self.tried.items()}.items(),
+            key=lambda point: abs(point[0] - load),
+        )[:2]
         if len(points) < 2:
             return points[0][1]
         (near, bytes_near), (far, bytes_far) = points
@@ -233,8 +236,9 @@ class _Search:
 
 def with_clip(job: Job, clip: Clip, effective_batch_size: int) -> Job:
     """The job on such clips, with the micro-batch that an effective batch is divided into."""
-    video = replace(job.video, frames=clip.frames, height=clip.side, width=clip.side,
-                    max_pixels_per_frame=clip.side**2)  # fmt: skip
+    video = replace(
+        job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
+    )
     batch = {
         "per_device_train_batch_size": clip.micro_batch,
         "per_device_eval_batch_size": _evaluated_at_once(job) or clip.micro_batch,
@@ -245,8 +249,9 @@ def with_clip(job: Job, clip: Clip, effective_batch_size: int) -> Job:
 
 def _tokens(job: Job, clip: Clip) -> int:
     """Tokens of a sample."""
-    video = replace(job.video, frames=clip.frames, height=clip.side, width=clip.side,
-                    max_pixels_per_frame=clip.side**2)  # fmt: skip
+    video = replace(
+        job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
+    )
     _, steps, per_step, closing = video.clip(job.config)
     return video.text_tokens(job.config, steps) + steps * per_step + closing
 
@@ -299,9 +304,12 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
         # An evaluation needs less than a step of the same micro-batch, and its trace takes a third of the time.
         fields["eval_strategy"] = "no"
     clip = _FIRST[0]
-    job = {"video": VideoInputs(clip.frames, clip.side, clip.side, clip.side**2), "frozen": ("vision",),
-           "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
-           "quantization_config": quantization(preset, config, changes.pop("quantization", {}))}  # fmt: skip
+    job = {
+        "video": VideoInputs(clip.frames, clip.side, clip.side, clip.side**2),
+        "frozen": ("vision",),
+        "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
+        "quantization_config": quantization(preset, config, changes.pop("quantization", {})),
+    }
     return job_of(preset, config, None, 1, {**fields, "per_device_train_batch_size": 1}, **{**job, **changes})
 
 

@@ -12,8 +12,15 @@ from hf_memopt.files import shipped
 from hf_memopt.hardware.catalog import Hardware
 
 
-def accelerate_config(hardware: Hardware, strategy: str, processes: int, precision: str, deepspeed_file: str,
-                      machines: int = 1, sequence_parallel: int = 1) -> dict:  # fmt: skip
+def accelerate_config(
+    hardware: Hardware,
+    strategy: str,
+    processes: int,
+    precision: str,
+    deepspeed_file: str,
+    machines: int = 1,
+    sequence_parallel: int = 1,
+) -> dict:
     """Keys and values as `accelerate launch --config_file` reads them.
 
     Args:
@@ -41,10 +48,16 @@ def accelerate_config(hardware: Hardware, strategy: str, processes: int, precisi
         # accelerate refuses the efficient loading together with torchao's fp8.
         config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
     if sequence_parallel > 1:
-        config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in (
-            ("dp_shard_size", processes // sequence_parallel), ("sp_size", sequence_parallel),
-            ("sp_backend", "deepspeed"), ("sp_seq_length_is_variable", True), ("sp_attn_implementation", "sdpa"),
-        )}  # fmt: skip
+        config["parallelism_config"] = {
+            f"parallelism_config_{name}": value
+            for name, value in (
+                ("dp_shard_size", processes // sequence_parallel),
+                ("sp_size", sequence_parallel),
+                ("sp_backend", "deepspeed"),
+                ("sp_seq_length_is_variable", True),
+                ("sp_attn_implementation", "sdpa"),
+            )
+        }
     config |= {"num_machines": machines, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
     return config
 

@@ -110,8 +110,9 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
         if world_size != launched:
             logger.warning(
                 "preset %s counts on %d processes, this is one: start with accelerate launch, or pass world_size=1",
-                preset.name, world_size,
-            )  # fmt: skip
+                preset.name,
+                world_size,
+            )
     if sizes := overrides.get("parallelism_config"):
         preset = dataclasses.replace(preset, sequence_parallel=parallel_sizes(sizes)["sp"])
     batches = preset.batches(world_size)

@@ -12,8 +12,14 @@ def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
     """What `accelerate launch` is told on each of several machines: its own number, and where they meet."""
     if preset.machines == 1:
         return []
-    return ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", '"$MAIN_PROCESS_IP"', "--main_process_port",
-            port]  # fmt: skip
+    return [
+        "--machine_rank",
+        '"$MACHINE_RANK"',
+        "--main_process_ip",
+        '"$MAIN_PROCESS_IP"',
+        "--main_process_port",
+        port,
+    ]
 
 
 def scripts(preset: Preset, folder: Path, recipe_words: list[str]) -> dict[str, str]:
@@ -37,8 +43,10 @@ def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
     port = f'"${{MAIN_PROCESS_PORT:-{_PORT}}}"'
     lines = ["#!/bin/sh", _comment(preset, recipe_words)]
     if preset.machines > 1:
-        lines.append(f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
-                     "MAIN_PROCESS_IP of the first.")  # fmt: skip
+        lines.append(
+            f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
+            "MAIN_PROCESS_IP of the first."
+        )
     lines += [
         *_exports(preset),
         " ".join(["exec accelerate launch --config_file", config, *machine_words(preset, port), "\\"]),

@@ -207,8 +207,9 @@ class Preset:
         """
         deepspeed = self.deepspeed_config()
         file = deepspeed_file or (inline(deepspeed) if deepspeed else "")
-        return accelerate_config(self.hardware, self.strategy, self.processes, self.precision, file, self.machines,
-                                 self.sequence_parallel)  # fmt: skip
+        return accelerate_config(
+            self.hardware, self.strategy, self.processes, self.precision, file, self.machines, self.sequence_parallel
+        )
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""

@@ -44,8 +44,17 @@ def plans_here(preset_name: str) -> bool:
     return preset_name == "auto" and world_size() == 1 and launched_strategy() is None
 
 
-def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[str, Any], lora: dict[str, Any],
-              quantization, memory_args: MemoryArguments, **layout) -> Planned:  # fmt: skip
+def plan_here(
+    config,
+    preset: Preset,
+    seq_len: int,
+    rung: str,
+    training: dict[str, Any],
+    lora: dict[str, Any],
+    quantization,
+    memory_args: MemoryArguments,
+    **layout,
+) -> Planned:
     """The settings of a rung, for the memory that is free now.
 
     Args:
@@ -64,10 +73,20 @@ def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[st
     fields = dict(training)
     effective = fields.pop("effective_batch_size", None)
     found = plan(
-        config, preset, effective, seq_len, preset.method, memory=memory, training=fields, lora=lora,
-        memory_args=memory_args, quantization=quantization, host_memory=_host_memory(preset.hardware),
-        say=lambda text: print(text, file=sys.stderr), **layout,
-    )  # fmt: skip
+        config,
+        preset,
+        effective,
+        seq_len,
+        preset.method,
+        memory=memory,
+        training=fields,
+        lora=lora,
+        memory_args=memory_args,
+        quantization=quantization,
+        host_memory=_host_memory(preset.hardware),
+        say=lambda text: print(text, file=sys.stderr),
+        **layout,
+    )
     if not found.ladder:
         changes = "; ".join(found.nearest) or "a smaller model"
         raise InputError(
@@ -79,11 +98,18 @@ def plan_here(config, preset: Preset, seq_len: int, rung: str, training: dict[st
     chosen = found.ladder[place]
     below = [one.name for one in found.ladder[:place] if one.choice != chosen.choice]
     needs, usable = gib(chosen.estimate.device_bytes), gib(memory)
-    batch = {"per_device_train_batch_size": chosen.choice.micro_batch,
-             "gradient_accumulation_steps": chosen.choice.accumulation}  # fmt: skip
+    batch = {
+        "per_device_train_batch_size": chosen.choice.micro_batch,
+        "gradient_accumulation_steps": chosen.choice.accumulation,
+    }
     probed = replace(chosen.memory_args, probe_worst_batch=True)
-    return Planned(chosen.preset, probed, batch, f"{chosen.name}: {chosen.summary}; {needs} of {usable} free",
-                   below[-1] if below else None)  # fmt: skip
+    return Planned(
+        chosen.preset,
+        probed,
+        batch,
+        f"{chosen.name}: {chosen.summary}; {needs} of {usable} free",
+        below[-1] if below else None,
+    )
 
 
 def _host_memory(device) -> int | None:
@@ -118,6 +144,8 @@ def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: i
         return
     logger.warning(
         "the largest batch ran in pieces of %d of %d samples: starting again on the rung %s",
-        samples_at_once, asked, safer,
-    )  # fmt: skip
+        samples_at_once,
+        asked,
+        safer,
+    )
     raise StartAgain([*argv, "--rung", safer], free_memory)

@@ -134,5 +134,6 @@ class GradientCheck(TrainerCallback):
         if missing:
             logger.warning(
                 "%d trainable parameters got no gradient and will not learn, the first: %s",
-                len(missing), ", ".join(missing[:5]),
-            )  # fmt: skip
+                len(missing),
+                ", ".join(missing[:5]),
+            )

@@ -111,9 +111,17 @@ _DEFAULTS = {
 }
 
 
-def start(description: str, argv: list[str] | None, scratch: bool = False, builtin: dict | None = None,
-          adapters: dict | None = None, own: type = RecipeArguments, model: Callable[[], Path] = builtin_model,
-          padded: bool = False, **defaults: Any) -> Job:  # fmt: skip
+def start(
+    description: str,
+    argv: list[str] | None,
+    scratch: bool = False,
+    builtin: dict | None = None,
+    adapters: dict | None = None,
+    own: type = RecipeArguments,
+    model: Callable[[], Path] = builtin_model,
+    padded: bool = False,
+    **defaults: Any,
+) -> Job:
     """Parse the arguments and build TrainingArguments; nothing is loaded or written.
 
     Preset, the recipe's defaults, the file named by --config, the command line: each goes over the one before.
@@ -291,10 +299,18 @@ def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool
         return BitsAndBytesConfig(**{**preset.quantization(), **job.quantization})
 
     return plan_here(
-        config, job.preset, sequence_length(job, config), recipe.rung, training, lora,
-        packed_weights if recipe.method == "qlora" else None, job.memory_args, padded=padded and not recipe.packing,
-        packed=padded and recipe.packing, attn_implementation=recipe.attn_implementation,
-    )  # fmt: skip
+        config,
+        job.preset,
+        sequence_length(job, config),
+        recipe.rung,
+        training,
+        lora,
+        packed_weights if recipe.method == "qlora" else None,
+        job.memory_args,
+        padded=padded and not recipe.packing,
+        packed=padded and recipe.packing,
+        attn_implementation=recipe.attn_implementation,
+    )
 
 
 def _set_named_presets_environment(argv: list[str]) -> None:
@@ -409,9 +425,17 @@ def load_job_rows(job: Job, source: str, with_media: bool = False):
     """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form."""
     recipe = job.recipe
     train, held_out, columns = load_rows(
-        source, recipe.dataset_config, recipe.dataset_train_split, recipe.dataset_test_split, recipe.held_out,
-        recipe.streaming, recipe.shuffle_buffer_size, job.args.seed, recipe.ignore_columns or (), with_media,
-    )  # fmt: skip
+        source,
+        recipe.dataset_config,
+        recipe.dataset_train_split,
+        recipe.dataset_test_split,
+        recipe.held_out,
+        recipe.streaming,
+        recipe.shuffle_buffer_size,
+        job.args.seed,
+        recipe.ignore_columns or (),
+        with_media,
+    )
     if held_out is None:
         job.args.set_evaluate(strategy="no")
         job.args.eval_on_start = False

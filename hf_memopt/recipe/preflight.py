@@ -104,8 +104,10 @@ def _sizes(launch: Launch) -> Iterator[str]:
         product *= size
     if launch.parallel and product != launch.world_size:
         told = " × ".join(f"{name} {size}" for name, size in launch.parallel.items())
-        yield (f"parallelism_config: {told} = {product} is not the number of processes, {launch.world_size}: set "
-               f"num_processes={product}, or other sizes")  # fmt: skip
+        yield (
+            f"parallelism_config: {told} = {product} is not the number of processes, {launch.world_size}: set "
+            f"num_processes={product}, or other sizes"
+        )
 
 
 def _batches(launch: Launch) -> Iterator[str]:
@@ -121,8 +123,10 @@ def _loading(launch: Launch) -> Iterator[str]:
         return
     needed = launch.weights * launch.weight_bytes * launch.per_host
     if needed > _LEFT_ALONE * launch.host_free:
-        yield (f"fsdp_cpu_ram_efficient_loading is off: {launch.per_host} processes would load {gib(needed)} into "
-               f"{gib(launch.host_free)} of free host memory: set it to true")  # fmt: skip
+        yield (
+            f"fsdp_cpu_ram_efficient_loading is off: {launch.per_host} processes would load {gib(needed)} into "
+            f"{gib(launch.host_free)} of free host memory: set it to true"
+        )
 
 
 def _operators(launch: Launch) -> Iterator[str]:
@@ -142,8 +146,10 @@ def _buffer_size(launch: Launch) -> Iterator[str]:
     params, part = launch.zero("offload_param"), -(-launch.largest // launch.world_size)
     size = int(params.get("buffer_size", _BUFFER))
     if params.get("device") == "nvme" and part > size:
-        yield (f"offload_param.buffer_size={size} is smaller than a process's part of the largest weight, {part} "
-               f"elements: set buffer_size={part} or more in the DeepSpeed configuration")  # fmt: skip
+        yield (
+            f"offload_param.buffer_size={size} is smaller than a process's part of the largest weight, {part} "
+            f"elements: set buffer_size={part} or more in the DeepSpeed configuration"
+        )
 
 
 def _buffer_count(launch: Launch) -> Iterator[str]:
@@ -155,8 +161,10 @@ def _buffer_count(launch: Launch) -> Iterator[str]:
     stages = 1 + bool(states.get("pipeline_read")) + bool(states.get("pipeline_write"))
     count = states.get("buffer_count", _BUFFERED["offload_optimizer"])
     if count < 4 * stages:
-        yield (f"offload_optimizer.buffer_count={count} is too few for more than one group of weights: set it to "
-               f"{4 * stages}, or turn pipeline_read and pipeline_write off")  # fmt: skip
+        yield (
+            f"offload_optimizer.buffer_count={count} is too few for more than one group of weights: set it to "
+            f"{4 * stages}, or turn pipeline_read and pipeline_write off"
+        )
 
 
 def _group(launch: Launch) -> int:
@@ -166,9 +174,11 @@ def _group(launch: Launch) -> int:
 def _locked_memory(launch: Launch) -> Iterator[str]:
     """DeepSpeed's disk access fails where a buffer cannot be locked (csrc/pin_memory/page_alloc.cpp)."""
     if (needed := _buffers(launch)) > launch.lockable:
-        yield (f"what is swapped to a disk passes through {gib(needed)} of locked memory a process, and "
-               f"{gib(launch.lockable)} may be locked: ulimit -l unlimited, or a smaller buffer_size and "
-               "sub_group_size in the DeepSpeed configuration")  # fmt: skip
+        yield (
+            f"what is swapped to a disk passes through {gib(needed)} of locked memory a process, and "
+            f"{gib(launch.lockable)} may be locked: ulimit -l unlimited, or a smaller buffer_size and "
+            "sub_group_size in the DeepSpeed configuration"
+        )
 
 
 def _buffers(launch: Launch) -> int:
@@ -189,9 +199,11 @@ def _host_memory(launch: Launch) -> Iterator[str]:
     if "nvme" in {launch.zero(part).get("device") for part in _BUFFERED}:
         needed += int(_BESIDE_SWAPPED * launch.trained * launch.per_host / launch.world_size)
     if needed > _LEFT_ALONE * launch.host_free:
-        yield (f"offloading to the host needs {gib(needed)} for the {launch.per_host} processes of this machine, "
-               f"and {gib(launch.host_free)} are free: use more machines, offload_optimizer.device=nvme with a "
-               "smaller sub_group_size, or LoRA")  # fmt: skip
+        yield (
+            f"offloading to the host needs {gib(needed)} for the {launch.per_host} processes of this machine, "
+            f"and {gib(launch.host_free)} are free: use more machines, offload_optimizer.device=nvme with a "
+            "smaller sub_group_size, or LoRA"
+        )
 
 
 def _on_host(launch: Launch, device: str) -> int:
@@ -203,12 +215,17 @@ def _on_host(launch: Launch, device: str) -> int:
 
 
 def _disk(launch: Launch) -> Iterator[str]:
-    paths = {launch.zero(part).get("nvme_path") for part in ("offload_optimizer", "offload_param")
-             if launch.zero(part).get("device") == "nvme"}  # fmt: skip
+    paths = {
+        launch.zero(part).get("nvme_path")
+        for part in ("offload_optimizer", "offload_param")
+        if launch.zero(part).get("device") == "nvme"
+    }
     for path in paths:
         if not path or not Path(path).is_dir():
-            yield (f"nvme_path={path} is not a folder on this machine: make it, or export with --nvme-path "
-                   "(hf-memopt export … --strategy zero3_offload_nvme --nvme-path FOLDER)")  # fmt: skip
+            yield (
+                f"nvme_path={path} is not a folder on this machine: make it, or export with --nvme-path "
+                "(hf-memopt export … --strategy zero3_offload_nvme --nvme-path FOLDER)"
+            )
             continue
         if not os.access(path, os.W_OK):
             yield f"nvme_path={path} cannot be written to: choose a folder of yours"
@@ -248,14 +265,17 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
         weight_bytes=getattr(torch, dtype).itemsize,
         deepspeed=engine.deepspeed,
         fsdp_efficient=is_true(efficient) if engine.fsdp_version else None,
-        batches={"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
-                 "train_batch_size": micro * accumulation * args.world_size},
+        batches={
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": micro * accumulation * args.world_size,
+        },
         parallel=sizes,
         host_free=psutil.virtual_memory().available,
         lockable=_lockable(),
         compiles=_buildable() if engine.deepspeed is not None else {},
         cannot_start=cannot_start(engine),
-    )  # fmt: skip
+    )
 
 
 def _lockable() -> int:

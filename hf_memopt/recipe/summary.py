@@ -55,10 +55,13 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
         ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
         ("batch", f"{_step(trainer)}, up to {length} tokens each"),
         ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
-        ("numbers", f"weights {preset.dtype}, computing in {preset.precision}, optimizer {optimizer}, "
-                    f"attention {model.config._attn_implementation}"),
+        (
+            "numbers",
+            f"weights {preset.dtype}, computing in {preset.precision}, optimizer {optimizer}, "
+            f"attention {model.config._attn_implementation}",
+        ),
         ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
-    ]  # fmt: skip
+    ]
     if budget := job.memory_args.max_tokens_per_batch:
         budgets = f"{budget} padded tokens × {accumulation} × {batches}"
         rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
@@ -201,10 +204,19 @@ def predict(job: Job, trainer, length: int, **about):
     config.__dict__.pop("distributed_config", None)
     try:
         return estimate(
-            config, fields_of_trainer(trainer), length, job.preset.hardware, job.peft_config, job.preset.dtype,
-            config._attn_implementation, quantization_config=quantization, world_size=job.args.world_size,
-            strategy=job.preset.strategy if job.preset.mesh else None, memory_args=job.memory_args, **about,
-        )  # fmt: skip
+            config,
+            fields_of_trainer(trainer),
+            length,
+            job.preset.hardware,
+            job.peft_config,
+            job.preset.dtype,
+            config._attn_implementation,
+            quantization_config=quantization,
+            world_size=job.args.world_size,
+            strategy=job.preset.strategy if job.preset.mesh else None,
+            memory_args=job.memory_args,
+            **about,
+        )
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
         print(f"  memory  not predicted: {one_line(error)[:200]}")
@@ -231,8 +243,11 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     measured = measured_peaks()
     if peaks.bytes:  # of the first two steps, whose samples may be shorter than the longest
         measured["peak_allocated_bytes"] = peaks.bytes
-    error = {name: getattr(estimated, name) / value - 1 for name, value in measured.items()
-             if value and getattr(estimated, name, None)}  # fmt: skip
+    error = {
+        name: getattr(estimated, name) / value - 1
+        for name, value in measured.items()
+        if value and getattr(estimated, name, None)
+    }
     waited = trainer.data_wait_share
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -310,9 +325,14 @@ def sample(job: Job, trainer, tokenizer) -> None:
         prompt = torch.tensor([_prompt(row)], device=model.device)
         with torch.no_grad():
             ids = model.generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True,
-                temperature=0.7, top_k=50, pad_token_id=tokenizer.pad_token_id,
-            )[0]  # fmt: skip
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=40,
+                do_sample=True,
+                temperature=0.7,
+                top_k=50,
+                pad_token_id=tokenizer.pad_token_id,
+            )[0]
         asked = tokenizer.decode(prompt[0], skip_special_tokens=True).strip()
         said = tokenizer.decode(ids[prompt.shape[1] :], skip_special_tokens=True).strip()
         print(f"  {' '.join(asked.split())!r} → {' '.join(said.split())!r}")

@@ -24,13 +24,26 @@ _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 
 # What the command line or a file says goes over them.
 PROFILES: dict[str, dict[str, Any]] = {
-    "maximum_savings": {"max_frames": 50, "per_device_train_batch_size": 2, "effective_batch_size": 32,
-                        "activation_checkpointing": True},
-    "balanced": {"max_frames": 100, "per_device_train_batch_size": 4, "effective_batch_size": 32,
-                 "activation_checkpointing": True},
-    "maximum_performance": {"max_frames": None, "per_device_train_batch_size": 8, "effective_batch_size": 32,
-                            "activation_checkpointing": False, "dtype": "float32"},
-}  # fmt: skip
+    "maximum_savings": {
+        "max_frames": 50,
+        "per_device_train_batch_size": 2,
+        "effective_batch_size": 32,
+        "activation_checkpointing": True,
+    },
+    "balanced": {
+        "max_frames": 100,
+        "per_device_train_batch_size": 4,
+        "effective_batch_size": 32,
+        "activation_checkpointing": True,
+    },
+    "maximum_performance": {
+        "max_frames": None,
+        "per_device_train_batch_size": 8,
+        "effective_batch_size": 32,
+        "activation_checkpointing": False,
+        "dtype": "float32",
+    },
+}
 
 
 @dataclass
@@ -41,21 +54,27 @@ class VideoArguments(RecipeArguments):
 
     video_profile: str | None = field(
         default=None,
-        metadata={"help": "maximum_savings (50 frames, micro-batch 2), balanced (100 frames, micro-batch 4), or "
-                          "maximum_performance (all frames, micro-batch 8, float32 weights, nothing recomputed). "
-                          "Default: frames, their size and micro-batch that are predicted to fit the preset."},
-    )  # fmt: skip
+        metadata={
+            "help": "maximum_savings (50 frames, micro-batch 2), balanced (100 frames, micro-batch 4), or "
+            "maximum_performance (all frames, micro-batch 8, float32 weights, nothing recomputed). "
+            "Default: frames, their size and micro-batch that are predicted to fit the preset."
+        },
+    )
     max_frames: int | None = field(
         default=100,
-        metadata={"help": "Frames of a video, evenly spaced over all of it, at most; none: no limit. Default: as many "
-                          "as are predicted to fit the preset; 100 where that is not predicted."},
-    )  # fmt: skip
+        metadata={
+            "help": "Frames of a video, evenly spaced over all of it, at most; none: no limit. Default: as many "
+            "as are predicted to fit the preset; 100 where that is not predicted."
+        },
+    )
     video_fps: float | None = field(default=None, metadata={"help": "Frames a second, at most. Default: all."})
     max_pixels_per_frame: int | None = field(
         default=None,
-        metadata={"help": "Height × width of a frame, at most; none: the model's own. Default: what is predicted to "
-                          "fit the preset."},
-    )  # fmt: skip
+        metadata={
+            "help": "Height × width of a frame, at most; none: the model's own. Default: what is predicted to "
+            "fit the preset."
+        },
+    )
     max_video_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of a sample's videos and images; frames are dropped to keep to it."}
     )
@@ -189,16 +208,22 @@ def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:
 
 def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple[str, ...]) -> list[tuple[str, str]]:
     """What the largest sample takes on its way: frames or patches, tokens, bytes."""
-    pixels = [part for name, value in sample.items() if name.startswith("pixel_values")
-              for part in (value if isinstance(value, list) else [value])]  # fmt: skip
+    pixels = [
+        part
+        for name, value in sample.items()
+        if name.startswith("pixel_values")
+        for part in (value if isinstance(value, list) else [value])
+    ]
     rows = sum(part.shape[0] if part.dim() < 5 else part.shape[0] * part.shape[1] for part in pixels)
     size = sum(part.numel() * part.element_size() for part in pixels)
     what = "patches" if pixels and pixels[0].dim() == 2 else "frames"
     limit, tokens = samples.encode.limits.max_frames, len(sample["input_ids"])
     answers = int((sample["labels"] != IGNORED).sum())
     told = f"{rows:,} {what} ({size / 2**20:.1f} MiB) → {tokens:,} tokens, {answers} of them answers"
-    return [("videos", f"at most {limit or 'all'} frames; the largest sample: {told}"),
-            ("frozen", ", ".join(frozen) or "nothing")]  # fmt: skip
+    return [
+        ("videos", f"at most {limit or 'all'} frames; the largest sample: {told}"),
+        ("frozen", ", ".join(frozen) or "nothing"),
+    ]
 
 
 def real_inputs(sample: dict[str, Any]) -> VideoInputs:

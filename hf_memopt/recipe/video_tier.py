@@ -54,11 +54,28 @@ CLIPS_FILE = "video_clips.json"  # in output_dir: the limits of a planned run, f
 # TrainingArguments fields that do not change what the file's rows predict. Whole names, since a longer one may change
 # it: activation_checkpointing_kwargs.
 _HARMLESS = (
-    "activation_checkpointing", "data_seed", "disable_tqdm", "effective_batch_size", "eval_on_start", "eval_steps",
-    _ACCUMULATION, "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs",
-    "output_dir", _MICRO, "push_to_hub", "report_to", "resume_from_checkpoint", "run_name", "seed", "use_cpu",
+    "activation_checkpointing",
+    "data_seed",
+    "disable_tqdm",
+    "effective_batch_size",
+    "eval_on_start",
+    "eval_steps",
+    _ACCUMULATION,
+    "learning_rate",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_type",
+    "max_steps",
+    "num_train_epochs",
+    "output_dir",
+    _MICRO,
+    "push_to_hub",
+    "report_to",
+    "resume_from_checkpoint",
+    "run_name",
+    "seed",
+    "use_cpu",
     "weight_decay",
-)  # fmt: skip
+)
 _HARMLESS_PREFIXES = ("adam_", "dataloader_", "hub_", "logging_", "save_", "warmup_")
 
 
@@ -290,10 +307,16 @@ class _Wanted:
     def _traced_job(self) -> EstimatedJob:
         job = self.job
         return tier_job(
-            job.preset, self.config, fields=dict(self.training), lora=self.parsed.lora, memory_args=job.memory_args,
-            quantization=job.quantization, frozen=job.recipe.frozen,
-            attn_implementation=job.recipe.attn_implementation, video=self._clip(*_SMALLEST[:2]),
-        )  # fmt: skip
+            job.preset,
+            self.config,
+            fields=dict(self.training),
+            lora=self.parsed.lora,
+            memory_args=job.memory_args,
+            quantization=job.quantization,
+            frozen=job.recipe.frozen,
+            attn_implementation=job.recipe.attn_implementation,
+            video=self._clip(*_SMALLEST[:2]),
+        )
 
     def _clip(self, frames: int, pixels: int | None) -> VideoInputs:
         side = math.isqrt(pixels or 448 * 448)
@@ -315,11 +338,18 @@ class _Wanted:
         video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
         length = self._tokens(recipe.max_frames, recipe.max_pixels_per_frame)
         planned = plan_here(
-            config, job.preset, length, recipe.rung, fields, self.parsed.lora,
+            config,
+            job.preset,
+            length,
+            recipe.rung,
+            fields,
+            self.parsed.lora,
             (lambda preset: quantization(preset, config, job.quantization)) if recipe.method == "qlora" else None,
-            with_few_logits(job.memory_args, config), video=video, frozen=recipe.frozen,
+            with_few_logits(job.memory_args, config),
+            video=video,
+            frozen=recipe.frozen,
             attn_implementation=recipe.attn_implementation,
-        )  # fmt: skip
+        )
         job.planned, job.preset, job.memory_args = planned, planned.preset, planned.memory_args
         return planned.fields
 
@@ -348,11 +378,31 @@ def _sizes(config) -> tuple:
     text, vision = config.get_text_config(), config.vision_config
     return (
         config.model_type,
-        *(getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "num_hidden_layers",
-          "num_attention_heads", "num_key_value_heads", "vocab_size")),
-        *(getattr(vision, name, None) for name in ("depth", "hidden_size", "intermediate_size", "num_heads",
-          "out_hidden_size", "patch_size", "spatial_merge_size", "temporal_patch_size")),
-    )  # fmt: skip
+        *(
+            getattr(text, name, None)
+            for name in (
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "vocab_size",
+            )
+        ),
+        *(
+            getattr(vision, name, None)
+            for name in (
+                "depth",
+                "hidden_size",
+                "intermediate_size",
+                "num_heads",
+                "out_hidden_size",
+                "patch_size",
+                "spatial_merge_size",
+                "temporal_patch_size",
+            )
+        ),
+    )
 
 
 def _refusal(job: Job, bundled: str | None, needed: int, room: int) -> InputError:
@@ -378,8 +428,12 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
     smaller.sort(key=lambda row: (-size[row["model"]], row["method"] != method))
     found += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
     backend = job.preset.hardware.backend
-    larger = [row for row in rows if (row["model"], row["method"]) == (bundled, method)
-              and get_preset(row["preset"], method).hardware.backend == backend]  # fmt: skip
+    larger = [
+        row
+        for row in rows
+        if (row["model"], row["method"]) == (bundled, method)
+        and get_preset(row["preset"], method).hardware.backend == backend
+    ]
     larger.sort(key=lambda row: row["capacity_bytes"])
     return found + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]
 

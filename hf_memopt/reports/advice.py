@@ -194,15 +194,24 @@ def _of_report(report: dict[str, Any]) -> Advice:
 def _of_event(event: dict[str, Any]) -> Advice:
     if event["event"] == "memory_grows":
         label = event.get("label", "")
-        return Advice("device", f"memory grows: {label}", "training", event.get("step"), ADVICE.get(label, ""),
-                      _unpredicted(LATER_CHANGES), "")  # fmt: skip
+        return Advice(
+            "device",
+            f"memory grows: {label}",
+            "training",
+            event.get("step"),
+            ADVICE.get(label, ""),
+            _unpredicted(LATER_CHANGES),
+            "",
+        )
     message = event.get("message", "")
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
     why, usual = reason(found, event.get("stage"), event.get("step"), figures_of(message))
     if after := event.get("micro_batch_after"):
-        usual = [f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
-                 *usual]  # fmt: skip
+        usual = [
+            f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
+            *usual,
+        ]
     return Advice(
         str(found.kind),
         cause,

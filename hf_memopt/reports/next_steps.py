@@ -21,20 +21,26 @@ def next_steps(run: Run) -> list[str]:
             if event.get("checkpoint"):
                 told.append(f"The last good step was saved: starting again goes on from {event['checkpoint']}.")
     if smallest := _smallest_piece(events):
-        told.append(f"Micro-batches ran in pieces of down to {smallest} samples. "
-                    f"per_device_train_batch_size={smallest} "
-                    "with more gradient_accumulation_steps trains the same at once, without failing.")  # fmt: skip
+        told.append(
+            f"Micro-batches ran in pieces of down to {smallest} samples. "
+            f"per_device_train_batch_size={smallest} "
+            "with more gradient_accumulation_steps trains the same at once, without failing."
+        )
     for label in {event.get("label", "") for event in events if event.get("event") == "memory_grows"}:
         told.append(f"Memory grew ({label}): {ADVICE.get(label, '')}.")
     if "oom_recovered" in kinds and "worst_batch_fits" not in kinds:
         told.append("probe_worst_batch=true tries the largest batch before the first step.")
     share, fragments = filled(run), _unused(report)
     if fragments > 0.2:
-        told.append(f"The allocator took {fragments:.0%} more than tensors needed: set "
-                    "PYTORCH_ALLOC_CONF=expandable_segments:True.")  # fmt: skip
+        told.append(
+            f"The allocator took {fragments:.0%} more than tensors needed: set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True."
+        )
     if share is not None and share > 0.92 and not told:
-        told.append(f"The device was {share:.0%} full: a longer sample may not fit. probe_worst_batch=true tries the "
-                    "largest batch first, loss_chunk_size=1024 takes the logits out of the peak.")  # fmt: skip
+        told.append(
+            f"The device was {share:.0%} full: a longer sample may not fit. probe_worst_batch=true tries the "
+            "largest batch first, loss_chunk_size=1024 takes the logits out of the peak."
+        )
     slow = why_slow(run)
     if slow:
         told.append(f"{slow.why[0].upper()}{slow.why[1:]}. What helps: {'; '.join(slow.changes)}.")
@@ -53,8 +59,11 @@ def _change(one: dict[str, Any]) -> str:
 
 
 def _smallest_piece(events) -> int | None:
-    cut = [event["micro_batch_after"] for event in events if event.get("micro_batch_after")
-           and event.get("stage", "forward") in ("forward", "backward")]  # fmt: skip
+    cut = [
+        event["micro_batch_after"]
+        for event in events
+        if event.get("micro_batch_after") and event.get("stage", "forward") in ("forward", "backward")
+    ]
     return min(cut, default=None)
 
 

@@ -24,8 +24,11 @@ def page(template: str, **about: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     pages.filters["size"] = size
     return pages.get_template(f"{template}.html").render(**about)

@@ -17,11 +17,25 @@ from hf_memopt.terminal import plain
 PAGE = "memory_report.html"
 # Fields of TrainingArguments that decide memory.
 _DECISIVE = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "bf16", "fp16",
-    "optim", "activation_checkpointing", "activation_checkpointing_kwargs", "torch_compile", "deepspeed", "fsdp",
-    "fsdp_config", "torch_empty_cache_steps", "use_liger_kernel", "eval_accumulation_steps", "max_steps",
-    "num_train_epochs", "learning_rate",
-)  # fmt: skip
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "per_device_eval_batch_size",
+    "bf16",
+    "fp16",
+    "optim",
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "torch_compile",
+    "deepspeed",
+    "fsdp",
+    "fsdp_config",
+    "torch_empty_cache_steps",
+    "use_liger_kernel",
+    "eval_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "learning_rate",
+)
 
 
 def write_run_report(directory: str | Path) -> Path:
@@ -61,8 +75,17 @@ def run_page(run: Run) -> str:
         note=_note(run),
         capacity=capacity,
         thresholds=[(name, f"{share:.0%}", size(share * capacity)) for name, share in thresholds.items()],
-        readings=[(one["step"], one.get("phase", ""), size(one["allocated"]), size(one["peak_allocated"]),
-                   size(one.get("free")), one.get("status", "")) for one in run.readings],
+        readings=[
+            (
+                one["step"],
+                one.get("phase", ""),
+                size(one["allocated"]),
+                size(one["peak_allocated"]),
+                size(one.get("free")),
+                one.get("status", ""),
+            )
+            for one in run.readings
+        ],
         compared=_compared(estimate, measured),
         phases=_phases(estimate, measured),
         breakdown={kind: taken for kind, taken in estimate.get("breakdown", {}).items() if taken},
@@ -75,7 +98,7 @@ def run_page(run: Run) -> str:
         settings=_settings(report),
         everything=[(name, value) for name, value in settings.items() if value not in (None, "", [], {})],
         machine=_machine(report),
-    )  # fmt: skip
+    )
 
 
 def compare_page(runs: list[Run]) -> str:
@@ -90,11 +113,13 @@ def compare_page(runs: list[Run]) -> str:
     return page(
         "runs",
         names=names,
-        figures=[[key.removesuffix("_bytes").replace("_", " ")] + [_cell(key, row[key]) for row in rows.values()]
-                 for key in told],
+        figures=[
+            [key.removesuffix("_bytes").replace("_", " ")] + [_cell(key, row[key]) for row in rows.values()]
+            for key in told
+        ],
         differences=[[key, *map(str, values)] for key, values in differences(runs).items()],
         chart_of_all=made,
-    )  # fmt: skip
+    )
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -123,8 +148,11 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
     told = []
     for run in runs:
         report = run.report
-        told.append({name: report.get(name) for name in ("preset", "method", "strategy")}
-                    | report.get("settings", {}) | (report.get("memory_arguments") or {}))  # fmt: skip
+        told.append(
+            {name: report.get(name) for name in ("preset", "method", "strategy")}
+            | report.get("settings", {})
+            | (report.get("memory_arguments") or {})
+        )
     names = dict.fromkeys(name for one in told for name in one)
     apart = {"output_dir", "run_name", "logging_dir"}
     values = {name: [one.get(name) for one in told] for name in names if name not in apart}
@@ -148,16 +176,23 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _subtitle(report: dict[str, Any]) -> str:
-    told = [report.get("model"), report.get("preset") and f"preset {report['preset']}", report.get("method"),
-            report.get("hardware", {}).get("label"), report.get("date")]  # fmt: skip
+    told = [
+        report.get("model"),
+        report.get("preset") and f"preset {report['preset']}",
+        report.get("method"),
+        report.get("hardware", {}).get("label"),
+        report.get("date"),
+    ]
     return " · ".join(str(one) for one in told if one)
 
 
 def _verdict(run: Run, failed) -> str:
     if failed:
         why = f": {failed['reason']}" if failed.get("reason") else ""
-        return (f"Ended out of memory in {failed.get('stage')} of step {(failed.get('step') or 0) + 1}{why}. "
-                f"{failed.get('cause', '')}")  # fmt: skip
+        return (
+            f"Ended out of memory in {failed.get('stage')} of step {(failed.get('step') or 0) + 1}{why}. "
+            f"{failed.get('cause', '')}"
+        )
     found = figures(run)
     steps = f"{found['steps'] or 0} steps"
     peak = found["peak_allocated_bytes"] or (max((one["peak_allocated"] for one in run.readings), default=None))
@@ -172,10 +207,15 @@ def _verdict(run: Run, failed) -> str:
 def _facts(run: Run) -> list[tuple[str, str]]:
     found = figures(run)
     capacity = run.report.get("hardware", {}).get("memory_bytes")
-    told = [("peak allocated", "peak_allocated_bytes"), ("peak reserved", "peak_reserved_bytes"),
-            ("peak of the host", "peak_host_bytes"), ("tokens a second", "tokens_per_second"),
-            ("share of a step's time waiting for data", "data_wait_share"),
-            ("held-out loss", "held_out_loss"), ("steps", "steps")]  # fmt: skip
+    told = [
+        ("peak allocated", "peak_allocated_bytes"),
+        ("peak reserved", "peak_reserved_bytes"),
+        ("peak of the host", "peak_host_bytes"),
+        ("tokens a second", "tokens_per_second"),
+        ("share of a step's time waiting for data", "data_wait_share"),
+        ("held-out loss", "held_out_loss"),
+        ("steps", "steps"),
+    ]
     facts = [(title, _cell(key, found[key])) for title, key in told if found[key] is not None]
     return facts + ([("memory of the device", size(capacity))] if capacity else [])
 
@@ -216,8 +256,10 @@ def _words(run: Run, capacity: int) -> str:
     first, last = run.readings[0], run.readings[-1]
     top = max(one["peak_allocated"] for one in run.readings)
     share = f", {top / capacity:.0%} of {size(capacity)}" if capacity else ""
-    return (f"Line chart of memory over time: {size(first['allocated'])} at step {first['step']}, "
-            f"{size(last['allocated'])} at step {last['step']}, at most {size(top)}{share}.")  # fmt: skip
+    return (
+        f"Line chart of memory over time: {size(first['allocated'])} at step {first['step']}, "
+        f"{size(last['allocated'])} at step {last['step']}, at most {size(top)}{share}."
+    )
 
 
 def _note(run: Run) -> str:
@@ -251,8 +293,9 @@ def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
     told, found = estimate.get("phases", {}), measured.get("phases", {})
     names = [name for name in told if name not in ("start", "between")]
     names += [name for name in found if name not in names]
-    return [(name, size(told[name]) if name in told else "", size(found[name]) if name in found else "")
-            for name in names]  # fmt: skip
+    return [
+        (name, size(told[name]) if name in told else "", size(found[name]) if name in found else "") for name in names
+    ]
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:

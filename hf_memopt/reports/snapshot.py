@@ -132,11 +132,14 @@ def _largest(allocations: Iterable[Allocation], top: int) -> list[dict[str, Any]
     ordered = sorted(places.items(), key=lambda item: -sum(one.size for one in item[1]))
     return [
         {
-            "size": sum(one.size for one in blocks), "count": len(blocks), "kind": kind, "name": name or module,
+            "size": sum(one.size for one in blocks),
+            "count": len(blocks),
+            "kind": kind,
+            "name": name or module,
             "stack": list(stack),
         }
         for (kind, name, module, stack), blocks in ordered[:top]
-    ]  # fmt: skip
+    ]
 
 
 def _stack(one: Allocation, most: int = 6) -> list[str]:
@@ -158,17 +161,26 @@ def _fragmentation(segments) -> dict[str, Any] | None:
     reserved = sum(segment["total_size"] for segment in segments)
     unused = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
     return {
-        "reserved": reserved, "allocated": reserved - sum(unused), "unused": sum(unused),
-        "largest_unused": max(unused, default=0), "share": sum(unused) / reserved if reserved else 0.0,
-    }  # fmt: skip
+        "reserved": reserved,
+        "allocated": reserved - sum(unused),
+        "unused": sum(unused),
+        "largest_unused": max(unused, default=0),
+        "share": sum(unused) / reserved if reserved else 0.0,
+    }
 
 
 def _growth(found: Recording, top: int) -> list[dict[str, Any]]:
     """What is still there after each step that was made in it, beside weights, gradients and states."""
     told, before = [], None
     for name, began, ended in found.steps[-_MOST_STEPS:]:
-        moment = next((time for time, kind, phase in found.marks
-                       if kind == "phase" and phase == "between" and began <= time <= ended), ended)  # fmt: skip
+        moment = next(
+            (
+                time
+                for time, kind, phase in found.marks
+                if kind == "phase" and phase == "between" and began <= time <= ended
+            ),
+            ended,
+        )
         there = [one for one in found.allocations if one.began <= moment < one.ended]
         resting = sum(one.size for one in there)
         if before is not None:

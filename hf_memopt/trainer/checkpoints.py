@@ -59,8 +59,10 @@ class SafeCheckpoints:
         except InputError as error:
             raise InputError(f"probe_save: {error}") from error
         if any(event.get("remedy") == "checkpoint left out" for event in self.memory_events[events:]):
-            raise InputError("probe_save: memory does not suffice for a checkpoint: free some, by a lever or a "
-                             "smaller per_device_train_batch_size")  # fmt: skip
+            raise InputError(
+                "probe_save: memory does not suffice for a checkpoint: free some, by a lever or a "
+                "smaller per_device_train_batch_size"
+            )
 
     def _save_whole(self, model, trial) -> None:
         if self.args.push_to_hub:  # which reads the folder while training continues

@@ -18,8 +18,15 @@ _OF_THE_RUN = (
     "memory_state.json",
 )
 _FAILURES = (
-    OSError, ValueError, KeyError, RuntimeError, AssertionError, IndexError, EOFError, pickle.UnpicklingError,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    AssertionError,
+    IndexError,
+    EOFError,
+    pickle.UnpicklingError,
+)
 
 
 def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = False) -> list[str]:
@@ -44,8 +51,10 @@ def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = F
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} is there already: name a folder that is empty or new")
     if not trusted:
-        raise InputError(f"{source} holds pickles, and reading them runs what is in them: add --trusted if the "
-                         "checkpoint is your own")  # fmt: skip
+        raise InputError(
+            f"{source} holds pickles, and reading them runs what is in them: add --trusted if the "
+            "checkpoint is your own"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         made = Path(folder) / "model"
@@ -70,8 +79,10 @@ def _reader(source: Path):
         return _merge_zero
     if not source.is_dir():
         raise InputError(f"{source}: no such folder")
-    raise InputError(f"{source} has no sharded weights: neither global_step*/*optim_states.pt of ZeRO nor {_FSDP} of "
-                     "FSDP2; name a checkpoint-N folder")  # fmt: skip
+    raise InputError(
+        f"{source} has no sharded weights: neither global_step*/*optim_states.pt of ZeRO nor {_FSDP} of "
+        "FSDP2; name a checkpoint-N folder"
+    )
 
 
 def _merge_zero(source: Path, target: Path) -> None:

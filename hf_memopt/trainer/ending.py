@@ -72,7 +72,9 @@ class Ending:
         self.snapshot()
         inputs = micro.inputs if micro is not None else {}
         indices = trainer._dataset_indices(micro) if micro is not None else None
-        report = describe_failure(trainer, stage, found, tensor_shapes(inputs), indices, why) | {"checkpoint": checkpoint}
+        report = describe_failure(trainer, stage, found, tensor_shapes(inputs), indices, why) | {
+            "checkpoint": checkpoint
+        }
         self._write(report)
         raise TrainingOutOfMemory(describe_event(report), report)
 

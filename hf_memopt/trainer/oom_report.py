@@ -17,9 +17,13 @@ def describe_failure(trainer, stage: str, found: Diagnosis, shapes, indices, why
     """Diagnosis, batch, what memory holds, and what to change, as JSON has it."""
     growth = trainer._callback.growth
     why_at_all, _ = reason(
-        found, stage, trainer.state.global_step, figures_of(found.message), growth and growth.label(),
+        found,
+        stage,
+        trainer.state.global_step,
+        figures_of(found.message),
+        growth and growth.label(),
         trainer._pressure.is_largest(shapes),
-    )  # fmt: skip
+    )
     predicted, changes = outlook(trainer)
     report = {
         "event": "out_of_memory",
@@ -90,8 +94,9 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
         raise InputError("the batch has no tokens")
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
     fields = fields_of_trainer(trainer) | {"per_device_train_batch_size": 1}  # smaller it cannot be
-    job = describe(config, fields, length, "auto", peft, dtype, quantization_config=quantization,
-                   memory_args=trainer.memory_args)  # fmt: skip
+    job = describe(
+        config, fields, length, "auto", peft, dtype, quantization_config=quantization, memory_args=trainer.memory_args
+    )
     found = estimate_job(job)
     savings = largest_savings(job, found)
     changes = [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]

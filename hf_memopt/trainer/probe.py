@@ -44,9 +44,12 @@ def probe(trainer, model, loader) -> int | None:
     micro = trainer._runner.window.started[0]
     reading = trainer._pressure.reader.read()
     trainer._event(
-        "worst_batch_fits", shapes=tensor_shapes(inputs), dataset_indices=list(worst), samples_at_once=micro.size,
+        "worst_batch_fits",
+        shapes=tensor_shapes(inputs),
+        dataset_indices=list(worst),
+        samples_at_once=micro.size,
         peak_allocated=reading.peak_allocated,
-    )  # fmt: skip
+    )
     return micro.size if micro.size < micro.samples else None
 
 

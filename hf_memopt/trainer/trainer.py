@@ -260,12 +260,17 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeCheckpoints):
         sampler = SeedableRandomSampler(data, data_seed=seed)
         batches = TokenBudgetBatches(sampler, lengths, budget, self.batches, seed)
         loader = torch.utils.data.DataLoader(
-            data, batch_sampler=batches, collate_fn=collator, num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory, persistent_workers=args.dataloader_persistent_workers,
+            data,
+            batch_sampler=batches,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context, in_order=args.dataloader_in_order,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            in_order=args.dataloader_in_order,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-        )  # fmt: skip
+        )
         return self.accelerator.prepare(loader)
 
     # ---- steps

@@ -7,8 +7,17 @@ from hf_memopt.data.builtin_model import cached
 from hf_memopt.video.moving_shapes import COLOURS, QUESTION
 
 _VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
-_SPECIAL = ("<|end|>", "<|pad|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|user|>",
-            "<|assistant|>", "<|system|>")  # fmt: skip
+_SPECIAL = (
+    "<|end|>",
+    "<|pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+)
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -33,29 +42,47 @@ def _make(folder: Path) -> None:
     number = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-            "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
             "initializer_range": 0.1,  # with the usual 0.02 so small a model learns the answer's form, and not to look
         },
         vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
-            "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.1,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
         },
         initializer_range=0.1,
-        image_token_id=number("<|image_pad|>"), video_token_id=number("<|video_pad|>"),
-        vision_start_token_id=number("<|vision_start|>"), vision_end_token_id=number("<|vision_end|>"),
-    )  # fmt: skip
+        image_token_id=number("<|image_pad|>"),
+        video_token_id=number("<|video_pad|>"),
+        vision_start_token_id=number("<|vision_start|>"),
+        vision_end_token_id=number("<|vision_end|>"),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config, trust_remote_code=False).save_pretrained(folder)
     settings = {
         "processor_class": "Qwen2_5_VLProcessor",
         "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": _SIZE},
-        "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor", "size": _SIZE,
-                            "cap_pixels_per_frame": False},
-    }  # fmt: skip
+        "video_processor": {
+            "video_processor_type": "Qwen2VLVideoProcessor",
+            "size": _SIZE,
+            "cap_pixels_per_frame": False,
+        },
+    }
     (folder / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
 
@@ -69,9 +96,11 @@ def _tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(_SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     texts = [f"{QUESTION}\nfirst {one} then {other}" for one in COLOURS for other in COLOURS]
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(

@@ -46,8 +46,9 @@ class Clip:
         return self.total / self.duration
 
 
-def frame_count(total: int, duration: float, max_frames: int | None = None, fps: float | None = None,
-                multiple_of: int = 1) -> int:  # fmt: skip
+def frame_count(
+    total: int, duration: float, max_frames: int | None = None, fps: float | None = None, multiple_of: int = 1
+) -> int:
     """How many frames are taken: min(max_frames, total, duration × fps), at least one, rounded down.
 
     Args:
@@ -59,8 +60,14 @@ def frame_count(total: int, duration: float, max_frames: int | None = None, fps:
     return count - count % multiple_of if count >= multiple_of else count
 
 
-def read_clip(path: str | Path | io.BytesIO, max_frames: int | None = 100, fps: float | None = None,
-              multiple_of: int = 1, max_pixels: int | None = None, side_multiple: int = 2) -> Clip:  # fmt: skip
+def read_clip(
+    path: str | Path | io.BytesIO,
+    max_frames: int | None = 100,
+    fps: float | None = None,
+    multiple_of: int = 1,
+    max_pixels: int | None = None,
+    side_multiple: int = 2,
+) -> Clip:
     """Decode the frames that frame_count() says, evenly spaced from the first to the last; no others are kept.
 
     Frames come upright, as the file's rotation says.
@@ -402,8 +409,9 @@ def capped_size(height: int, width: int, max_pixels: int | None, multiple: int) 
     return min(high, longest), min(wide, longest)
 
 
-def within(height: int, width: int, multiple: int, least: float, most: float, frames: int = 1,
-           rounded: int = 1) -> tuple[int, int]:  # fmt: skip
+def within(
+    height: int, width: int, multiple: int, least: float, most: float, frames: int = 1, rounded: int = 1
+) -> tuple[int, int]:
     """The size, in multiples, whose pixels lie between two bounds; Qwen2-VL's "smart resize".
 
     Args:

@@ -147,9 +147,13 @@ def video_inputs(model, config, given: dict[str, Any]) -> VideoInputs | None:
             raise InputError(f"{name}={value} must be a number of at least 1: how many there are decides the memory")
     width, height = frame_size(given.get("frame_size", f"{VideoInputs.width}x{VideoInputs.height}"))
     video = VideoInputs(
-        frames=frames, height=height, width=width, max_pixels_per_frame=given.get("max_pixels_per_frame"),
-        answer_tokens=numbers["answer_tokens"], settings=settings_of(str(model)),
-    )  # fmt: skip
+        frames=frames,
+        height=height,
+        width=width,
+        max_pixels_per_frame=given.get("max_pixels_per_frame"),
+        answer_tokens=numbers["answer_tokens"],
+        settings=settings_of(str(model)),
+    )
     video.clip(config)  # a model that sees nothing is refused here
     return video
 
@@ -175,5 +179,8 @@ def frame_size(text: str) -> tuple[int, int]:
 
 def values_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a batch that a model asks for their values: all but pixels."""
-    return {name: tensor for name, tensor in batch.items()
-            if tensor.device.type != "meta" and (not tensor.is_floating_point() or tensor.numel() < _FEW)}  # fmt: skip
+    return {
+        name: tensor
+        for name, tensor in batch.items()
+        if tensor.device.type != "meta" and (not tensor.is_floating_point() or tensor.numel() < _FEW)
+    }

@@ -149,29 +149,47 @@ def _frames_as_images(settings: Settings, frames: torch.Tensor) -> dict[str, tor
     return {"pixel_values": frames[None], "pixel_attention_mask": whole}
 
 
-_QWEN2 = Family("Qwen2VLVideoProcessor", {**_MERGED, **_CLIP, "size": _MERGED_SIZE, "resample": 3},
-                _each_frame_within, _patches)  # fmt: skip
+_QWEN2 = Family(
+    "Qwen2VLVideoProcessor", {**_MERGED, **_CLIP, "size": _MERGED_SIZE, "resample": 3}, _each_frame_within, _patches
+)
 
 FAMILIES = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": Family(
         "Qwen3VLVideoProcessor",
-        {**_MERGED, **_HALF, "patch_size": 16, "resample": 3,
-         "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}},
-        _clip_within, _patches, text=10,
+        {
+            **_MERGED,
+            **_HALF,
+            "patch_size": 16,
+            "resample": 3,
+            "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+        },
+        _clip_within,
+        _patches,
+        text=10,
     ),
     "video_llama_3": Family(
         "VideoLlama3VideoProcessor",
-        {**_MERGED, **_HALF, "size": _MERGED_SIZE, "resample": 3, "temporal_patch_size": 1,
-         "use_token_compression": True},
-        _each_frame_within_share, _patches_that_change, text=8,
+        {
+            **_MERGED,
+            **_HALF,
+            "size": _MERGED_SIZE,
+            "resample": 3,
+            "temporal_patch_size": 1,
+            "use_token_compression": True,
+        },
+        _each_frame_within_share,
+        _patches_that_change,
+        text=8,
     ),
     "llava_onevision": Family("LlavaOnevisionVideoProcessor", {**_SQUARE, **_CLIP}, _as_configured, _frames_alone),
     "internvl": Family("InternVLVideoProcessor", {**_SQUARE, **_CLIP}, _as_configured, _frames_alone, text=7),
     "smolvlm": Family(
         "SmolVLMVideoProcessor",
         {**_HALF, "size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}, "resample": 1},
-        _longest_then_square, _frames_as_images, text=12,
+        _longest_then_square,
+        _frames_as_images,
+        text=12,
     ),
-}  # fmt: skip
+}

@@ -126,8 +126,9 @@ class Encoder:
 
     def _video(self, source, max_frames: int | None) -> _Encoded:
         limits = self.limits
-        clip = read_clip(self.file_of(source), max_frames, limits.fps, self.merged, limits.max_pixels_per_frame,
-                         self.side_multiple)  # fmt: skip
+        clip = read_clip(
+            self.file_of(source), max_frames, limits.fps, self.merged, limits.max_pixels_per_frame, self.side_multiple
+        )
         return self.encode_clip(clip)
 
     def encode_clip(self, clip: Clip) -> _Encoded:
@@ -138,10 +139,17 @@ class Encoder:
         if missing := -len(frames) % self.merged:
             frames = numpy.concatenate([frames, numpy.repeat(frames[-1:], missing, axis=0)])
             shown += shown[-1:] * missing
-        about = {"total_num_frames": max(clip.total, len(frames)), "fps": rate, "duration": clip.duration,
-                 "frames_indices": shown, "height": frames.shape[2], "width": frames.shape[3]}  # fmt: skip
-        return self._processed("video", len(frames), videos=[torch.from_numpy(frames)], video_metadata=[about],
-                               do_sample_frames=False)  # fmt: skip
+        about = {
+            "total_num_frames": max(clip.total, len(frames)),
+            "fps": rate,
+            "duration": clip.duration,
+            "frames_indices": shown,
+            "height": frames.shape[2],
+            "width": frames.shape[3],
+        }
+        return self._processed(
+            "video", len(frames), videos=[torch.from_numpy(frames)], video_metadata=[about], do_sample_frames=False
+        )
 
     def _image(self, source) -> _Encoded:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -161,8 +169,14 @@ class Encoder:
         place = getattr(self.processor, f"{kind}_token")
         found = self.processor(text=[place], return_tensors="pt", return_text_replacement_offsets=True, **media)
         text = found["text_replacement_offsets"][0][0]["replacement"]
-        names = found.keys() - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids",
-                                "text_replacement_offsets", "video_metadata"}  # fmt: skip
+        names = found.keys() - {
+            "input_ids",
+            "attention_mask",
+            "token_type_ids",
+            "mm_token_type_ids",
+            "text_replacement_offsets",
+            "video_metadata",
+        }
         return _Encoded(kind, text, {name: _tensor(found[name]) for name in sorted(names)}, frames)
 
     def file_of(self, source):

@@ -214,8 +214,10 @@ class Replica(torch.nn.Module):
         del start
         layers = {
             id(weight): part.place_in_model[1]
-            for part in module.modules() if hasattr(part, "place_in_model") for weight in part.parameters()
-        }  # fmt: skip
+            for part in module.modules()
+            if hasattr(part, "place_in_model")
+            for weight in part.parameters()
+        }
         self.buckets = []
         for weight in module.parameters():
             if weight.requires_grad and not kwargs.get("gradient_as_bucket_view"):
@@ -241,10 +243,16 @@ def spread(model, mesh: Mesh, bf16: bool):
 
     config = DistributedConfig(**asdict(mesh), fsdp_mixed_precision=bf16)
     with _disable_current_modes():
-        dense = init_device_mesh("cpu", (1, mesh.dp_replicate_size, mesh.fsdp_size, mesh.tp_size),
-                                 mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))  # fmt: skip
-        expert = init_device_mesh("cpu", (1, mesh.dp_replicate_size, config.efsdp_size, 1),
-                                  mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))  # fmt: skip
+        dense = init_device_mesh(
+            "cpu",
+            (1, mesh.dp_replicate_size, mesh.fsdp_size, mesh.tp_size),
+            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+        )
+        expert = init_device_mesh(
+            "cpu",
+            (1, mesh.dp_replicate_size, config.efsdp_size, 1),
+            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+        )
     return model.maybe_distribute_model(model, config, TransformersDeviceMesh(dense, expert))
 
 

@@ -132,8 +132,15 @@ class Ledger(TorchDispatchMode):
 
     def closed(self) -> Books:
         """The books."""
-        return Books(self.peaks, self.events, self.segment_of_visit, self.layers, self.unpacked_experts,
-                     self.kept_logits, self.work.kernels if self.work else Counter())  # fmt: skip
+        return Books(
+            self.peaks,
+            self.events,
+            self.segment_of_visit,
+            self.layers,
+            self.unpacked_experts,
+            self.kept_logits,
+            self.work.kernels if self.work else Counter(),
+        )
 
     def begin(self, phase: str, kind: str) -> None:
         """Begin a phase; new storages are of the given kind."""
@@ -345,10 +352,20 @@ _ALL = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
 # Most of a step's operators. Their results follow from shapes and types, by torch's own kernels for the meta device,
 # which for these are not written in Python.
 _PLAIN = {
-    _aten.view.default, _aten._unsafe_view.default, _aten.detach.default, _aten.t.default, _aten.transpose.int,
-    _aten.unsqueeze.default, _aten.expand.default, _aten.slice.Tensor, _aten.select.int, _aten.permute.default,
-    _aten.mm.default, _aten._to_copy.default, _aten.clone.default,
-}  # fmt: skip
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.detach.default,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.expand.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.permute.default,
+    _aten.mm.default,
+    _aten._to_copy.default,
+    _aten.clone.default,
+}
 _PLAIN_KEYWORDS = {"dtype", "memory_format"}
 
 

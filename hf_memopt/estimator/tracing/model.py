@@ -43,9 +43,18 @@ def task_of(config) -> str:
     return "causal-lm"
 
 
-def make_model(config, task: str, dtype: str, attn_implementation: str | None, quantization, peft_config,
-               kbit_preparation: bool = False, memory_args: MemoryArguments | None = None,
-               frozen: tuple[str, ...] = (), spread: Callable | None = None):  # fmt: skip
+def make_model(
+    config,
+    task: str,
+    dtype: str,
+    attn_implementation: str | None,
+    quantization,
+    peft_config,
+    kbit_preparation: bool = False,
+    memory_args: MemoryArguments | None = None,
+    frozen: tuple[str, ...] = (),
+    spread: Callable | None = None,
+):
     """Called in the fake world.
 
     Args:
@@ -68,8 +77,12 @@ def make_model(config, task: str, dtype: str, attn_implementation: str | None, q
         raise choose("task", task, TASKS)
     auto = getattr(transformers, _AUTO_CLASSES[task])
     with no_tie_weights() if spread else nullcontext(), _refused_configuration(config):
-        model = auto.from_config(config, dtype=traceable(getattr(torch, dtype)), trust_remote_code=is_trusted(config),
-                                 attn_implementation=attn_implementation)  # fmt: skip
+        model = auto.from_config(
+            config,
+            dtype=traceable(getattr(torch, dtype)),
+            trust_remote_code=is_trusted(config),
+            attn_implementation=attn_implementation,
+        )
     if spread is not None:
         model = spread(model)
         model.tie_weights(recompute_mapping=False)

@@ -38,15 +38,37 @@ _ACCUMULATED = 2  # more micro-batches change nothing but the number of prefetch
 _STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 # What cannot matter to a step's memory, or cannot run without a device or files.
 _NEUTRAL: dict[str, Any] = {
-    "use_cpu": True, "num_train_epochs": 1, "save_strategy": "no", "eval_strategy": "no",
-    "eval_on_start": False, "logging_strategy": "no", "report_to": "none", "disable_tqdm": True,
-    "dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False,
-    "dataloader_pin_memory": False, "dataloader_drop_last": False, "remove_unused_columns": False,
-    "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False,
-    "tf32": None, "load_best_model_at_end": False, "push_to_hub": False, "resume_from_checkpoint": None,
-    "auto_find_batch_size": False, "fsdp": None, "fsdp_config": None, "include_num_input_tokens_seen": "no",
-    "skip_memory_metrics": True, "torch_empty_cache_steps": None, "warmup_steps": 0, "ignore_data_skip": False,
-}  # fmt: skip
+    "use_cpu": True,
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": None,
+    "dataloader_persistent_workers": False,
+    "dataloader_pin_memory": False,
+    "dataloader_drop_last": False,
+    "remove_unused_columns": False,
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "use_liger_kernel": False,
+    "tf32": None,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "resume_from_checkpoint": None,
+    "auto_find_batch_size": False,
+    "fsdp": None,
+    "fsdp_config": None,
+    "include_num_input_tokens_seen": "no",
+    "skip_memory_metrics": True,
+    "torch_empty_cache_steps": None,
+    "warmup_steps": 0,
+    "ignore_data_skip": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,8 +345,14 @@ def _name_segments(job: TracedJob, model: torch.nn.Module, stacks, ledger: Ledge
     for number, layers in enumerate(stacks):
         for index, layer in enumerate(layers):
             name = "first" if index == 0 else "last" if index == len(layers) - 1 else "between"
-            _name_layer(layer, f"layer {name}" + (f" of stack {number}" if number else ""), index + number * _STACK,
-                        index == len(layers) - 1, place, ledger)  # fmt: skip
+            _name_layer(
+                layer,
+                f"layer {name}" + (f" of stack {number}" if number else ""),
+                index + number * _STACK,
+                index == len(layers) - 1,
+                place,
+                ledger,
+            )
     model.register_forward_pre_hook(lambda *_: _unless_evaluating(ledger, "forward"))
     model.register_forward_hook(lambda *_: _unless_evaluating(ledger, "backward"))
     config = model.config.get_text_config()

@@ -8,8 +8,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _aten = torch.ops.aten
-_MADE_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
-               _aten.empty_permuted, _aten.detach, _aten.lift_fresh, _aten.alias}  # fmt: skip
+_MADE_EMPTY = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.empty_permuted,
+    _aten.detach,
+    _aten.lift_fresh,
+    _aten.alias,
+}
 
 
 class Kernel(NamedTuple):
