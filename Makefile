@@ -81,6 +81,7 @@ gpu-wheels:
 lint: $(INSTALLED)
 	ruff check .
 	ruff format --check .
+	lint-imports
 
 format: $(INSTALLED)
 	ruff check --fix .

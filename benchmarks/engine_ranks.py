@@ -41,8 +41,8 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
 
     from hf_memopt import MemoryArguments, MemoryTrainer
     from hf_memopt.compatibility.mesh import is_mesh, mesh_of
+    from hf_memopt.estimator.accounting.ledger import Ledger
     from hf_memopt.estimator.patches.fake_cluster import following_fsdp
-    from hf_memopt.estimator.tracing.ledger import Ledger
 
     fields, kwargs = dict(case["fields"]), {"dtype": torch.float32}
     if case["strategy"].startswith("zero"):

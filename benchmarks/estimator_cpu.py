@@ -137,7 +137,7 @@ def packed_rows():
     )
 
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
     from hf_memopt.estimator.tracing.trace import weights_of
     from hf_memopt.levers.adapters import add_adapters
 
@@ -271,7 +271,7 @@ def truth(config, fields, length, dtype, adapter, attention) -> int:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
-    from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
     from hf_memopt.levers.adapters import add_adapters
 
     rows = [{"input_ids": [7] * length, "labels": [7] * length}] * 32

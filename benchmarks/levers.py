@@ -21,7 +21,7 @@ from rich.progress import track
 from transformers import MistralConfig, MistralForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_memopt import MemoryArguments, MemoryTrainer, estimate
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 VOCABULARY, LENGTH, ROWS, TURNS = 16_000, 1024, 2, 7
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

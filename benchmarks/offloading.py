@@ -10,7 +10,8 @@ from record import record
 
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.planner.cost import Cost
-from hf_memopt.planner.plan import Request, preset_of
+from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.plan import Request
 
 # Column -> fields of the choice, drives of a machine.
 ENGINES = {

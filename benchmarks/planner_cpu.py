@@ -19,11 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_memopt import MemoryTrainer
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.ledger import Ledger
 from hf_memopt.estimator.api import estimate_jobs
-from hf_memopt.estimator.tracing.ledger import Ledger
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.planner.choices import memory_arguments
-from hf_memopt.planner.plan import Request, plan, preset_of
+from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.plan import Request, plan
 from hf_memopt.planner.search import told
 
 SHAPE = {

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from hf_memopt import MemoryArguments, MemoryTrainer, get_preset
 from hf_memopt.data.builtin_model import builtin_model
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 PRESETS = ("cpu", "rtx_3060", "rtx_4090", "t4", "a100_80gb")
 LEVERS = {"loss_chunk_size": 128}

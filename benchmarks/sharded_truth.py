@@ -18,8 +18,8 @@ def main(job_file: str, peak_file: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
     from hf_memopt import MemoryArguments, MemoryTrainer
-    from hf_memopt.estimator.tracing.ledger import Ledger
-    from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+    from hf_memopt.estimator.accounting.ledger import Ledger
+    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
     config = AutoConfig.for_model(**job["config"])
     row = {"input_ids": [7] * job["seq_len"], "labels": [7] * job["seq_len"]}

@@ -1,24 +1,16 @@
 """One kind of error for bad input: a sentence that names the field, the value and the fix."""
 
-import atexit
 import difflib
-import os
 import reprlib
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from hf_memopt.noise import quiet
 from hf_memopt.redaction import redact_argv, redact_text
 from hf_memopt.terminal import plain
 
 _LONGEST = 200  # characters of a value in a message
 _SHORT = reprlib.Repr()  # a few lines of YAML can stand for billions of items, which repr() would all write
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST
-
-_TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
 
 EXIT_OUT_OF_MEMORY = 75  # EX_TEMPFAIL of sysexits.h: the run may be started again
@@ -108,73 +100,3 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def one_line(error: BaseException) -> str:
     """The error's text on one line, without secrets and control characters; its class where it has no text."""
     return redact_text(plain(" ".join(str(error).split()))) or type(error).__name__
-
-
-def run(main: Callable[..., object]) -> None:
-    """Run a program's main function; an InputError becomes one line on stderr and exit code 2, Ctrl-C one and 130,
-    training that SIGTERM stopped one and 143.
-
-    Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
-    the others; one of those that lives on is alone with its error, and speaks then.
-    """
-    quiet()
-    try:
-        _until_it_stands(main)
-    except InputError as error:
-        if int(os.environ.get("RANK", "0")) > 0:
-            time.sleep(_TURN)
-        print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
-        _end(2)
-    except TrainingOutOfMemory as end:  # which has been logged
-        _end(end.exit_code)
-    except Exception as error:
-        from hf_memopt.disk import write_failure
-
-        if (reason := write_failure(error)) is None:
-            raise
-        print(f"error: {reason}", file=sys.stderr, flush=True)
-        _end(2)
-    except (KeyboardInterrupt, Terminated) as stop:
-        if int(os.environ.get("RANK", "0")) == 0:  # all processes stop for the same reason
-            print(str(stop) or "stopped", file=sys.stderr, flush=True)
-        _end(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
-    if "RANK" in os.environ:
-        atexit._run_exitfuncs()  # trackers send what they have
-        _leave(0)
-
-
-def _end(code: int) -> None:
-    """End the program. A process group that is still open would wait for its peers at interpreter exit."""
-    _leave(code) if "RANK" in os.environ else sys.exit(code)
-
-
-def _until_it_stands(main: Callable[..., object]) -> None:
-    """Run a program, and again with other arguments where it asks for that; what it held before is let go."""
-    again_with: list[list[str]] = []
-    while True:
-        try:
-            main(*again_with)
-            return
-        except StartAgain as again:
-            again_with, free = [again.argv], again.free
-            traceback.clear_frames(again.__traceback__)
-        free()
-
-
-def _sentence(error: InputError) -> str:
-    """The message alone, where a data loader's worker has put a traceback before it."""
-    text = str(error)
-    if "Original Traceback" in text:
-        text = text.strip().rpartition(f"{type(error).__name__}: ")[2]
-    return one_line(InputError(text))
-
-
-def _leave(code: int) -> None:
-    """End a process of several without taking the interpreter down.
-
-    A thread that comes back from torch's C++ side after the interpreter's end aborts the process, all done as it is:
-    seen in one of some hundred launches on CPUs.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -1,0 +1,82 @@
+"""How recipes and commands end: errors in one line, exit codes, processes of a launcher."""
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from hf_memopt.disk import write_failure
+from hf_memopt.errors import InputError, StartAgain, Terminated, TrainingOutOfMemory, one_line
+from hf_memopt.noise import quiet
+
+_TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
+
+
+def run(main: Callable[..., object]) -> None:
+    """Run a program's main function; an InputError becomes one line on stderr and exit code 2, Ctrl-C one and 130,
+    training that SIGTERM stopped one and 143.
+
+    Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
+    the others; one of those that lives on is alone with its error, and speaks then.
+    """
+    quiet()
+    try:
+        _until_it_stands(main)
+    except InputError as error:
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(_TURN)
+        print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
+        _end(2)
+    except TrainingOutOfMemory as end:  # which has been logged
+        _end(end.exit_code)
+    except Exception as error:
+        if (reason := write_failure(error)) is None:
+            raise
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        _end(2)
+    except (KeyboardInterrupt, Terminated) as stop:
+        if int(os.environ.get("RANK", "0")) == 0:  # all processes stop for the same reason
+            print(str(stop) or "stopped", file=sys.stderr, flush=True)
+        _end(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()  # trackers send what they have
+        _leave(0)
+
+
+def _end(code: int) -> None:
+    """End the program. A process group that is still open would wait for its peers at interpreter exit."""
+    _leave(code) if "RANK" in os.environ else sys.exit(code)
+
+
+def _until_it_stands(main: Callable[..., object]) -> None:
+    """Run a program, and again with other arguments where it asks for that; what it held before is let go."""
+    again_with: list[list[str]] = []
+    while True:
+        try:
+            main(*again_with)
+            return
+        except StartAgain as again:
+            again_with, free = [again.argv], again.free
+            traceback.clear_frames(again.__traceback__)
+        free()
+
+
+def _sentence(error: InputError) -> str:
+    """The message alone, where a data loader's worker has put a traceback before it."""
+    text = str(error)
+    if "Original Traceback" in text:
+        text = text.strip().rpartition(f"{type(error).__name__}: ")[2]
+    return one_line(InputError(text))
+
+
+def _leave(code: int) -> None:
+    """End a process of several without taking the interpreter down.
+
+    A thread that comes back from torch's C++ side after the interpreter's end aborts the process, all done as it is:
+    seen in one of some hundred launches on CPUs.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -14,7 +14,7 @@ Texts are packed into blocks without padding. The data need a column `text`, or 
 on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
 """
 
-from hf_memopt.errors import run
+from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):

@@ -17,7 +17,7 @@ sample, without padding. A run goes on from the last checkpoint in output_dir. E
 argument; --dry_run only shows.
 """
 
-from hf_memopt.errors import run
+from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):

@@ -20,7 +20,7 @@ in output_dir. Every field of TrainingArguments is an argument; --dry_run only s
 
 import sys
 
-from hf_memopt.errors import run
+from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):

@@ -7,7 +7,7 @@ from test_memory_trainer import OOM, QUIET, Rows, collate
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_memopt import MemoryTrainer
-from hf_memopt.errors import run
+from hf_memopt.program import run
 
 
 def main(folder: str) -> None:

@@ -50,7 +50,7 @@ def weights(trainer) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    from hf_memopt.errors import run
+    from hf_memopt.program import run
 
     def main():
         folder = Path(sys.argv[1])

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_memopt.errors import InputError, StartAgain, _until_it_stands
+from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.hardware import get_hardware
 from hf_memopt.monitor import readers
 from hf_memopt.planner.plan import plan
+from hf_memopt.program import _until_it_stands
 from hf_memopt.recipe import auto
 
 OPTIM = {"optim": "adamw_torch"}  # fewer choices

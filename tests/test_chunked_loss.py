@@ -10,7 +10,7 @@ from test_memory_trainer import collate, llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.chunked_loss import chunk_loss
 
 SMALL = {

@@ -5,7 +5,7 @@ import torch
 from test_levers_together import trainer_of
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate, get_preset
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 
 @pytest.fixture(autouse=True)

@@ -231,7 +231,7 @@ def test_an_optimizer_object_counts_and_the_field_that_it_replaces_does_not(tmp_
 SCRIPT = """
 import sys
 from hf_memopt import MemoryTrainer
-from hf_memopt.errors import run
+from hf_memopt.program import run
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 def main():

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
-from hf_memopt.estimator.tracing.ledger import KINDS
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.ledger import KINDS
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
-depth = importlib.import_module("hf_memopt.estimator.extrapolate")
+depth = importlib.import_module("hf_memopt.estimator.tracing.extrapolate")
 prediction = importlib.import_module("hf_memopt.estimator.api")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 LENGTH = 128
@@ -190,7 +190,7 @@ def test_bundled_architectures_have_the_published_number_of_weights(model, weigh
 def test_every_bundled_architecture_can_be_read():
     from hf_memopt.estimator import list_architectures
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.extrapolate import layers_of, shallow_depths
+    from hf_memopt.estimator.tracing.extrapolate import layers_of, shallow_depths
 
     assert len(list_architectures()) > 50
     for name in list_architectures():

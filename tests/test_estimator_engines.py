@@ -18,7 +18,7 @@ from hf_memopt.estimator import estimate
 from hf_memopt.estimator.allocator.replay import CachingAllocator, replay
 from hf_memopt.hardware import get_hardware
 
-depth = importlib.import_module("hf_memopt.estimator.extrapolate")
+depth = importlib.import_module("hf_memopt.estimator.tracing.extrapolate")
 prediction = importlib.import_module("hf_memopt.estimator.api")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 SHAPE = {

@@ -9,7 +9,7 @@ from conftest import run, slow
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate_trainer
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 

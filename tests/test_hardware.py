@@ -11,7 +11,7 @@ from hf_memopt.hardware import detect as public_detect
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.units import GIB
 
-detect = sys.modules["hf_memopt.hardware.detect"]
+detect = sys.modules["hf_memopt.hardware.detection"]
 
 REQUIRED = [
     "rtx_3060",

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import activation_offload, optimizer_cpu_offload
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import refusals

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
-from hf_memopt.errors import run
+from hf_memopt.program import run
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."

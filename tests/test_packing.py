@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data
 
 from hf_memopt import estimate, estimate_trainer
 from hf_memopt.data.tokens import IGNORED, _filled, _positions, answered, packed_answers
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=60))

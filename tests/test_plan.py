@@ -17,20 +17,21 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments, list_architectures, plan
 from hf_memopt.compatibility.setup import refusals
+from hf_memopt.estimator.accounting.ledger import Ledger
+from hf_memopt.estimator.accounting.work import Kernel, Work, extended
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import hub_id, load_config
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.ledger import Ledger
 from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
-from hf_memopt.estimator.tracing.work import Kernel, Work, extended
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
 from hf_memopt.planner.cost import Cost
+from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.launch import launch_command
-from hf_memopt.planner.plan import Request, Rung, preset_of
+from hf_memopt.planner.plan import Request, Rung
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -9,7 +9,7 @@ from test_memory_trainer import llama, train, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import InputError, MemoryArguments
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.selective_checkpointing import checkpoint_in_part, is_chosen, period_of
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

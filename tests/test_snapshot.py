@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, SnapshotCallback
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.arguments import step_ranges
 from hf_memopt.reports.snapshot import snapshot
 

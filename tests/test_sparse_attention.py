@@ -18,7 +18,7 @@ from transformers import default_data_collator as collate
 from video_models import FAMILIES
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
-from hf_memopt.estimator.tracing.profiled_peak import allocator_peak
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import refusals

@@ -294,7 +294,7 @@ def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
 
 def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     """Data loaders hand on their workers' errors with a traceback before them."""
-    from hf_memopt.errors import run
+    from hf_memopt.program import run
 
     _, processor = family("qwen2_5_vl")
     encode = Encoder(processor, Limits(max_frames=2), files)

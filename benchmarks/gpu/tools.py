@@ -42,7 +42,7 @@ def constants(setting: Setting) -> dict:
     import torch
 
     from hf_memopt.estimator import constants as overheads
-    from hf_memopt.estimator.tracing.ledger import Peak
+    from hf_memopt.estimator.accounting.ledger import Peak
     from hf_memopt.hardware import detect
 
     device = detect()

@@ -14,9 +14,13 @@ from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator.accounting.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.extrapolate import (
+from hf_memopt.estimator.patches.fake_cluster import spread
+from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.extrapolate import (
     FEWEST,
     FEWEST_IN_PARTITIONS,
     at_full_depth,
@@ -24,10 +28,6 @@ from hf_memopt.estimator.extrapolate import (
     shallow_depths,
     with_depth,
 )
-from hf_memopt.estimator.patches.fake_cluster import spread
-from hf_memopt.estimator.patches.flex_attention import runs_flex
-from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.tracing.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.tracing.trace import TracedJob, trace

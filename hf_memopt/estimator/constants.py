@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from hf_memopt.compatibility.rules import CUDA_GRAPHS
 from hf_memopt.compatibility.setup import compile_mode
+from hf_memopt.estimator.accounting.ledger import Books, Peak
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.swapping import optimizer_buffers
-from hf_memopt.estimator.tracing.ledger import Books, Peak
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.sliding_window import has_window
 

@@ -21,9 +21,9 @@ from hf_memopt.estimator.api import (
     traceable,
     traced,
 )
-from hf_memopt.estimator.extrapolate import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.extrapolate import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.tracing.fake_copy import fake_copy
 from hf_memopt.estimator.tracing.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware

@@ -2,7 +2,7 @@
 
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.attention import resolve_attention
-from hf_memopt.hardware.catalog import Hardware, get_hardware, list_hardware
-from hf_memopt.hardware.detect import detect
+from hf_memopt.hardware.catalog import Hardware, list_hardware
+from hf_memopt.hardware.detection import detect, get_hardware
 
 __all__ = ["Hardware", "configure_allocator", "detect", "get_hardware", "list_hardware", "resolve_attention"]

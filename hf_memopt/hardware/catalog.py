@@ -559,16 +559,12 @@ def list_hardware() -> list[str]:
     return sorted(_CATALOG)
 
 
-def get_hardware(name: str) -> Hardware:
-    """The catalog's entry for a name, or this machine's device for "auto".
+def catalog_entry(name: str) -> Hardware:
+    """The catalog's entry for a name.
 
     Raises:
         InputError: the name is not in the catalog.
     """
-    if name == "auto":
-        from hf_memopt.hardware.detect import detect
-
-        return detect()
     if name not in _CATALOG:
         raise choose("hardware", name, [*_CATALOG, "auto"])
     return _CATALOG[name]

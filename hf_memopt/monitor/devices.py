@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from hf_memopt.hardware.detect import cpu_name
+from hf_memopt.hardware.detection import cpu_name
 from hf_memopt.monitor.readers import host_capacity
 
 _AMD_MIB = 2**20  # amdsmi counts VRAM in MiB (amdsmi_vram_usage_t), processes' in bytes

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
-from hf_memopt.estimator.extrapolate import layers_of, period_of_layers
+from hf_memopt.estimator.tracing.extrapolate import layers_of, period_of_layers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hf_memopt.compatibility.engine import split_strategy
-from hf_memopt.estimator.tracing.work import Kernel
+from hf_memopt.estimator.accounting.work import Kernel
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
 from hf_memopt.planner.choices import Choice

@@ -9,6 +9,7 @@ from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.devices import preset_of
 from hf_memopt.units import gib
 
 _SHORTEST = 128  # tokens
@@ -89,8 +90,6 @@ def _later_methods(request) -> tuple[str, ...]:
 
 
 def _with_method(request, least: Choice, method: str):
-    from hf_memopt.planner.plan import preset_of
-
     single = preset_of(request.preset.hardware.name, method)
     preset = replace(single, processes=request.preset.processes)
     dtype, optim = preset.dtype, preset.training.get("optim", least.optim)

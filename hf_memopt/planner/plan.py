@@ -1,7 +1,6 @@
 """plan(): the fastest settings that fit, from safe to maximum."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,16 +12,14 @@ from hf_memopt.estimator.preset_estimates import job_of
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.hardware.catalog import DEVICES_PER_HOST
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
-from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
+from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.batch import batch_settings
-from hf_memopt.presets.catalog import strategies
-from hf_memopt.presets.preset import with_strategy
 from hf_memopt.units import GIB, gib
 
 # Of the host for each device, where nobody says: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a
@@ -301,40 +298,6 @@ def _request(
     return Request(
         model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization, host_memory
     )
-
-
-def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
-    """The preset of one device, told how many there are; strategy "none" where several may share in any way.
-
-    Args:
-        hardware: a preset's name, one with a number of devices behind it (rtx_4090x2, h100_80gb_x128), or a preset.
-
-    Raises:
-        InputError: no such hardware.
-    """
-    if strategy is not None and strategy not in strategies():
-        raise choose("strategy", strategy, strategies())
-    if isinstance(hardware, Preset):
-        return hardware
-    name, devices = hardware, 1
-    if hardware not in (*list_presets(), "auto") and (several := re.fullmatch(r"(.+?)_?x(\d+)", hardware)):
-        name, devices = several[1], int(several[2])
-    if name not in (*list_presets(), "auto"):
-        raise choose("hardware", hardware, [*list_presets(), "auto"])
-    if devices < 1:
-        raise InputError(f"hardware={hardware}: the number of devices must be at least 1")
-    preset = get_preset(name, method, "none" if name == "auto" else None)
-    if preset.processes > 1:
-        batch, length = preset.effective_batch_size, preset.seq_len
-        devices *= preset.processes
-        single = get_preset(preset.hardware.name, method)
-        preset = replace(single, effective_batch_size=batch, seq_len=length)
-    preset = replace(preset, processes=devices, machines=-(-devices // DEVICES_PER_HOST))
-    if strategy and strategy != "none":
-        if devices == 1:
-            raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
-        preset = with_strategy(preset, strategy)
-    return preset
 
 
 def _ladder(request: Request, search: Search) -> list[Rung]:

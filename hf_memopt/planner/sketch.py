@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import Job, traced
-from hf_memopt.estimator.extrapolate import FEWEST, at_full_depth, layers_of, shallow_depths
-from hf_memopt.estimator.tracing.ledger import Peak
+from hf_memopt.estimator.tracing.extrapolate import FEWEST, at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
-from hf_memopt.estimator.tracing.work import Kernel, extended
 from hf_memopt.planner.choices import CHUNK, Choice
 
 # Bytes of 8-bit activations of those in 16 bits (benchmarks/results/levers.json: 0.516, and 0.258 of 32 bits).

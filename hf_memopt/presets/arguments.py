@@ -12,7 +12,7 @@ from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import check, compile_mode
 from hf_memopt.errors import InputError, as_input_error, brief, choose
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.hardware.detect import counterpart, detect
+from hf_memopt.hardware.detection import counterpart, detect
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.environment import precision_set
 

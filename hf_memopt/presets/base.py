@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.catalog import Hardware, get_hardware
+from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.preset import Preset, with_strategy
 from hf_memopt.units import GIB

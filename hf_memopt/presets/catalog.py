@@ -8,8 +8,8 @@ from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
+from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
-from hf_memopt.hardware.catalog import Hardware, get_hardware, list_hardware
 from hf_memopt.presets import amd, apple, clusters, cpu, nvidia
 from hf_memopt.presets.accelerate_config import deepspeed_files
 from hf_memopt.presets.base import retrained

@@ -14,7 +14,7 @@ from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
-from hf_memopt.hardware.detect import counterpart
+from hf_memopt.hardware.detection import counterpart
 from hf_memopt.presets.accelerate_config import accelerate_config, inline
 from hf_memopt.presets.environment import PRECISION, set_for_libraries
 

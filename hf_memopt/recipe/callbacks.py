@@ -56,7 +56,7 @@ class PhasePeaks(TrainerCallback):
         if args.device.type == "cuda":
             self._device, self._before = args.device, torch.cuda.max_memory_allocated(args.device)
         elif args.device.type == "cpu" and args.world_size == 1 and not _is_compiled(args, optimizer):
-            from hf_memopt.estimator.tracing.ledger import Ledger
+            from hf_memopt.estimator.accounting.ledger import Ledger
 
             self._ledger = Ledger(fake=False)
             self._ledger.begin("start", "other")

@@ -23,7 +23,7 @@ from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.hardware.allocator import configure_allocator
-from hf_memopt.hardware.detect import counterpart
+from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
 from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets

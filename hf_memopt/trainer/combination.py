@@ -12,7 +12,7 @@ from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check, compile_mode, quant_storage
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.detect import detect
+from hf_memopt.hardware.detection import detect
 
 
 def check_given(given: tuple, kwargs: dict[str, Any], replaced: bool) -> None:

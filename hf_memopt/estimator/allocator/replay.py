@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hf_memopt.estimator.tracing.ledger import Books, Event
+from hf_memopt.estimator.accounting.ledger import Books, Event
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20

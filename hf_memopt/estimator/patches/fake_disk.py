@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from hf_memopt.estimator.tracing.ledger import HOST
+from hf_memopt.estimator.accounting.ledger import HOST
 
 
 class Handle:

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from hf_memopt.estimator.extrapolate import layers_of, with_depth
+from hf_memopt.estimator.tracing.extrapolate import layers_of, with_depth
 from hf_memopt.estimator.tracing.model import traceable
 from hf_memopt.levers.replaced import put_back
 

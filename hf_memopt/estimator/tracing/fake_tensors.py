@@ -13,9 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
+from hf_memopt.estimator.accounting.known_values import list_of, tensor_of
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
-from hf_memopt.estimator.tracing.known_values import list_of, tensor_of
 
 
 @contextmanager

@@ -19,14 +19,14 @@ import torch
 
 from hf_memopt.compatibility.rules import PACKAGES, STEPS_IN_BACKWARD
 from hf_memopt.errors import one_line
+from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors_in
+from hf_memopt.estimator.accounting.known_values import know
+from hf_memopt.estimator.accounting.ledger import HOST, Books, Ledger
+from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
-from hf_memopt.estimator.tracing.engine_tensors import follow_engine, tensors_in
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
-from hf_memopt.estimator.tracing.known_values import know
-from hf_memopt.estimator.tracing.ledger import HOST, Books, Ledger
 from hf_memopt.estimator.tracing.model import outside_zero3
-from hf_memopt.estimator.tracing.work import Work
 from hf_memopt.levers.activation_offload import AtOnce, Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from math import lcm
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.tracing.ledger import Peak
+from hf_memopt.estimator.accounting.ledger import Peak
 
 _TRACED_WHOLE = 6  # layers; up to this depth the model is traced as it is
 FEWEST = {"none": 3, "ddp": 3, "fsdp2": 4, "mesh": 4, "deepspeed": 4}  # layers that are traced, at least, by engine

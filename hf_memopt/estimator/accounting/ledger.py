@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from hf_memopt.estimator.tracing import known_values
-from hf_memopt.estimator.tracing.work import Kernel, Work
+from hf_memopt.estimator.accounting import known_values
+from hf_memopt.estimator.accounting.work import Kernel, Work
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
 HOST = "host"  # booked, but not on the device: what an engine keeps in host memory

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_memopt.estimator.tracing.ledger import HOST, Ledger
+from hf_memopt.estimator.accounting.ledger import HOST, Ledger
 
 # Attributes of DeepSpeed's optimizers (runtime/zero/stage_1_and_2.py and stage3.py) and what they hold.
 _HELD = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from hf_memopt.hardware.catalog import Hardware, get_hardware
+from hf_memopt.hardware.catalog import Hardware, catalog_entry
 from hf_memopt.units import GIB
 
 # Product name as PyTorch reports it -> catalog name; the first match wins, so longer names come first.
@@ -34,6 +34,15 @@ _NAMES = [
     (r"RX 7900 XTX", "rx_7900_xtx"),
     (r"MI300X", "mi300x"),
 ]
+
+
+def get_hardware(name: str) -> Hardware:
+    """The catalog's entry for a name, or this machine's device for "auto".
+
+    Raises:
+        InputError: the name is not in the catalog.
+    """
+    return detect() if name == "auto" else catalog_entry(name)
 
 
 def detect() -> Hardware:
@@ -63,7 +72,7 @@ def _cuda(properties, hip: str | None) -> Hardware:
     """A CUDA or ROCm device from PyTorch's properties object."""
     for pattern, name in _NAMES:
         if re.search(pattern, properties.name):
-            known = get_hardware(name)
+            known = catalog_entry(name)
             if _same_memory(properties.total_memory, known.nominal_memory):
                 return replace(known, memory=properties.total_memory)
     backend = "rocm" if hip else "cuda"
@@ -109,7 +118,7 @@ def _apple(working_set: int) -> Hardware:
     chip = _output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
     total = psutil.virtual_memory().total
     for name in ("apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb"):
-        known = get_hardware(name)
+        known = catalog_entry(name)
         if chip == f"Apple {known.architecture}" and _same_memory(total, known.nominal_memory):
             return replace(known, memory=working_set)
     return _generic(
@@ -130,7 +139,7 @@ def _cpu() -> Hardware:
 
     memory = min(filter(None, (psutil.virtual_memory().total, _cgroup_limit())))
     return replace(
-        get_hardware("cpu"),
+        catalog_entry("cpu"),
         label=cpu_name(),
         nominal_memory=psutil.virtual_memory().total,
         memory=memory,
