@@ -880,7 +880,7 @@ def test_the_last_step_is_saved_before_it_is_explained(tmp_path, monkeypatch):
         assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
         raise KeyError("explaining failed")
 
-    monkeypatch.setattr(ending, "oom_report", slow)
+    monkeypatch.setattr(ending, "describe_failure", slow)
     with pytest.raises(KeyError, match="explaining failed"):
         train(tmp_path, prepare=lambda trainer: _fails_from_step(trainer, 2))
 
