@@ -187,8 +187,8 @@ def test_an_older_runs_secrets_are_not_shown(tmp_path, command):
 
 
 def test_an_end_out_of_memory_says_no_secret(monkeypatch):
-    from hf_memopt.trainer import oom_report as module
     from hf_memopt.oom.classify import Diagnosis, OomKind
+    from hf_memopt.trainer import oom_report as module
 
     monkeypatch.setattr(module, "held_bytes", lambda trainer: {})
     monkeypatch.setattr(module, "outlook", lambda trainer: (None, []))
