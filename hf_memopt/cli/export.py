@@ -12,8 +12,8 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import inline, yaml_text
-from hf_memopt.presets.base import on_machines
 from hf_memopt.presets.launch_script import scripts
+from hf_memopt.presets.preset import on_machines
 
 RECIPES = ("pretrain", "sft", "video_sft")
 
