@@ -8,7 +8,7 @@ import pytest
 from test_oom import TABLE
 
 from hf_memopt.errors import InputError
-from hf_memopt.oom.causes import Failure, explain, read_figures
+from hf_memopt.oom.causes import Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
 from hf_memopt.reports.advice import Advice, advise, of_text
 
@@ -124,7 +124,7 @@ def test_causes_as_the_trainer_knows_them(stage, step, longest, grown, message, 
             diagnosis=found,
             stage=stage,
             step=step,
-            figures=read_figures(message),
+            figures=parse_figures(message),
             grown=grown,
             longest=longest,
         )
@@ -296,7 +296,7 @@ def test_what_stands_between_may_be_long():
     ],
 )
 def test_sizes_that_are_none(message):
-    read_figures(message)
+    parse_figures(message)
     assert of_text(f"CUDA out of memory. {message}").what == "device"
 
 

@@ -152,9 +152,13 @@ def _shorten(job: JobFacts) -> dict[str, int] | None:
     return {"seq_len": job.seq_len // 2} if job.seq_len and job.seq_len > SHORTEST else None
 
 
-def _chunking_helps(job: JobFacts) -> bool:
-    tokens = (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 2 * CHUNK)
-    return job.memory_args.loss_chunk_size is None and job.task == "causal-lm" and tokens > CHUNK
+def _chunk_loss(job: JobFacts) -> dict[str, int] | None:
+    if job.memory_args.loss_chunk_size is not None or job.task != "causal-lm":
+        return None
+    if job.seq_len is None:
+        return {"loss_chunk_size": CHUNK}
+    tokens = (job.training or {}).get("per_device_train_batch_size", 1) * job.seq_len
+    return {"loss_chunk_size": min(CHUNK, tokens // 2)} if tokens > CHUNK // 4 else None
 
 
 def _evaluates(job: JobFacts) -> bool:
@@ -180,7 +184,7 @@ CHECKPOINTING = Change(
     effect="activations are computed again in the backward pass instead of kept",
 )
 LOSS_CHUNKS = Change(
-    settings={"loss_chunk_size": CHUNK}, applies=_chunking_helps, effect="logits of so many tokens at once"
+    settings={"loss_chunk_size": CHUNK}, compute=_chunk_loss, effect="logits of so many tokens at once"
 )
 COMPRESSION = Change(
     settings={"activation_compression": "int8"},

@@ -107,7 +107,7 @@ def guess_job(message: str) -> JobFacts:
     return JobFacts.on_device(next((name for name, said in _DEVICES.items() if re.search(said, message)), "cuda"))
 
 
-def read_figures(text: str) -> dict[str, int]:
+def parse_figures(text: str) -> dict[str, int]:
     """The last of each figure that a message names, in bytes; of other processes, all of them together."""
     figures = {}
     for name, pattern in _FIGURES.items():

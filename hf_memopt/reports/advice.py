@@ -13,7 +13,7 @@ from hf_memopt.files import is_there, read_bytes
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
 from hf_memopt.monitor.growth import ADVICE
-from hf_memopt.oom.causes import LATER_CHANGES, Failure, explain, read_figures
+from hf_memopt.oom.causes import LATER_CHANGES, Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
 from hf_memopt.redaction import redact_text
 from hf_memopt.reports.log import read_log
@@ -105,7 +105,7 @@ def of_text(text: str) -> Advice | None:
     found = diagnose_text(text)
     if not found.cause:
         return None
-    figures = read_figures(text)
+    figures = parse_figures(text)
     stage, step = _stage(text), _step(text)
     grown = _GROWTH.findall(text)  # the monitor has named it before
     why, usual = explain(
@@ -185,7 +185,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _of_report(report: dict[str, Any]) -> Advice:
     stage, step, message = report.get("stage"), report.get("step"), report.get("message", "")
     found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), message)
-    figures = read_figures(found.message)
+    figures = parse_figures(found.message)
     why, usual = explain(Failure(diagnosis=found, stage=stage, step=step, figures=figures))
     why = report.get("reason") or why  # the trainer knew more
     proposed = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
@@ -208,7 +208,7 @@ def _of_event(event: dict[str, Any]) -> Advice:
     message = event.get("message", "")
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
-    stage, step, figures = event.get("stage"), event.get("step"), read_figures(message)
+    stage, step, figures = event.get("stage"), event.get("step"), parse_figures(message)
     why, usual = explain(Failure(diagnosis=found, stage=stage, step=step, figures=figures))
     if after := event.get("micro_batch_after"):
         usual = [

@@ -6,7 +6,7 @@ from typing import Any
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
-from hf_memopt.oom.causes import Failure, explain, read_figures
+from hf_memopt.oom.causes import Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis
 from hf_memopt.redaction import redact
 from hf_memopt.trainer.combination import describe_setup
@@ -24,7 +24,7 @@ def describe_failure(trainer, stage: str, found: Diagnosis, shapes, indices, why
             diagnosis=found,
             stage=stage,
             step=trainer.state.global_step,
-            figures=read_figures(found.message),
+            figures=parse_figures(found.message),
             grown=growth and growth.label(),
             longest=trainer._pressure.is_largest(shapes),
         )
