@@ -208,11 +208,11 @@ def nested() -> Iterator[BadInput]:
 
 
 def _set(word: str):
-    from hf_memopt.cli.estimate import split_settings
+    from hf_memopt.cli.settings import parse_settings
     from hf_memopt.presets import get_preset
     from hf_memopt.presets.arguments import resolve
 
-    return resolve(get_preset("cpu"), 1, split_settings([word])[0])
+    return resolve(get_preset("cpu"), 1, parse_settings([word]).training)
 
 
 # ---- rows: every form × every way to spoil it, in every format that can hold it

@@ -8,7 +8,7 @@ import pytest
 from test_oom import TABLE
 
 from hf_memopt.errors import InputError
-from hf_memopt.oom.causes import figures_of, reason
+from hf_memopt.oom.causes import Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
 from hf_memopt.reports.advice import Advice, advise, of_text
 
@@ -65,7 +65,7 @@ def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
             log("train backward", CUDA.format(others="", allocated="16.00", unused="5800.00")),
             "backward",
             None,
-            "cut up into pieces",
+            "memory is fragmented",
             "PYTORCH_ALLOC_CONF=expandable_segments:True",
         ),
         (
@@ -111,7 +111,7 @@ def test_the_seeds_table_of_causes(text, stage, step, why, first):
             True,
             None,
             CUDA.format(others="", allocated="16.00", unused="5800.00"),
-            "cut up into pieces",
+            "memory is fragmented",
             "PYTORCH_ALLOC_CONF",
         ),
     ],
@@ -119,8 +119,17 @@ def test_the_seeds_table_of_causes(text, stage, step, why, first):
 def test_causes_as_the_trainer_knows_them(stage, step, longest, grown, message, why, first):
     """The founding guides' table: step 0, after N steps, evaluation, long sequences, now and then."""
     found = Diagnosis(OomKind.DEVICE, True, "device memory ran out", message)
-    told, changes = reason(found, stage, step, figures_of(message), grown, longest)
-    assert why in told and changes[0].startswith(first)
+    cause, changes = explain(
+        Failure(
+            diagnosis=found,
+            stage=stage,
+            step=step,
+            figures=parse_figures(message),
+            grown=grown,
+            longest=longest,
+        )
+    )
+    assert why in cause and changes[0].startswith(first)
 
 
 @pytest.mark.parametrize(("error", "kind", "helps"), [row for row in TABLE if diagnose(row[0]).cause])
@@ -287,7 +296,7 @@ def test_what_stands_between_may_be_long():
     ],
 )
 def test_sizes_that_are_none(message):
-    figures_of(message)
+    parse_figures(message)
     assert of_text(f"CUDA out of memory. {message}").what == "device"
 
 

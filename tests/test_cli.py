@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from importlib import metadata
 
 import pytest
 import yaml
@@ -24,6 +25,13 @@ def test_help_names_the_commands_and_shows_examples(command):
         assert name in output
         code, told, _ = command(name, "--help")
         assert code == 0 and f"hf-memopt {name}" in told and re.search(r"Examples?:", told), name
+
+
+def test_bare_and_version(command):
+    code, output, _ = command()
+    assert code == 0 and "Usage:" in output and "estimate" in output
+    code, output, _ = command("--version")
+    assert code == 0 and output.split() == ["hf-memopt", metadata.version("hf_memopt")]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_export_writes_what_the_preset_says(arguments, tmp_path):
     assert config == preset.accelerate_config(str(folder / "deepspeed.json"))
     assert (folder / "deepspeed.json").exists() == (preset.deepspeed_config() is not None)
     checked = run("hf-memopt", "doctor", folder / "accelerate.yaml", cwd=tmp_path)
-    assert checked.returncode == 0 and "a sound accelerate configuration" in checked.stdout
+    assert checked.returncode == 0 and "a valid accelerate configuration" in checked.stdout
 
 
 @pytest.mark.slow

@@ -396,7 +396,7 @@ def test_the_command_line(model_folder, command):
         "per_device_train_batch_size=2048",
     )
     assert code == 1 and "does not fit" in shown
-    assert "what would save most" in shown and "per_device_train_batch_size=1024" in shown
+    assert "changes that save most" in shown and "per_device_train_batch_size=1024" in shown
 
 
 def test_the_plot_is_a_picture(model_folder, tmp_path, command):

@@ -10,7 +10,7 @@ from test_levers_together import config
 from transformers import AutoModelForCausalLM, default_data_collator
 
 from hf_memopt import InputError, MemoryTrainer, estimate_trainer, get_preset
-from hf_memopt.cli.export import export_preset
+from hf_memopt.cli.export import ExportOptions, export_preset
 from hf_memopt.compatibility.config_files import check_config_file
 from hf_memopt.presets import fp8
 
@@ -64,9 +64,11 @@ def test_it_trains_in_fp8(environment, tmp_path):
 @NEEDS_TORCHAO
 @pytest.mark.parametrize("strategy", [None, "fsdp2"])
 def test_exported_files_say_so(strategy, tmp_path):
-    export_preset(
-        "h100_80gb_x8" if strategy else "h100_80gb", tmp_path, "full", strategy, "fp8", "pretrain", None, False
+    name = "h100_80gb_x8" if strategy else "h100_80gb"
+    options = ExportOptions(
+        preset=name, directory=str(tmp_path), strategy=strategy, precision="fp8", recipe="pretrain"
     )
+    export_preset(options, False)
     settings = json.loads((tmp_path / "training_arguments.json").read_text())
     assert "bf16" not in settings and "fp16" not in settings, "they would go over the launcher's fp8"
     assert check_config_file(tmp_path / "accelerate.yaml") == "accelerate"

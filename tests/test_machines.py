@@ -13,7 +13,7 @@ from conftest import ROOT, run
 
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
-from hf_memopt.presets.base import on_machines
+from hf_memopt.presets.preset import on_machines
 from hf_memopt.presets.shipped_configs import shipped_sbatch
 
 BIN = Path(sys.executable).parent

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import MemoryCallback, MemoryTrainer
 from hf_memopt.cli.advise import run_advise
+from hf_memopt.cli.estimate import JobOptions
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.waiting import DataWait, DiskWait
 from hf_memopt.reports.advice import advise
@@ -194,7 +195,7 @@ def test_what_to_do_about_a_slow_run(shares, settings, cause, first, tmp_path, c
     share = shares.get("device_busy_share", shares["data_wait_share"])
     assert f"{share:.0%} of" in found.why and found.why[1:] in next_steps(read_run(folder))[0]
     assert f"{share:.0%} of" in run_page(read_run(folder))
-    assert run_advise(str(folder), "a/model", None, "full", None, [], False) == 0
+    assert run_advise(str(folder), JobOptions(model="a/model"), False) == 0
     told = capsys.readouterr().out
     assert f"try 1: {first}" in told and "predicted" not in told
 
@@ -202,7 +203,7 @@ def test_what_to_do_about_a_slow_run(shares, settings, cause, first, tmp_path, c
 def test_a_run_that_is_not_slow_has_no_advice(tmp_path, capsys):
     folder = write_run(tmp_path, report(events=[]), waiting(data_wait_share=0.02, device_busy_share=0.97))
     assert advise(str(folder)) is None
-    assert run_advise(str(folder), None, None, "full", None, [], False) == 1
+    assert run_advise(str(folder), None, False) == 1
     assert "waits" in capsys.readouterr().out
 
 

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from dataclasses import replace
 
+from hf_memopt.cli.estimate import JobOptions, import_libraries, resolve_job
 from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError
 from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
@@ -12,25 +13,30 @@ from hf_memopt.units import gib
 _LARGEST_PIPE = 2**30  # bytes
 
 
-def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -> int:
-    """Print the advice; 0 where there is some, 1 where nothing is wrong with memory or speed."""
+def run_advise(source: str, job: JobOptions | None, as_json: bool) -> int:
+    """Print the advice; 0 where there is some, 1 where nothing is wrong with memory or speed.
+
+    Args:
+        source: a run's folder, a log, the error itself, or - for stdin.
+        job: the run's, so that savings can be predicted.
+    """
     found = of_text(_piped()) if source == "-" else advise(source)
-    if found is not None and found.what != SLOW and model:
-        found = replace(found, changes=_predicted(model, preset_name, method, seq_len, settings) or found.changes)
+    if found is not None and found.what != SLOW and job:
+        found = replace(found, changes=_predict_savings(job) or found.changes)
     if as_json:
         print_json(found.to_dict() if found else {"what": None})
     elif found is None:
-        print("nothing here tells of memory that ran out, or of a run that waits")
+        print("nothing to explain: no out-of-memory error, and no run that waits for data or its device")
     else:
         _print(found)
     return 0 if found else 1
 
 
 def _piped() -> str:
-    """What came on stdin, its end.
+    """The end of what came on stdin.
 
     Raises:
-        InputError: it does not come to an end.
+        InputError: more came than a log holds.
     """
     parts, kept, total = deque(), 0, 0
     while part := sys.stdin.buffer.read(2**20):
@@ -43,18 +49,16 @@ def _piped() -> str:
     return as_text(b"".join(parts)[-LARGEST_TEXT:])
 
 
-def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
-    """The three changes that the estimator says save most, and smaller models where this one has no weights yet."""
-    from hf_memopt.cli.estimate import import_libraries, job_as_told
-
+def _predict_savings(options: JobOptions) -> list[dict]:
+    """The three changes that are predicted to save most, and smaller models where this one has no weights yet."""
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.suggestions import largest_savings, smaller_models
     from hf_memopt.estimator.tracing.parallel import on_all_cores
 
-    _, job = job_as_told(model, preset_name, method, seq_len, None, None, None, settings)
-    found = estimate_job(job, on_all_cores)
-    savings = largest_savings(job, found, each=on_all_cores) + smaller_models(job, found, on_all_cores)
+    _, job = resolve_job(options)
+    estimate = estimate_job(job, on_all_cores)
+    savings = largest_savings(job, estimate, each=on_all_cores) + smaller_models(job, estimate, on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 
@@ -62,13 +66,13 @@ def _print(found: Advice) -> None:
     print(f"what: {found.what}: {found.cause}" if found.what != "not memory" else f"what: {found.cause}")
     if found.stage or found.step is not None:
         after = "" if found.step is None else f" after {found.step} steps" if found.step else " in the first step"
-        print(f"when: {found.stage or 'not told where,'}{after}")
+        print(f"when: {found.stage or 'unknown phase'}{after}")
     print(f"why:  {found.why}")
     if found.figures:
-        told = (f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in found.figures.items())
-        print(f"      the message says: {', '.join(told)}")
+        sizes = (f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in found.figures.items())
+        print(f"      the message says: {', '.join(sizes)}")
     for number, change in enumerate(found.changes, 1):
         saved = f" (predicted to save {gib(change['saved_bytes'])})" if change.get("saved_bytes") else ""
         print(f"try {number}: {change['change']}{saved}")
     if found.what != SLOW and not any(change.get("saved_bytes") for change in found.changes):
-        print("With --model, --preset, --method and --seq-len of the run, savings are predicted.")
+        print("Add the run's --model, --preset, --method and --seq-len to see predicted savings.")

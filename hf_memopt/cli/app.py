@@ -1,4 +1,4 @@
-"""The commands: how arguments are read. What they do stands in this folder's other files, imported when asked for."""
+"""The commands and their options. What each does is in a file of its own, imported when the command runs."""
 
 import math
 import os
@@ -13,8 +13,7 @@ from hf_memopt.noise import quiet
 
 app = typer.Typer(
     name="hf-memopt",
-    help="Settings that make a Hugging Face training job fit its hardware.",
-    no_args_is_help=True,
+    help="Predict the memory of a Hugging Face training job, and find the settings that make it fit.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -46,10 +45,10 @@ def _hardware(incomplete: str) -> list[str]:
 
 
 def _positive(value: float | None) -> float | None:
-    """A number of GiB or seconds, as it was given.
+    """A number of GiB or seconds, unchanged.
 
     Raises:
-        typer.BadParameter: it is none, less, or no number at all, which click's own ranges let pass.
+        typer.BadParameter: it is 0 or less, or infinite or NaN, which click's own ranges accept.
     """
     if value is not None and not 0 < value < math.inf:
         raise typer.BadParameter(f"{value} must be above 0, and finite")
@@ -57,10 +56,10 @@ def _positive(value: float | None) -> float | None:
 
 
 def _at_least_one(value: int | None) -> int | None:
-    """A number of tokens, samples or devices, as it was given.
+    """A number of tokens, samples or devices, unchanged.
 
     Raises:
-        typer.BadParameter: it is none, less, or more than anybody has.
+        typer.BadParameter: it is less than 1, or too large for a size in a tensor's shape.
     """
     if value is not None and not 1 <= value < 2**31:
         raise typer.BadParameter(f"{value} must be at least 1{', and below 2147483648' if value > 0 else ''}")
@@ -71,17 +70,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
     str | None,
-    typer.Option("--strategy", help="How devices share the work: ddp, fsdp2, zero1, zero2, zero3, tp8, hsdp8, …"),
+    typer.Option(
+        "--strategy", help="How several devices train together: ddp, fsdp2, zero1, zero2, zero3, tp8, hsdp8, …"
+    ),
 ]
 
 Precision = Annotated[
-    str | None, typer.Option("--precision", help="fp8: matmuls in 8 bits, on cards that have them, with torchao.")
+    str | None, typer.Option("--precision", help="fp8: matmuls in 8 bits, on GPUs with fp8 units; needs torchao.")
 ]
 
 
 @app.command(epilog="Example: hf-memopt presets --method qlora")
 def presets(method: Method = "full", json: Json = False) -> None:
-    """List the hardware presets with their batch, length and reference model."""
+    """List the hardware presets with their batch, sequence length and reference model."""
     from hf_memopt.cli.presets import list_all
 
     list_all(method, json)
@@ -95,7 +96,7 @@ def show(
     precision: Precision = None,
     json: Json = False,
 ) -> None:
-    """Show everything that a preset sets, and what its hardware offers, with sources."""
+    """Show every setting of a preset, and its hardware's figures with their sources."""
     from hf_memopt.cli.presets import show_one
 
     show_one(preset, method, strategy, precision, json)
@@ -106,13 +107,13 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
-        "lora.KEY, quantization.KEY, model.KEY (of its config.json; estimate and advise), or deepspeed (a shipped "
-        "JSON's name, or a file). Of videos: max_frames, "
-        "frame_size (640x360), max_pixels_per_frame, answer_tokens, freeze_vision, freeze_projector.",
+        help="A TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
+        "lora.KEY, quantization.KEY, model.KEY (a field of config.json; estimate and advise), or deepspeed (a "
+        "shipped JSON's name, or a file). For videos: max_frames, frame_size (640x360), max_pixels_per_frame, "
+        "answer_tokens, freeze_vision, freeze_projector. Repeat it for several.",
     ),
 ]
-Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a file.")]
+Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a picture.")]
 
 
 @app.command(epilog="Example: hf-memopt estimate llama-3.1-8b --preset a100_80gb --method lora --seq-len 4096")
@@ -135,25 +136,32 @@ def estimate(
         int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the preset's.")
     ] = None,
     strategy: Strategy = None,
-    hardware: Annotated[str | None, typer.Option(help="Device to fit on. Default: the preset's.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="The device to fit on. Default: the preset's.")] = None,
     settings: Settings = None,
     levers: Annotated[
         bool,
         typer.Option(
             "--levers",
-            help="Also list the changes that would save the most memory; always listed where the job does not fit.",
+            help="Also list the changes that save the most memory; a job that does not fit always gets them.",
         ),
     ] = False,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Predict the peak memory of a job, without its weights or its device; exit code 1 if it does not fit."""
-    from hf_memopt.cli.estimate import run_estimate
+    """Predict a job's peak memory without downloading weights or using a GPU; exit code 1 if it does not fit."""
+    from hf_memopt.cli.estimate import JobOptions, run_estimate
 
-    done = run_estimate(
-        model, preset, method, seq_len, world_size, strategy, hardware, settings or [], levers, plot, json
+    options = JobOptions(
+        model=model,
+        preset=preset,
+        method=method,
+        seq_len=seq_len,
+        world_size=world_size,
+        strategy=strategy,
+        hardware=hardware,
+        settings=settings or [],
     )
-    raise typer.Exit(done)
+    raise typer.Exit(run_estimate(options, levers, plot, json))
 
 
 @app.command(
@@ -169,7 +177,7 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            help="Device, or several of it: rtx_4090, rtx_4090x2, h100_80gbx128; auto: this machine's.",
+            help="A device or several: rtx_4090, rtx_4090x2, h100_80gbx128; auto: this machine's.",
             autocompletion=_hardware,
         ),
     ] = "auto",
@@ -182,51 +190,56 @@ def plan(
             callback=_at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="full, lora or qlora; any: the first of them that fits.")] = "any",
+    method: Annotated[str, typer.Option(help="full, lora or qlora; any: the first of these that fits.")] = "any",
     strategy: Strategy = None,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="GIB", callback=_positive, help="GiB of each device that may be used. Default: all."),
+        typer.Option(metavar="GIB", callback=_positive, help="GiB of each device that the job may use. Default: all."),
     ] = None,
     host_memory: Annotated[
         float | None,
         typer.Option(
             metavar="GIB",
             callback=_positive,
-            help="GiB of the host for each device. Default: 48; 256 beside more than 36 GiB.",
+            help="GiB of host memory for each device. Default: 48; 256 for devices with more than 36 GiB.",
         ),
     ] = None,
     settings: Settings = None,
     frames: Annotated[
-        str | None, typer.Option(help="max: the most frames of a video that fit, by the size of a frame.")
+        str | None, typer.Option(help="max: the most frames of a video that fit, for several frame sizes.")
     ] = None,
     export: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write a rung's files into a folder, as `export` does.")
+        str | None, typer.Option(metavar="DIR", help="Write a profile's files into a folder, as `export` does.")
     ] = None,
-    rung: Annotated[str, typer.Option(help="The rung to write: safe, balanced, aggressive or maximum.")] = "balanced",
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile", "--rung", help="The profile that --export writes: safe, balanced, aggressive or maximum."
+        ),
+    ] = "balanced",
     json: Json = False,
 ) -> None:
-    """Find the fastest settings that fit, from safe to maximum; exit code 1 if nothing does."""
-    from hf_memopt.cli.plan import run_frames, run_plan
+    """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
+    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_plan
 
+    settings = settings or []
     if frames is not None:
-        raise typer.Exit(run_frames(model, frames, hardware, method, settings or [], json))
-    raise typer.Exit(
-        run_plan(
-            model,
-            hardware,
-            seq_len,
-            effective_batch_size,
-            method,
-            strategy,
-            memory,
-            host_memory,
-            settings or [],
-            export,
-            rung,
-            json,
-        )
+        asked = FramesOptions(model=model, frames=frames, hardware=hardware, method=method, settings=settings)
+        raise typer.Exit(run_frames(asked, json))
+    options = PlanOptions(
+        model=model,
+        hardware=hardware,
+        seq_len=seq_len,
+        effective_batch_size=effective_batch_size,
+        method=method,
+        strategy=strategy,
+        memory_gib=memory,
+        host_memory_gib=host_memory,
+        settings=settings,
+        export=export,
+        profile=profile,
     )
+    raise typer.Exit(run_plan(options, json))
 
 
 @app.command(
@@ -235,7 +248,7 @@ def plan(
 )
 def advise(
     source: Annotated[str, typer.Argument(help="A run's folder, a log file, the error itself, or - for stdin.")],
-    model: Annotated[str | None, typer.Option(help="The run's model, so that savings can be predicted.")] = None,
+    model: Annotated[str | None, typer.Option(help="The run's model, to predict what each change saves.")] = None,
     preset: Annotated[str, typer.Option(help="The run's preset, with --model.")] = "auto",
     method: Method = "full",
     seq_len: Annotated[
@@ -244,10 +257,14 @@ def advise(
     settings: Settings = None,
     json: Json = False,
 ) -> None:
-    """Say what ran out of memory, when and why, or why a run is slow, and what to change; exit code 1 if neither."""
+    """Explain an out-of-memory error or a slow run, and what to change; exit code 1 if there is neither."""
     from hf_memopt.cli.advise import run_advise
+    from hf_memopt.cli.estimate import JobOptions
 
-    raise typer.Exit(run_advise(source, model, preset, method, seq_len, settings or [], json))
+    job = None
+    if model:
+        job = JobOptions(model=model, preset=preset, method=method, seq_len=seq_len, settings=settings or [])
+    raise typer.Exit(run_advise(source, job, json))
 
 
 @app.command(epilog="Example: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16")
@@ -261,26 +278,26 @@ def dry_run(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Run a script up to trainer.train(), with weights never loaded, and predict the peak memory of its job."""
-    from hf_memopt.cli.estimate import run_dry_run
+    """Run a script up to trainer.train() without loading weights, and predict the job's peak memory."""
+    from hf_memopt.cli.estimate import DryRunOptions, run_dry_run
 
-    code = run_dry_run(script, arguments or [], hardware, world_size, plot, json)
+    options = DryRunOptions(script=script, arguments=arguments or [], hardware=hardware, world_size=world_size)
+    code = run_dry_run(options, plot, json)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # the script's fake weights live as long as its globals; torch can crash when Python tears them down
+    # The script's fake weights live as long as its globals; torch can crash when Python tears them down.
+    os._exit(code)
 
 
 @app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
 def export(
     preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)],
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write to; made if missing.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write to; created if missing.")],
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
     recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain, sft or video_sft.")] = "sft",
-    nvme_path: Annotated[str | None, typer.Option(help="Folder on the NVMe disk, for zero3_offload_nvme.")] = None,
+    nvme_path: Annotated[str | None, typer.Option(help="A folder on the NVMe disk, for zero3_offload_nvme.")] = None,
     machines: Annotated[
         int | None,
         typer.Option(
@@ -296,16 +313,26 @@ def export(
         ),
     ] = None,
     yaml_only: Annotated[
-        bool, typer.Option("--yaml-only", help="accelerate.yaml alone, with DeepSpeed's settings in it.")
+        bool, typer.Option("--yaml-only", help="Write accelerate.yaml alone, with DeepSpeed's settings inside.")
     ] = False,
     json: Json = False,
 ) -> None:
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
-    from hf_memopt.cli.export import export_preset
+    from hf_memopt.cli.export import ExportOptions, export_preset
 
-    export_preset(
-        preset, directory, method, strategy, precision, recipe, nvme_path, json, machines, sequence_parallel, yaml_only
+    options = ExportOptions(
+        preset=preset,
+        directory=directory,
+        method=method,
+        strategy=strategy,
+        precision=precision,
+        recipe=recipe,
+        nvme_path=nvme_path,
+        machines=machines,
+        sequence_parallel=sequence_parallel,
+        yaml_only=yaml_only,
     )
+    export_preset(options, json)
 
 
 @app.command(
@@ -314,14 +341,16 @@ def export(
 def monitor(
     directory: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN_DIR]", help="A run's output_dir, for its steps. Default: one running in ./out."),
+        typer.Argument(
+            metavar="[RUN_DIR]", help="A run's output_dir, to show its steps. Default: one that is running in ./out."
+        ),
     ] = None,
     interval: Annotated[float, typer.Option(callback=_positive, help="Seconds between readings.")] = 2.0,
     profile: Annotated[str, typer.Option(help="Thresholds: aggressive, balanced or conservative.")] = "balanced",
-    once: Annotated[bool, typer.Option("--once", help="Show it once; so does a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, as in a pipe.")] = False,
     json: Json = False,
 ) -> None:
-    """Watch the memory of every device, who uses it, and a running recipe's steps; ends with Ctrl-C."""
+    """Watch every device's memory and processes, and a running recipe's steps, until Ctrl-C."""
     from hf_memopt.cli.monitor import run_monitor
 
     run_monitor(directory, interval, profile, once, json)
@@ -341,7 +370,7 @@ def report(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a run took, when, why and what to try next, as a page for a browser; or compare several runs."""
+    """Write a run's report as an HTML page: memory over time, what happened, what to try next; or compare runs."""
     from hf_memopt.cli.report import run_report
 
     run_report(directories, output, json)
@@ -353,13 +382,16 @@ def report(
 )
 def snapshot(
     file: Annotated[
-        str, typer.Argument(help="What --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote.")
+        str,
+        typer.Argument(
+            help="A file that --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote."
+        ),
     ],
-    top: Annotated[int, typer.Option(callback=_at_least_one, help="So many blocks and modules.")] = 10,
-    plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time by kind.")] = None,
+    top: Annotated[int, typer.Option(callback=_at_least_one, help="How many blocks and modules to list.")] = 10,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time, by kind.")] = None,
     json: Json = False,
 ) -> None:
-    """Say what a recording of allocations tells: the peak by kind and module, the largest, fragments, growth."""
+    """Analyze recorded allocations: the peak by kind and module, the largest, fragmentation, growth."""
     from hf_memopt.cli.snapshot import run_snapshot
 
     run_snapshot(file, top, plot, json)
@@ -368,13 +400,13 @@ def snapshot(
 @app.command(epilog="Example: hf-memopt consolidate out/my-run/checkpoint-500 my-model --trusted")
 def consolidate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint-N folder that ZeRO or FSDP2 wrote.")],
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write the model to; empty or new.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="An empty or new folder to write the model to.")],
     trusted: Annotated[
-        bool, typer.Option("--trusted", help="The checkpoint is your own: its shards are pickles, which can run code.")
+        bool, typer.Option("--trusted", help="You trust the checkpoint: its shards are pickles, which can run code.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Merge a sharded checkpoint into one model of safetensors, without the devices that wrote it."""
+    """Merge a sharded checkpoint into one safetensors model, without the devices that wrote it."""
     from hf_memopt.cli.consolidate import run_consolidate
 
     run_consolidate(checkpoint, directory, trusted, json)
@@ -383,11 +415,12 @@ def consolidate(
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")
 def doctor(
     files: Annotated[
-        list[str] | None, typer.Argument(help="accelerate YAML or DeepSpeed JSON files to check for ignored keys.")
+        list[str] | None,
+        typer.Argument(help="accelerate YAML or DeepSpeed JSON files to check for unknown keys and wrong values."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what this machine is, what would be used on it and what is missing; or check configuration files."""
+    """Show this machine, what hf-memopt would use on it and what is missing; or check configuration files."""
     from hf_memopt.cli.doctor import check_files, examine
 
     if files:
@@ -395,9 +428,30 @@ def doctor(
     examine(json)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"hf-memopt {version('hf_memopt')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass  # its one option is handled by its callback; typer takes global options from a function only
+
+
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit code 2."""
     quiet()
+    if len(sys.argv) == 1:
+        sys.argv.append(
+            "--help"
+        )  # click (8.2) would raise NoArgsIsHelpError, whose message is the help, with exit code 2
     try:
         code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
         sys.exit(code if isinstance(code, int) else 0)

@@ -33,7 +33,7 @@ _PACKAGES = {
 
 
 def check_files(files: list[str], as_json: bool) -> int:
-    """Say of each file what is wrong with it: 0 if nothing is, 2 if anything is."""
+    """Print every fault of each file: 0 if there is none, 2 if there is any."""
     faults = {file: find_faults(file) for file in files}
     notes = {file: note for file in files if not faults[file] and (note := difference_here(file))}
     if as_json:
@@ -44,7 +44,7 @@ def check_files(files: list[str], as_json: bool) -> int:
         for fault in found:
             print(f"error: {fault}", file=sys.stderr)
         if not found and not any(faults.values()):
-            print(f"{file}: a sound {kind_of(file)} configuration")
+            print(f"{file}: a valid {kind_of(file)} configuration")
             if file in notes:
                 print(f"note: {file}: {notes[file]}", file=sys.stderr)
     return 2 if any(faults.values()) else 0

@@ -1,129 +1,134 @@
 """`hf-memopt estimate` and `hf-memopt dry-run`: will it fit, before anything runs."""
 
 import gc
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
 from hf_memopt.cli.output import print_json, print_table, working
-from hf_memopt.errors import InputError, choose
-from hf_memopt.field_values import fit, hints_of
-from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.presets import DTYPES, Preset, get_preset
-from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.cli.settings import parse_settings, quantization_config, split_model_sizes
+from hf_memopt.presets import get_preset
 from hf_memopt.units import gib
-from hf_memopt.yaml_values import read_yaml
-
-_OWN = {
-    "dtype": str,
-    "attn_implementation": str | None,
-    "task": str | None,
-    "kbit_preparation": bool,
-    "padded": bool,
-    "packed": bool,
-}
-_VIDEO = {
-    "max_frames": int,
-    "frame_size": str,
-    "max_pixels_per_frame": int | None,
-    "answer_tokens": int,
-    "freeze_vision": bool,
-    "freeze_projector": bool,
-}
 
 
-def run_estimate(
-    model, preset_name, method, seq_len, world_size, strategy, hardware, settings, levers, plot_file, as_json
-) -> int:
-    """Print the estimate; 0 if it fits or cannot be told, 1 if it does not fit."""
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The job that a command line asks about; options that are left out are the preset's.
+
+    Attributes:
+        model: a bundled architecture's name, hub id, folder or config.json.
+        hardware: the device to fit on.
+        settings: KEY=VALUE, as `--set` takes them.
+    """
+
+    model: str
+    preset: str = "auto"
+    method: str = "full"
+    seq_len: int | None = None
+    world_size: int | None = None
+    strategy: str | None = None
+    hardware: str | None = None
+    settings: list[str] = field(default_factory=list)
+
+
+def run_estimate(options: JobOptions, levers: bool, plot_file: str | None, as_json: bool) -> int:
+    """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.suggestions import largest_savings
     from hf_memopt.estimator.tracing.parallel import on_all_cores
 
-    preset, job = job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardware, settings)
-    working(f"tracing the steps of {model}")
-    found = estimate_job(job, on_all_cores)
-    if levers or found.fits is False:
-        working("estimating what would save most")
-    savings = largest_savings(job, found, each=on_all_cores) if levers or found.fits is False else []
+    preset, job = resolve_job(options)
+    working(f"tracing the steps of {options.model}")
+    estimate = estimate_job(job, on_all_cores)
+    savings = []
+    if levers or estimate.fits is False:
+        working("estimating which changes save most")
+        savings = largest_savings(job, estimate, each=on_all_cores)
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
-        plot(found, plot_file, f"{model}, {method}, {job.seq_len} tokens, {job.device.label}")
+        plot(estimate, plot_file, f"{options.model}, {options.method}, {job.seq_len} tokens, {job.device.label}")
     if as_json:
-        print_json(found.to_dict() | {"levers": [asdict(saving) for saving in savings]})
+        print_json(estimate.to_dict() | {"levers": [asdict(saving) for saving in savings]})
     else:
         batch = f"{job.batch['input_ids'][0][0]} × {job.seq_len} tokens"
         devices = f"{job.world_size} × " if job.world_size > 1 else ""
-        _print(f"{model}, {preset.method}, {batch} on {devices}{job.device.label}", found, savings)
-    return 1 if found.fits is False else 0
+        _print(f"{options.model}, {preset.method}, {batch} on {devices}{job.device.label}", estimate, savings)
+    return 1 if estimate.fits is False else 0
 
 
-def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardware, settings):
-    """The preset and the job that a command line describes.
+def resolve_job(options: JobOptions):
+    """The Preset and the Job that a command line asks about.
 
     Raises:
-        InputError: something of it cannot be used.
+        InputError: an option or setting that cannot be used.
     """
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.preset_estimates import job_of
     from hf_memopt.estimator.smaller import with_sizes
     from hf_memopt.hardware import get_hardware
-    from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.video.inputs import frozen_as_said, video_inputs
 
-    preset = get_preset(preset_name, method, strategy)
-    settings, sizes = without_model_sizes(settings)
-    given, lora, quantization, own, memory_args, clips = split_settings(settings)
+    preset = get_preset(options.preset, options.method, options.strategy)
+    texts, sizes = split_model_sizes(options.settings)
+    settings = parse_settings(texts)
+    own = settings.own
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
-    device = get_hardware(hardware) if hardware else preset.hardware
-    world_size = preset.processes if world_size is None else world_size
+    model = options.model
     config = load_config(model)
     if sizes:
         model = config = with_sizes(config, sizes)
-    video = video_inputs(model, config, clips)
-    if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):
-        memory_args = with_few_logits(memory_args, config)  # as the recipe does
+    video = video_inputs(model, config, settings.video)
     job = job_of(
         preset,
         model,
-        seq_len,
-        world_size,
-        given,
-        lora,
-        hardware=device,
+        options.seq_len,
+        preset.processes if options.world_size is None else options.world_size,
+        settings.training,
+        settings.lora,
+        hardware=get_hardware(options.hardware) if options.hardware else preset.hardware,
         task=own.get("task"),
         video=video,
-        frozen=frozen_as_said(clips) if video else (),
+        frozen=frozen_as_said(settings.video) if video else (),
         attn_implementation=own.get("attn_implementation"),
         kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=quantization_config(preset, quantization, config if video else None),
-        memory_args=memory_args,
+        quantization_config=quantization_config(preset, settings.quantization, config if video else None),
+        memory_args=settings.video_memory_args(config) if video else settings.memory_args,
         padded=bool(own.get("padded")),
         packed=bool(own.get("packed")),
     )
     return preset, job
 
 
-def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> int:
-    """Print the estimate of a script's job; 0 if it fits or cannot be told, 1 if it does not fit."""
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions:
+    """A script to run up to trainer.train(), its own arguments, and the devices to fit on."""
+
+    script: str
+    arguments: list[str] = field(default_factory=list)
+    hardware: str = "auto"
+    world_size: int | None = None
+
+
+def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
+    """Print the estimate of a script's job; 0 if it fits or the capacity is unknown, 1 if it does not fit."""
     from hf_memopt.estimator import estimate_trainer
     from hf_memopt.estimator.dry_run import trainer_of
 
-    found = estimate_trainer(trainer_of(script, arguments), hardware, world_size)
+    trainer = trainer_of(options.script, options.arguments)
+    estimate = estimate_trainer(trainer, options.hardware, options.world_size)
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
-        plot(found, plot_file, script)
+        plot(estimate, plot_file, options.script)
     if as_json:
-        print_json(found.to_dict())
+        print_json(estimate.to_dict())
     else:
-        _print(script, found, [])
-    return 1 if found.fits is False else 0
+        _print(options.script, estimate, [])
+    return 1 if estimate.fits is False else 0
 
 
 def import_libraries() -> None:
-    """Collecting garbage while thousands of modules are made takes half a second and finds none.
+    """Import peft and transformers' Trainer without garbage collection, which takes half a second here and frees none.
 
     The modules stay frozen: this is the command's own process.
     """
@@ -137,70 +142,17 @@ def import_libraries() -> None:
         gc.enable()
 
 
-def quantization_config(preset: Preset, changed: dict[str, Any], video_config=None):
-    """The preset's BitsAndBytesConfig with changed fields; None where the method is another.
-
-    Args:
-        video_config: of a model whose vision tower stays as it is.
-    """
-    if preset.method != "qlora":
-        if changed:
-            raise InputError("quantization.* applies to method=qlora only")
-        return None
-    from transformers import BitsAndBytesConfig
-
-    settings = {**preset.quantization(), **changed}
-    if video_config is not None:
-        from transformers import AutoModelForImageTextToText
-
-        from hf_memopt.video.model_parts import not_quantized
-
-        settings.setdefault("llm_int8_skip_modules", not_quantized(video_config, AutoModelForImageTextToText))
-    return BitsAndBytesConfig(**settings)
-
-
-def without_model_sizes(settings: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The KEY=VALUE words of other things, and those of model.KEY as fields of the model's configuration."""
-    sizes = {}
-    for word in settings:
-        key, equals, text = word.partition("=")
-        if equals and key.startswith("model."):
-            sizes[key.removeprefix("model.")] = read_yaml(text, f"--set {key}")
-    return [word for word in settings if not (word.startswith("model.") and "=" in word)], sizes
-
-
-def split_settings(settings: list[str]) -> tuple[dict, dict, dict, dict, MemoryArguments, dict]:
-    """KEY=VALUE words: TrainingArguments fields, LoraConfig fields, BitsAndBytesConfig fields, what is neither,
-    MemoryArguments, and what is said of videos."""
-    found: dict[str, dict[str, Any]] = {"": {}, "lora": {}, "quantization": {}, "own": {}, "memory": {}, "video": {}}
-    for word in settings:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise InputError(f"--set {word}: write it as KEY=VALUE")
-        prefix, dot, name = key.partition(".")
-        if dot and prefix not in ("lora", "quantization"):
-            hint = ", and model. with estimate alone: give plan a config.json" if prefix == "model" else ""
-            raise InputError(f"--set {word}: only lora. and quantization. have keys of their own{hint}")
-        groups = {"own": _OWN, "memory": MemoryArguments.names(), "video": _VIDEO}
-        group = prefix if dot else next((group for group, keys in groups.items() if key in keys), "")
-        found[group][name if dot else key] = read_yaml(text, f"--set {key}")
-    own, video = fit(_OWN, found["own"], "--set "), fit(_VIDEO, found["video"], "--set ")
-    if own.get("dtype") is not None and own["dtype"] not in DTYPES:
-        raise choose("dtype", own["dtype"], DTYPES)
-    memory = MemoryArguments(**fit(hints_of(MemoryArguments), found["memory"], "--set "))
-    return found[""], found["lora"], check_quantization(found["quantization"]), own, memory, video
-
-
-def _print(job: str, found, savings) -> None:
-    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[found.fits]
-    print(f"{job}: {gib(found.device_bytes)} of {gib(found.capacity_bytes)} predicted, {verdict}")
-    rows = [(kind.replace("_", " "), gib(size)) for kind, size in found.breakdown.items() if size]
-    print_table(f"at the peak, in {found.phase}", ("what", "predicted"), rows)
+def _print(job: str, estimate, savings) -> None:
+    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
+    print(f"{job}: {gib(estimate.device_bytes)} of {gib(estimate.capacity_bytes)} predicted, {verdict}")
+    rows = [(kind.replace("_", " "), gib(size)) for kind, size in estimate.breakdown.items() if size]
+    print_table(f"at the peak, in {estimate.phase}", ("memory", "predicted"), rows)
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
-    totals = [(name.removesuffix("_bytes").replace("_", " "), gib(getattr(found, name))) for name in names]
-    print_table("altogether", ("what", "predicted"), totals)
+    totals = [(name.removesuffix("_bytes").replace("_", " "), gib(getattr(estimate, name))) for name in names]
+    print_table("in total", ("memory", "predicted"), totals)
     if savings:
-        rows = [(one.change, gib(one.saved_bytes), {True: "yes", False: "no", None: ""}[one.fits]) for one in savings]
-        print_table("what would save most", ("change", "predicted saving", "then it fits"), rows)
-    for note in found.notes:
+        fits = {True: "yes", False: "no", None: ""}
+        rows = [(saving.change, gib(saving.saved_bytes), fits[saving.fits]) for saving in savings]
+        print_table("changes that save most", ("change", "predicted saving", "then fits"), rows)
+    for note in estimate.notes:
         print(f"note: {note}")

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json
@@ -12,44 +12,52 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, shipped, write_folder
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.accelerate_config import inline, yaml_text
-from hf_memopt.presets.base import on_machines
 from hf_memopt.presets.launch_script import scripts
+from hf_memopt.presets.preset import on_machines
 
 RECIPES = ("pretrain", "sft", "video_sft")
 
 
-def export_preset(
-    name,
-    directory,
-    method,
-    strategy,
-    precision,
-    recipe,
-    nvme_path,
-    as_json,
-    machines=None,
-    sequence_parallel=None,
-    yaml_only=False,
-) -> None:
-    """Write the files, all or none; those that are there already are replaced.
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The preset to write, and how.
 
-    Args:
+    Attributes:
+        recipe: the one that launch.sh starts.
+        nvme_path: folder on the NVMe disk, for zero3_offload_nvme.
+        machines: each with the preset's devices; also writes slurm.sbatch.
+        sequence_parallel: devices that split each sequence.
         yaml_only: accelerate.yaml alone, which holds DeepSpeed's settings itself.
     """
-    preset = get_preset(name, method, strategy, precision)
-    if machines is not None:
-        preset = on_machines(preset, machines)
-    if sequence_parallel is not None:
-        preset = _sharing_tokens(preset, sequence_parallel)
+
+    preset: str
+    directory: str
+    method: str = "full"
+    strategy: str | None = None
+    precision: str | None = None
+    recipe: str = "sft"
+    nvme_path: str | None = None
+    machines: int | None = None
+    sequence_parallel: int | None = None
+    yaml_only: bool = False
+
+
+def export_preset(options: ExportOptions, as_json: bool) -> None:
+    """Write the files, all or none; files of the same names are replaced."""
+    preset = get_preset(options.preset, options.method, options.strategy, options.precision)
+    if options.machines is not None:
+        preset = on_machines(preset, options.machines)
+    if options.sequence_parallel is not None:
+        preset = _split_sequences(preset, options.sequence_parallel)
     check(preset.setup())
-    if recipe not in RECIPES:
-        raise choose("recipe", recipe, RECIPES)
-    folder = folder_for(directory)
-    files = _yaml_alone(preset, nvme_path) if yaml_only else _contents(preset, folder, recipe, name, nvme_path)
+    if options.recipe not in RECIPES:
+        raise choose("recipe", options.recipe, RECIPES)
+    folder = folder_for(options.directory)
+    files = _yaml_alone(preset, options.nvme_path) if options.yaml_only else _contents(preset, folder, options)
     write_folder(folder, files)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
-    elif yaml_only:
+    elif options.yaml_only:
         config = shlex.quote(str(folder / "accelerate.yaml"))
         print(f"wrote accelerate.yaml to {folder}; use it with: accelerate launch --config_file {config} SCRIPT.py")
     else:
@@ -58,8 +66,8 @@ def export_preset(
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
 
 
-def _sharing_tokens(preset: Preset, devices: int) -> Preset:
-    """The preset with so many devices to a batch's tokens.
+def _split_sequences(preset: Preset, devices: int) -> Preset:
+    """The preset with so many devices to each sequence.
 
     Raises:
         InputError: its engine, or its number of devices, cannot do that.
@@ -74,18 +82,18 @@ def _sharing_tokens(preset: Preset, devices: int) -> Preset:
     return preset
 
 
-def _contents(preset: Preset, folder: Path, recipe: str, name: str, nvme_path: str | None) -> dict[str, str]:
+def _contents(preset: Preset, folder: Path, options: ExportOptions) -> dict[str, str]:
     """File name -> text."""
     settings = preset.settings()
-    if preset.machines > 1 or preset.sequence_parallel > 1:  # it follows from the effective batch there
+    if preset.machines > 1 or preset.sequence_parallel > 1:  # follows from the effective batch when the job starts
         del settings["gradient_accumulation_steps"]
     files = {"training_arguments.json": _json(settings)}
-    deepspeed = _with_nvme_path(preset, nvme_path)
+    deepspeed = _with_nvme_path(preset, options.nvme_path)
     if deepspeed:
         files["deepspeed.json"] = _json(deepspeed)
     # accelerate resolves this path against the working directory, so it has to be absolute.
     files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), _comment(preset))
-    return files | scripts(preset, folder, _recipe_words(preset, folder, recipe, name))
+    return files | scripts(preset, folder, _recipe_command(preset, folder, options))
 
 
 def _yaml_alone(preset: Preset, nvme_path: str | None) -> dict[str, str]:
@@ -112,12 +120,12 @@ def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
     return config
 
 
-def _recipe_words(preset: Preset, folder: Path, recipe: str, name: str) -> list[str]:
-    script = shipped("recipes") / f"{recipe}.py"
+def _recipe_command(preset: Preset, folder: Path, options: ExportOptions) -> list[str]:
+    script = shipped("recipes") / f"{options.recipe}.py"
     return [
         shlex.quote(str(script)),
         "--preset",
-        name,
+        options.preset,
         "--method",
         preset.method,
         "--effective_batch_size",

@@ -10,7 +10,7 @@ from hf_memopt.terminal import plain
 
 
 def working(text: str) -> None:
-    """Say on a terminal what takes its time; in a pipe stderr is for errors."""
+    """Name what is being done, on a terminal only: in a pipe stderr is for errors."""
     if sys.stderr.isatty():
         print(f"{text} …", file=sys.stderr, flush=True)
 
@@ -22,20 +22,24 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def verbatim(cell: Any):
-    """A text for rich as it is: rich would read `[/x]` in a name as markup, and fail."""
+    """A cell for rich, without markup: rich would parse `[/x]` in a name and fail."""
     from rich.text import Text
 
     return Text(plain(str(cell)))
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table on stdout. The first column keeps its width, the others fold; nothing is cut."""
+    """A table on stdout. Cells wrap at spaces, names in the first column stay whole, and nothing is cut."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=verbatim(title), title_justify="left", header_style="bold")
+    rows = [list(map(str, row)) for row in rows]
+    names = not any(" " in row[0] for row in rows)
+    table = Table(title=verbatim(title) if title else None, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(verbatim(column), overflow="fold", no_wrap=index == 0)
+        # At least the header's longest word wide: rich would break words to give another column more.
+        width = max(map(len, column.split()), default=0)
+        table.add_column(verbatim(column), overflow="fold", no_wrap=index == 0 and names, min_width=width)
     for row in rows:
         table.add_row(*map(verbatim, row))
     Console().print(table)

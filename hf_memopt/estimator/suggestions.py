@@ -1,18 +1,19 @@
 """What would save most: the job estimated again with one setting changed."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_memopt.compatibility.engine import Engine
+from hf_memopt.compatibility.setup import Setup, quant_storage
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import Job, estimate_jobs, fsdp_checkpoints
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.levers.arguments import MemoryArguments
-
-_CHUNK = 512  # tokens
+from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) 
     Args:
         each: as for estimate_jobs().
     """
-    savings = _estimated(list(_changes(job)), found, each)
+    savings = _estimated(list(_changed_jobs(job)), found, each)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
 
@@ -65,54 +66,51 @@ def _estimated(changes: list[tuple[str, Job]], found: Estimate, each) -> list[Sa
     return savings
 
 
-def _changes(job: Job) -> Iterator[tuple[str, Job]]:
+def _changed_jobs(job: Job) -> Iterator[tuple[str, Job]]:
+    for change, settings in proposals(_facts(job), ESTIMATED):
+        yield change.written(settings), _with_settings(job, settings)
+
+
+def _facts(job: Job) -> JobFacts:
+    """The job in the terms of the table of changes, on its own device."""
+    engine = Engine(job.engine if job.engine != "mesh" else "hsdp1")
+    if job.engine == "deepspeed":
+        engine = Engine.of_deepspeed(job.fields["deepspeed"])
+    elif job.engine == "fsdp2":
+        engine = Engine.of_fsdp(2, fsdp_checkpoints(job.fields))
     fields = job.fields
+    setup = Setup(
+        **engine.setup(),
+        optim=str(fields.get("optim", "adamw_torch_fused")),
+        method="qlora" if job.quantization is not None else "full" if job.peft_config is None else "lora",
+        device=job.device.backend,
+        precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
+        dtype=job.dtype,
+        quant_storage=quant_storage(job.quantization),
+        activation_checkpointing=bool(fields.get("activation_checkpointing")),
+        accumulates=fields["gradient_accumulation_steps"] > 1,
+    )
+    fewer = job.video.halved() if job.video is not None else None
+    return JobFacts(
+        setup=setup,
+        training=fields,
+        memory_args=job.memory_args or MemoryArguments(),
+        discrete_memory=job.device.memory_apart,
+        task=job.task,
+        seq_len=job.seq_len,
+        halved_frames=None if job.video is None else fewer.frames if fewer else 0,
+    )
 
-    def with_fields(**changed: Any) -> Job:
-        return dataclasses.replace(job, fields={**fields, **changed})
 
-    micro, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
-    if not (fields.get("activation_checkpointing") or fsdp_checkpoints(fields)):
-        kwargs = {"use_reentrant": False}
-        yield (
-            "activation_checkpointing=true",
-            with_fields(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs),
-        )
-    memory = job.memory_args or MemoryArguments()
-
-    def with_memory(**changed: Any) -> Job:
-        return dataclasses.replace(job, memory_args=dataclasses.replace(memory, **changed))
-
-    if memory.loss_chunk_size is None and job.task == "causal-lm" and micro * job.seq_len > _CHUNK:
-        yield f"loss_chunk_size={_CHUNK}", with_memory(loss_chunk_size=_CHUNK)
-    if memory.activation_compression is None and not fields.get("torch_compile"):
-        yield "activation_compression=int8", with_memory(activation_compression="int8")
-    if micro > 1 and memory.max_tokens_per_batch is None:
-        changed = {
-            "per_device_train_batch_size": micro // 2,
-            "gradient_accumulation_steps": accumulation * micro // (micro // 2),
-        }
-        yield ", ".join(f"{name}={value}" for name, value in changed.items()), with_fields(**changed)
-    if fields.get("eval_strategy") and fields.get("per_device_eval_batch_size", 8) > 1:
-        yield "per_device_eval_batch_size=1", with_fields(per_device_eval_batch_size=1)
-    optim = str(fields.get("optim", "adamw_torch_fused"))
-    if job.peft_config is None and optim.startswith("adamw_torch") and job.engine in ("none", "ddp"):
-        yield "optim=adamw_8bit", with_fields(optim="adamw_8bit")
-    if (
-        not memory.optimizer_cpu_offload
-        and job.peft_config is None
-        and job.engine == "none"
-        and job.device.memory_apart
-    ):
-        fused = {**fields, "optim": "adamw_torch_fused"}
-        yield (
-            "optimizer_cpu_offload=true, optim=adamw_torch_fused",
-            dataclasses.replace(with_memory(optimizer_cpu_offload=True), fields=fused),
-        )
-    if job.video is not None:
-        if fewer := job.video.halved():
-            yield f"max_frames={fewer.frames}", dataclasses.replace(job, video=fewer)
-    elif job.seq_len > 512:
-        yield f"seq_len={job.seq_len // 2}", dataclasses.replace(job, seq_len=job.seq_len // 2)
-    if job.world_size > 1 and job.engine == "ddp":
-        yield "strategy=fsdp2", dataclasses.replace(job, engine="fsdp2")
+def _with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
+    memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
+    changed: dict[str, Any] = {"fields": {**job.fields, **training_fields(settings)}}
+    if memory:
+        changed["memory_args"] = dataclasses.replace(job.memory_args or MemoryArguments(), **memory)
+    if "seq_len" in settings:
+        changed["seq_len"] = settings["seq_len"]
+    if "max_frames" in settings:
+        changed["video"] = job.video.halved()
+    if "strategy" in settings:
+        changed["engine"] = settings["strategy"]
+    return dataclasses.replace(job, **changed)

@@ -1,7 +1,11 @@
 """Why memory ran out, and what helps: from when it did, and what the message says."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from hf_memopt.levers import changes
+from hf_memopt.levers.changes import JobFacts
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.classify import Diagnosis, OomKind
 from hf_memopt.units import GIB, gib
@@ -17,98 +21,100 @@ _FIGURES = {
 }
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
-# Where it happened -> why, and what helps, the most effective first. Words are Hugging Face's.
+# Where it happened -> why, and what helps, the most effective first.
 _BY_STAGE = {
     "load": (
         "the weights alone do not fit",
-        [
-            "--method qlora: weights in 4 bits",
-            "strategy zero3 or fsdp2 on several cards: each holds its part",
-            "dtype=bfloat16, or a smaller model",
-        ],
+        (changes.QLORA, changes.ZERO3, changes.BF16_WEIGHTS, changes.SMALLER_MODEL),
     ),
     "optimizer": (
         "the optimizer makes its states in its first step, beside weights and gradients",
-        [
-            "optim=adamw_8bit: 2 bytes a weight instead of 8",
-            "--method lora: states of the adapters alone",
-            "optimizer_cpu_offload=true (one card), or strategy zero2 on several",
-        ],
+        (changes.ADAM_8BIT, changes.LORA, changes.OPTIMIZER_OFFLOAD, changes.ZERO2, changes.SMALLER_MODEL),
     ),
     "eval": (
         "evaluation batches are larger than training's, or their logits are kept until metrics are computed",
-        [
-            "per_device_eval_batch_size=1",
-            "MemoryTrainer: evaluation halves its own batch",
-            "reduce_eval_logits=true: MemoryTrainer keeps tokens instead of logits",
-            "eval_accumulation_steps=1, or prediction_loss_only=true",
-        ],
+        (changes.EVAL_BATCH, changes.EVAL_HALVES, changes.EVAL_TOKENS),
     ),
     "save": (
-        "saving gathers on one device what training had spread out",
-        [
-            "fsdp_state_dict_type: SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save: false",
-            "save_only_model=true",
-            "MemoryTrainer: it saves tensor by tensor where memory is short",
-        ],
+        "saving gathers on one device what training had sharded",
+        (changes.SHARDED_SAVE, changes.SAVE_MODEL_ONLY, changes.SAVE_BY_TENSOR),
     ),
     "resume": (
         "a checkpoint's optimizer states were loaded onto the device beside the new ones",
-        [
-            "MemoryTrainer: it loads them through host memory",
-            "optim=adamw_8bit",
-            "PYTORCH_ALLOC_CONF=expandable_segments:True",
-        ],
+        (changes.RESUME_THROUGH_HOST, changes.ADAM_8BIT, changes.EXPANDABLE_SEGMENTS),
     ),
     "step": (
-        "activations and logits of a micro-batch do not fit beside weights, gradients and states",
-        [
-            "activation_checkpointing=true, activation_checkpointing_kwargs={use_reentrant: false}",
-            "loss_chunk_size=1024: logits of so many tokens at once",
-            "half the per_device_train_batch_size, twice the gradient_accumulation_steps",
-        ],
+        "activations and logits of a micro-batch do not fit beside weights, gradients and optimizer states",
+        (changes.CHECKPOINTING, changes.LOSS_CHUNKS, changes.SMALLER_BATCH),
     ),
 }
 _LATER = (
     "it fitted for {step} steps, so a longer batch than before came, tensors are kept from step to step (losses "
-    "stored without item()), or memory was cut up into pieces"
+    "stored without item()), or memory is fragmented"
 )
-_LONGER = "it fitted for {step} steps, and this batch is larger than all before it: memory is as the data are"
+_LONGER = "it fitted for {step} steps, and this batch is larger than all before it: the data decide the peak"
 _INTERMITTENT = (
-    "it fitted for {step} steps, larger batches among them: memory was cut up into pieces, another process took some, "
-    "or tensors are kept from step to step (losses stored without item())"
+    "it fitted for {step} steps, larger batches among them: memory is fragmented, another process took some, or "
+    "tensors are kept from step to step (losses stored without item())"
 )
-LATER_CHANGES = [
-    "probe_worst_batch=true: the largest batch is tried before step 0",
-    "MemoryTrainer: a batch that does not fit runs in pieces, and growth is named",
-    "PYTORCH_ALLOC_CONF=expandable_segments:True",
-]
+LATER_CHANGES = (changes.PROBE, changes.MEMORY_TRAINER, changes.EXPANDABLE_SEGMENTS)
 _FRAGMENTED = (
-    "the allocator holds {unused} that no tensor is in: memory is cut up into pieces",
-    [
-        "PYTORCH_ALLOC_CONF=expandable_segments:True",
-        "train_sampling_strategy=group_by_length: batches of few lengths",
-        "torch_empty_cache_steps=50",
-    ],
+    "memory is fragmented: the allocator holds {unused} that no tensor is in",
+    (changes.EXPANDABLE_SEGMENTS, changes.GROUP_BY_LENGTH, changes.EMPTY_CACHE),
 )
 _OTHERS = (
     "other processes hold {others} of the device",
-    [
-        "end them (hf-memopt monitor lists them), or choose another card with CUDA_VISIBLE_DEVICES",
-        "--preset auto: plans for what is free",
-        "max_memory_gib, where several jobs share a card on purpose",
-    ],
+    (changes.END_OTHERS, changes.AUTO, changes.MEMORY_LIMIT),
 )
+# What the allocators of other devices than CUDA's print.
+_DEVICES = {
+    "mps": r"MPS backend|Metal|kIOGPU|Invalid buffer size: ",
+    "rocm": r"\bHIP\b|\bhip[A-Z]",
+    "xpu": r"\bXPU\b|UR_RESULT_ERROR",
+    "cpu": r"DefaultCPUAllocator",
+}
 
 
-def figures_of(text: str) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What is known of a job that ran out of memory.
+
+    Attributes:
+        diagnosis: what ran out.
+        stage: load, forward, backward, optimizer, eval, save or resume; None where unknown.
+        step: optimizer steps that were done; None where unknown.
+        grown: what the monitor said that memory grows by (monitor.growth.ADVICE).
+        longest: whether this batch is the largest so far; None where unknown.
+        job: its settings; None where only the message is left.
+    """
+
+    diagnosis: Diagnosis
+    stage: str | None = None
+    step: int | None = None
+    grown: str | None = None
+    longest: bool | None = None
+    job: JobFacts | None = None
+    figures: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def known_job(self) -> JobFacts:
+        """The job, or what its message tells of it."""
+        return self.job or guess_job(self.diagnosis.message)
+
+
+def guess_job(message: str) -> JobFacts:
+    """What a failure's message tells of the job: its kind of device, CUDA where no other is named."""
+    return JobFacts.on_device(next((name for name, said in _DEVICES.items() if re.search(said, message)), "cuda"))
+
+
+def parse_figures(text: str) -> dict[str, int]:
     """The last of each figure that a message names, in bytes; of other processes, all of them together."""
-    found = {}
+    figures = {}
     for name, pattern in _FIGURES.items():
         sizes = [_bytes(match.groups()) for match in re.finditer(pattern, text)]
         if sizes:
-            found[name] = sum(sizes) if name == "others_bytes" else sizes[-1]
-    return found
+            figures[name] = sum(sizes) if name == "others_bytes" else sizes[-1]
+    return figures
 
 
 def _bytes(groups: tuple[str | None, ...]) -> int:
@@ -116,41 +122,38 @@ def _bytes(groups: tuple[str | None, ...]) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-def reason(
-    found: Diagnosis,
-    stage: str | None,
-    step: int | None,
-    figures: dict[str, int],
-    grown: str | None = None,
-    longest: bool | None = None,
-) -> tuple[str, list[str]]:
-    """The likely cause in a sentence, and what helps, the most effective first.
+def explain(failure: Failure) -> tuple[str, list[str]]:
+    """The likely cause in a sentence, and up to three changes that help, the most effective first."""
+    why, rows = _cause(failure)
+    return why, rows if isinstance(rows, list) else changes.advice(failure.known_job, rows)
 
-    Args:
-        found: what ran out.
-        stage: load, forward, backward, optimizer, eval, save or resume; None where nobody knows.
-        step: optimizer steps that were done; None where nobody knows.
-        figures: what the message names (figures_of).
-        grown: what the monitor said that memory grows by (monitor.growth.ADVICE).
-        longest: whether this batch is the largest so far; None where nobody knows.
-    """
+
+def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str]]:
+    """The cause with rows of the table, or with sentences where the fix is no setting."""
+    kind, cause, figures = failure.diagnosis.kind, failure.diagnosis.cause, failure.figures
     capacity = figures.get("capacity_bytes", 0)
-    if found.kind not in (OomKind.DEVICE, OomKind.LIBRARY_WORKSPACE) and "host memory ran out" not in found.cause:
-        return found.cause, [found.cause.partition(": ")[2] or found.cause]
-    if grown:
-        return f"memory grew: {grown}: {ADVICE[grown]}", LATER_CHANGES
+    if kind not in (OomKind.DEVICE, OomKind.LIBRARY_WORKSPACE) and "host memory ran out" not in cause:
+        return cause, [cause.partition(": ")[2] or cause]
+    if failure.grown:
+        return f"memory grew: {failure.grown}: {ADVICE[failure.grown]}", LATER_CHANGES
     if figures.get("others_bytes", 0) > max(GIB, 0.05 * capacity):
-        why, changes = _OTHERS
-        return why.format(others=gib(figures["others_bytes"])), changes
+        why, rows = _OTHERS
+        return why.format(others=gib(figures["others_bytes"])), rows
     if figures.get("unused_bytes", 0) > max(figures.get("asked_bytes", 0), 0.05 * capacity):
-        why, changes = _FRAGMENTED
-        return why.format(unused=gib(figures["unused_bytes"])), changes
-    if stage in ("eval", "save", "load", "resume") or (stage == "optimizer" and not step):
-        return _BY_STAGE[stage]
-    why, changes = _BY_STAGE["step"]
+        why, rows = _FRAGMENTED
+        return why.format(unused=gib(figures["unused_bytes"])), rows
+    if failure.stage in ("eval", "save", "load", "resume") or (failure.stage == "optimizer" and not failure.step):
+        return _BY_STAGE[failure.stage]
+    return _cause_in_step(failure)
+
+
+def _cause_in_step(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
+    """The cause of a failure in a step that may have fitted before."""
+    why, rows = _BY_STAGE["step"]
+    step, longest = failure.step, failure.longest
     if not step or (step == 1 and longest is None):
-        return f"from the first step on: {why}" if step == 0 else why, changes
-    later = [*LATER_CHANGES[:2], changes[0]]
+        return f"from the first step on: {why}" if step == 0 else why, rows
+    later = (*LATER_CHANGES[:2], rows[0])
     if longest is None:
         return _LATER.format(step=step), later
     return (_LONGER if longest else _INTERMITTENT).format(step=step), later if longest else LATER_CHANGES

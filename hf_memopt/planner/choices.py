@@ -11,12 +11,20 @@ from typing import Any
 from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.estimator.tracing.extrapolate import layers_of, period_of_layers
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.changes import (
+    ACTIVATION_OFFLOAD,
+    ADAM_8BIT,
+    CHUNK,
+    COMPRESSION,
+    LOSS_CHUNKS,
+    OPTIMIZER_OFFLOAD,
+    JobFacts,
+)
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
-CHUNK = 1024  # tokens whose logits are held at once
 MOST_SAMPLES = 64  # of a micro-batch; beyond it products are as fast as they get
 _SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
 _LONGEST_PERIOD = 4
@@ -98,13 +106,13 @@ class Choice:
         """The MemoryArguments fields that it sets."""
         fields: dict[str, Any] = {}
         if self.chunked_loss:
-            fields["loss_chunk_size"] = CHUNK
+            fields |= LOSS_CHUNKS.settings
         if self.compressed:
-            fields["activation_compression"] = "int8"
+            fields |= COMPRESSION.settings
         if self.activations_offloaded:
-            fields["activation_offload"] = True
+            fields |= ACTIVATION_OFFLOAD.settings
         if self.optimizer_offloaded:
-            fields["optimizer_cpu_offload"] = True
+            fields["optimizer_cpu_offload"] = OPTIMIZER_OFFLOAD.settings["optimizer_cpu_offload"]
         if 0 < self.recomputed < 1 and not self._every_n():
             fields["checkpoint_ratio"] = self.recomputed
         return fields
@@ -256,7 +264,11 @@ def _optimizers(preset: Preset, strategy: str, pinned: dict[str, Any]) -> list[t
     usual, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
     if "optim" in pinned or preset.method != "full" or "offload" in strategy:
         return [(pinned.get("optim", usual), dtype, False)]
-    host_link = preset.hardware.memory_apart
     exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
-    found = [(exact, dtype, False), ("adamw_8bit", dtype, False)]
-    return found + ([(exact, dtype, True)] if host_link and strategy == "none" else [])
+    job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.memory_apart)
+    optimizers = [(exact, dtype, False)]
+    if eight_bit := ADAM_8BIT.settings_for(job):
+        optimizers.append((eight_bit["optim"], dtype, False))
+    if OPTIMIZER_OFFLOAD.settings_for(job):
+        optimizers.append((exact, dtype, True))
+    return optimizers

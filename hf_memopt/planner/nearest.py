@@ -8,6 +8,7 @@ from hf_memopt.estimator.api import Job, estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, ZERO3_OFFLOAD, JobFacts, proposals
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.units import gib
@@ -53,11 +54,15 @@ def _next_job(direction: Iterator[tuple]) -> tuple[str, Job] | None:
 
 def _directions(request, least: Choice) -> Iterator[list[tuple]]:
     """Lists of (what would change, the request, the choice), the nearest first."""
-    if least.dtype == "float32" and request.preset.hardware.native_bf16 and request.preset.method == "full":
-        text = "--set dtype=bfloat16 (updates below 2**-8 of a weight are lost)"
-        preset = replace(request.preset, dtype="bfloat16")
-        yield [(text, replace(request, preset=preset), replace(least, dtype="bfloat16"))]
-    yield [(f"--method {method}", *_with_method(request, least, method)) for method in _later_methods(request)]
+    hardware = request.preset.hardware
+    job = JobFacts(setup=least.configured(request.preset).setup(), discrete_memory=hardware.memory_apart)
+    if settings := BF16_WEIGHTS.settings_for(job):
+        text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
+        preset = replace(request.preset, **settings)
+        yield [(text, replace(request, preset=preset), replace(least, **settings))]
+    alone = replace(job, setup=replace(job.setup, strategy="none", offload="none"))  # the engine follows the method
+    methods = proposals(alone, (LORA, QLORA))
+    yield [(change.label, *_with_method(request, least, settings["method"])) for change, settings in methods]
     if request.more.get("video") is None:
         lengths = [request.seq_len // 2**power for power in range(1, 6) if request.seq_len // 2**power >= _SHORTEST]
         yield [(f"--seq-len {length}", replace(request, seq_len=length), least) for length in lengths]
@@ -71,8 +76,8 @@ def _directions(request, least: Choice) -> Iterator[list[tuple]]:
         for direction in smaller_sizes(request.config):
             yield [(_as_config(sizes), _of_sizes(request, sizes), least) for sizes in direction]
     yield list(_on_more_devices(request, least))
-    if request.preset.processes > 1 and request.preset.hardware.memory_apart and least.strategy != "zero3_offload_cpu":
-        yield [("strategy zero3_offload_cpu", request, _plain(least, "zero3_offload_cpu"))]
+    if request.preset.processes > 1 and (settings := ZERO3_OFFLOAD.settings_for(job)):
+        yield [(ZERO3_OFFLOAD.label, request, _plain(least, settings["strategy"]))]
 
 
 def _as_config(sizes: dict[str, int]) -> str:
@@ -82,11 +87,6 @@ def _as_config(sizes: dict[str, int]) -> str:
 
 def _of_sizes(request, sizes: dict[str, int]):
     return replace(request, config=with_sizes(request.config, sizes))
-
-
-def _later_methods(request) -> tuple[str, ...]:
-    methods = ("full", "lora", "qlora")
-    return methods[methods.index(request.preset.method) + 1 :]
 
 
 def _with_method(request, least: Choice, method: str):

@@ -17,7 +17,8 @@ from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import Job, traced
 from hf_memopt.estimator.tracing.extrapolate import FEWEST, at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
-from hf_memopt.planner.choices import CHUNK, Choice
+from hf_memopt.levers.changes import CHUNK
+from hf_memopt.planner.choices import Choice
 
 # Bytes of 8-bit activations of those in 16 bits (benchmarks/results/levers.json: 0.516, and 0.258 of 32 bits).
 _COMPRESSED = {2: 0.516, 4: 0.258}

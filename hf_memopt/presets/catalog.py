@@ -10,26 +10,17 @@ from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
-from hf_memopt.presets import amd, apple, clusters, cpu, nvidia
 from hf_memopt.presets.accelerate_config import deepspeed_files
-from hf_memopt.presets.base import retrained
+from hf_memopt.presets.build import build_preset, preset_names
 from hf_memopt.presets.environment import PRECISION
-from hf_memopt.presets.preset import METHODS, Preset, with_strategy
+from hf_memopt.presets.preset import METHODS, Preset, retrained, with_strategy
 
 logger = logging.getLogger(__name__)
-
-_MODULES = (nvidia, amd, apple, cpu, clusters)
-_FUNCTIONS = {
-    name: function
-    for module in _MODULES
-    for name, function in vars(module).items()
-    if getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
-}
 
 
 def list_presets() -> list[str]:
     """The names of all presets, sorted."""
-    return sorted(_FUNCTIONS)
+    return sorted(preset_names())
 
 
 def strategies() -> list[str]:
@@ -59,10 +50,10 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
     if name == "auto":
         configure_allocator()  # looking at the card starts CUDA
         preset = _for_device(get_hardware("auto"), method)
-    elif name in _FUNCTIONS:
-        preset = _FUNCTIONS[name](method)
+    elif name in preset_names():
+        preset = build_preset(name, method)
     else:
-        raise choose("preset", name, [*_FUNCTIONS, "auto"])
+        raise choose("preset", name, [*preset_names(), "auto"])
     strategy = strategy or launched_strategy()
     if strategy and strategy != preset.strategy:
         if strategy == "none" and preset.processes > 1:
@@ -84,9 +75,9 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
 
 def _for_device(device: Hardware, method: str) -> Preset:
     """The device's own preset, or the one of the largest known device of its kind that is not larger than it."""
-    if device.name in _FUNCTIONS:
-        return replace(_FUNCTIONS[device.name](method), hardware=device)
-    catalog = [get_hardware(name) for name in list_hardware() if name in _FUNCTIONS]
+    if device.name in preset_names():
+        return replace(build_preset(device.name, method), hardware=device)
+    catalog = [get_hardware(name) for name in list_hardware() if name in preset_names()]
     # XPU has no preset yet; its cards speak the same vocabulary as an NVIDIA card of their size.
     backend = "cuda" if device.backend == "xpu" else device.backend
     kind = [known for known in catalog if known.backend == backend]
@@ -96,5 +87,5 @@ def _for_device(device: Hardware, method: str) -> Preset:
     ]
     chosen = max(fitting, key=lambda known: known.memory)
     logger.warning("%s has no preset of its own: using %s", device.label, chosen.name)
-    preset = replace(_FUNCTIONS[chosen.name](method), hardware=device)
+    preset = replace(build_preset(chosen.name, method), hardware=device)
     return preset if device.backend != "xpu" else retrained(preset, tf32=None, torch_compile=None)

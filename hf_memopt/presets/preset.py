@@ -16,6 +16,7 @@ from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.presets.accelerate_config import accelerate_config, inline
+from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.environment import PRECISION, set_for_libraries
 
 METHODS = ("full", "lora", "qlora")
@@ -265,3 +266,27 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
         # torch.compile under the engines is untried here.
         training.pop("torch_compile", None)
     return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)
+
+
+def on_machines(preset: Preset, machines: int) -> Preset:
+    """The preset on several machines, each with its devices. The effective batch stays where they can share it.
+
+    Raises:
+        InputError: no such number of machines.
+    """
+    if machines < 1:
+        raise InputError(f"machines={machines} must be at least 1")
+    if machines > 1 and preset.strategy == "none":
+        raise InputError(f"preset {preset.name} is for one device: machines={machines} needs a preset of several")
+    if preset.machines > 1:
+        raise InputError(f"preset {preset.name} is for {preset.machines} machines already: leave machines out")
+    devices = preset.processes * machines
+    batch = -(-preset.effective_batch_size // devices) * devices
+    micro, _ = batch_settings(batch, preset.micro_batch_size, devices)
+    return replace(preset, processes=devices, machines=machines, effective_batch_size=batch, micro_batch_size=micro)
+
+
+def retrained(preset: Preset, **changes: Any) -> Preset:
+    """The preset with other TrainingArguments fields; None takes one out."""
+    training = {name: value for name, value in {**preset.training, **changes}.items() if value is not None}
+    return replace(preset, training=MappingProxyType(training))

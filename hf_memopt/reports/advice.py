@@ -10,8 +10,10 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import is_there, read_bytes
+from hf_memopt.levers import changes
+from hf_memopt.levers.changes import JobFacts
 from hf_memopt.monitor.growth import ADVICE
-from hf_memopt.oom.causes import LATER_CHANGES, figures_of, reason
+from hf_memopt.oom.causes import LATER_CHANGES, Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
 from hf_memopt.redaction import redact_text
 from hf_memopt.reports.log import read_log
@@ -103,13 +105,13 @@ def of_text(text: str) -> Advice | None:
     found = diagnose_text(text)
     if not found.cause:
         return None
-    figures = figures_of(text)
+    figures = parse_figures(text)
     stage, step = _stage(text), _step(text)
     grown = _GROWTH.findall(text)  # the monitor has named it before
-    why, changes = reason(found, stage, step, figures, grown[-1] if grown else None)
-    return Advice(
-        str(found.kind), found.cause, stage, step, why, _unpredicted(changes), _quoted(found.message), figures
+    why, usual = explain(
+        Failure(diagnosis=found, stage=stage, step=step, figures=figures, grown=grown[-1] if grown else None)
     )
+    return Advice(str(found.kind), found.cause, stage, step, why, _unpredicted(usual), _quoted(found.message), figures)
 
 
 def _quoted(message: str) -> str:
@@ -183,12 +185,12 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _of_report(report: dict[str, Any]) -> Advice:
     stage, step, message = report.get("stage"), report.get("step"), report.get("message", "")
     found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), message)
-    figures = figures_of(found.message)
-    why, usual = reason(found, stage, step, figures)
+    figures = parse_figures(found.message)
+    why, usual = explain(Failure(diagnosis=found, stage=stage, step=step, figures=figures))
     why = report.get("reason") or why  # the trainer knew more
-    changes = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
-    changes = changes or _unpredicted(usual)
-    return Advice(str(found.kind), found.cause, stage, step, why, changes[:3], _quoted(message), figures)
+    proposed = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
+    proposed = proposed or _unpredicted(usual)
+    return Advice(str(found.kind), found.cause, stage, step, why, proposed[:3], _quoted(message), figures)
 
 
 def _of_event(event: dict[str, Any]) -> Advice:
@@ -200,32 +202,24 @@ def _of_event(event: dict[str, Any]) -> Advice:
             "training",
             event.get("step"),
             ADVICE.get(label, ""),
-            _unpredicted(LATER_CHANGES),
+            _unpredicted(changes.advice(JobFacts(), LATER_CHANGES)),
             "",
         )
     message = event.get("message", "")
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
-    why, usual = reason(found, event.get("stage"), event.get("step"), figures_of(message))
+    stage, step, figures = event.get("stage"), event.get("step"), parse_figures(message)
+    why, usual = explain(Failure(diagnosis=found, stage=stage, step=step, figures=figures))
     if after := event.get("micro_batch_after"):
         usual = [
             f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
             *usual,
         ]
-    return Advice(
-        str(found.kind),
-        cause,
-        event.get("stage"),
-        event.get("step"),
-        why,
-        _unpredicted(usual),
-        _quoted(message),
-        figures_of(message),
-    )
+    return Advice(str(found.kind), cause, stage, step, why, _unpredicted(usual), _quoted(message), figures)
 
 
-def _unpredicted(changes: list[str]) -> list[dict[str, Any]]:
-    return [{"change": change, "saved_bytes": None} for change in changes[:3]]
+def _unpredicted(texts: list[str]) -> list[dict[str, Any]]:
+    return [{"change": text, "saved_bytes": None} for text in texts[:3]]
 
 
 def _stage(text: str) -> str | None:

@@ -41,26 +41,28 @@ def check_combination(model, args, state=None, optimizer=None, replaced: bool = 
     Raises:
         InputError: the combination does not work.
     """
+    check(describe_setup(model, args, state, optimizer, replaced))
+
+
+def describe_setup(model, args, state=None, optimizer=None, replaced: bool = False) -> Setup:
+    """A Trainer's job in the terms of the compatibility table; arguments as for check_combination()."""
     sizes = _mesh(model)
     engine = resolve_engine(args, state, mesh_strategy(*_sizes_over_one(sizes)))
     if optimizer is not None or replaced:
         optim = _optim_of(optimizer)
     else:
         optim = str(getattr(args.optim, "value", args.optim))
-    device = _device(args)
-    check(
-        Setup(
-            **engine.setup(),
-            **device,
-            **_of_model(model),
-            optim=optim,
-            precision={"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
-            activation_checkpointing=bool(args.activation_checkpointing),
-            auto_find_batch_size=bool(args.auto_find_batch_size),
-            accumulates=args.gradient_accumulation_steps > 1,
-            compile_mode=compile_mode(lambda name: getattr(args, name, None)),
-            replicated=sizes.dp_replicate_size > 1,
-        )
+    return Setup(
+        **engine.setup(),
+        **_device(args),
+        **_of_model(model),
+        optim=optim,
+        precision={"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
+        activation_checkpointing=bool(args.activation_checkpointing),
+        auto_find_batch_size=bool(args.auto_find_batch_size),
+        accumulates=args.gradient_accumulation_steps > 1,
+        compile_mode=compile_mode(lambda name: getattr(args, name, None)),
+        replicated=sizes.dp_replicate_size > 1,
     )
 
 

@@ -4,9 +4,12 @@ import logging
 from typing import Any
 
 from hf_memopt.errors import InputError, one_line
-from hf_memopt.oom.causes import figures_of, reason
+from hf_memopt.levers import changes
+from hf_memopt.levers.changes import JobFacts
+from hf_memopt.oom.causes import Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis
 from hf_memopt.redaction import redact
+from hf_memopt.trainer.combination import describe_setup
 from hf_memopt.trainer.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.split import tensor_shapes
 
@@ -16,29 +19,31 @@ logger = logging.getLogger(__name__)
 def describe_failure(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
     """Diagnosis, batch, what memory holds, and what to change, as JSON has it."""
     growth = trainer._callback.growth
-    why_at_all, _ = reason(
-        found,
-        stage,
-        trainer.state.global_step,
-        figures_of(found.message),
-        growth and growth.label(),
-        trainer._pressure.is_largest(shapes),
+    cause, _ = explain(
+        Failure(
+            diagnosis=found,
+            stage=stage,
+            step=trainer.state.global_step,
+            figures=parse_figures(found.message),
+            grown=growth and growth.label(),
+            longest=trainer._pressure.is_largest(shapes),
+        )
     )
-    predicted, changes = outlook(trainer)
+    predicted, proposed = outlook(trainer)
     report = {
         "event": "out_of_memory",
         "step": trainer.state.global_step,
         "stage": stage,
         "kind": str(found.kind),
         "cause": found.cause,
-        "reason": why_at_all,
+        "reason": cause,
         "message": found.message,
         "why_not_smaller": why or "the micro-batch is one sample",
         "shapes": shapes,
         "dataset_indices": indices,
         "held_bytes": held_bytes(trainer),
         "predicted_breakdown": predicted,
-        "next": changes,
+        "next": proposed,
         "checkpoint": None,
     }
     return redact(report)
@@ -67,15 +72,15 @@ def outlook(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
     Each change is a dict with `change` and `saved_bytes`. Where no estimate can be made (there may be no memory left
     to make it in) there is no breakdown and no figure, but what usually helps.
     """
-    unpredicted = [{"change": change, "saved_bytes": None} for change in _usual(trainer.args)][:3]
+    unpredicted = [{"change": change, "saved_bytes": None} for change in _usual_changes(trainer)]
     try:
-        breakdown, changes = _predicted(trainer)
+        breakdown, proposed = _predicted(trainer)
     except Exception as error:  # whatever it is, it must not cost the report of the failure that is being explained
         reason = f"{type(error).__name__}: {one_line(error)}"[:200]
         logger.warning("no estimate of what one sample takes, so the changes are the usual ones (%s)", reason)
         logger.debug("the estimate failed here", exc_info=True)
         return None, unpredicted
-    return breakdown, changes or unpredicted
+    return breakdown, proposed or unpredicted
 
 
 def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -99,17 +104,13 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     )
     found = estimate_job(job)
     savings = largest_savings(job, found)
-    changes = [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
-    return found.breakdown, changes
+    return found.breakdown, [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 
-def _usual(args) -> list[str]:
-    """What helps most jobs of which not even one sample fits, most effective first."""
-    changes = [] if args.activation_checkpointing else ["activation_checkpointing=true"]
-    changes += [] if "8bit" in str(args.optim) else ["optim=adamw_8bit"]
-    return [
-        *changes,
-        "shorter samples (max_length)",
-        "LoRA or QLoRA instead of training all weights",
-        "a smaller model",
-    ]
+def _usual_changes(trainer) -> list[str]:
+    """What helps most jobs that fail with a single sample, and works with this one's device and engine."""
+    setup = describe_setup(trainer.model, trainer.args)
+    job = JobFacts(
+        setup=setup, memory_args=trainer.memory_args, discrete_memory=JobFacts.on_device(setup.device).discrete_memory
+    )
+    return changes.advice(job, changes.USUAL)

@@ -1,0 +1,298 @@
+"""What to change where memory does not suffice: the one table that estimates, plans and explained failures ask.
+
+A row proposes nothing that the compatibility table or another memory feature refuses for the job, so no advice ends in
+the next error.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from hf_memopt.compatibility.engine import split_strategy
+from hf_memopt.compatibility.setup import Setup
+from hf_memopt.compatibility.setup import refusals as setup_refusals
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.refusals import refusals as lever_refusals
+
+CHUNK = 1024  # tokens whose logits a chunked loss holds at once
+SHORTEST = 512  # tokens: shorter samples than these are not proposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """What is known of a job that is to take less memory. The defaults stand for a job of which only a log is left.
+
+    Attributes:
+        setup: the job in the terms of the compatibility table.
+        training: its TrainingArguments fields; None where unknown.
+        memory_args: its MemoryArguments.
+        discrete_memory: there is host memory beside the device's.
+        task: as the estimator names it.
+        seq_len: tokens a sample; None where unknown.
+        halved_frames: frames that are left when a video's are halved; None for text.
+    """
+
+    setup: Setup = field(default_factory=Setup)
+    training: Mapping[str, Any] | None = None
+    memory_args: MemoryArguments = field(default_factory=MemoryArguments)
+    discrete_memory: bool = True
+    task: str = "causal-lm"
+    seq_len: int | None = None
+    halved_frames: int | None = None
+
+    @classmethod
+    def on_device(cls, device: str) -> "JobFacts":
+        """A job of which nothing but its kind of device is known: cuda, rocm, mps, xpu or cpu."""
+        return cls(setup=Setup(device=device), discrete_memory=device not in ("mps", "cpu"))
+
+    def refusals(self) -> set[str]:
+        """Every reason why the job cannot run."""
+        strategy = self.setup.strategy
+        zero_stage = int(strategy[4:]) if strategy.startswith("zero") else 0
+        engine = "deepspeed" if strategy.startswith("zero") else "mesh" if strategy in ("hsdp", "tp") else strategy
+        levers = lever_refusals(self.memory_args, dict(self.training or {}), engine, zero_stage, self.setup.device)
+        return {*setup_refusals(self.setup), *levers}
+
+    def changed(self, settings: Mapping[str, Any]) -> "JobFacts":
+        """The job with other settings."""
+        in_setup = {name: settings[name] for name in _SETUP_FIELDS & settings.keys()}
+        if "strategy" in settings:
+            in_setup["strategy"], in_setup["offload"] = split_strategy(settings["strategy"])
+        memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
+        return replace(
+            self,
+            setup=replace(self.setup, **in_setup),
+            training={**(self.training or {}), **training_fields(settings)},
+            memory_args=replace(self.memory_args, **memory),
+        )
+
+
+_SETUP_FIELDS = {item.name for item in fields(Setup)}
+_NOT_TRAINING = {"strategy", "method", "dtype", "seq_len", "max_frames"}
+
+
+def training_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a change's settings that are TrainingArguments fields."""
+    return {
+        name: value for name, value in settings.items() if name not in _NOT_TRAINING.union(MemoryArguments.names())
+    }
+
+
+def _always(job: JobFacts) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A row of the table.
+
+    Attributes:
+        settings: what it sets: fields of TrainingArguments and MemoryArguments, strategy, method, dtype, seq_len and
+            max_frames. Empty for advice that is no setting of a job.
+        applies: whether it changes anything for a job.
+        compute: the settings, where they follow from the job's own; None where it changes nothing.
+        label: how it is written; by default name=value.
+        effect: what it does, in a few words.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    applies: Callable[[JobFacts], bool] = _always
+    compute: Callable[[JobFacts], Mapping[str, Any] | None] | None = None
+    label: str = ""
+    effect: str = ""
+
+    def settings_for(self, job: JobFacts) -> Mapping[str, Any] | None:
+        """What it sets for a job; None where it changes nothing, or where the job could not run with it."""
+        settings = self.compute(job) if self.compute else self.settings if self.applies(job) else None
+        if settings is None:
+            return None
+        # What is refused already is another matter, and no reason against this change.
+        refused = job.changed(settings).refusals() - job.refusals()
+        return None if refused else settings
+
+    def written(self, settings: Mapping[str, Any]) -> str:
+        """The settings as a command line takes them."""
+        return self.label or ", ".join(f"{name}={_as_text(value)}" for name, value in settings.items())
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def proposals(job: JobFacts, changes: Iterable[Change]) -> Iterator[tuple[Change, Mapping[str, Any]]]:
+    """Those of the changes that the job can take, each with its settings."""
+    for change in changes:
+        if (settings := change.settings_for(job)) is not None:
+            yield change, settings
+
+
+def advice(job: JobFacts, changes: Iterable[Change], count: int = 3) -> list[str]:
+    """The first of the changes that the job can take, as sentences."""
+    texts = []
+    for change, settings in proposals(job, changes):
+        written = change.written(settings)
+        texts.append(f"{written}: {change.effect}" if change.effect else written)
+    return texts[:count]
+
+
+def _halve_micro_batch(job: JobFacts) -> dict[str, int] | None:
+    micro = (job.training or {}).get("per_device_train_batch_size", 1)
+    if micro < 2 or job.memory_args.max_tokens_per_batch is not None:
+        return None
+    accumulation = job.training.get("gradient_accumulation_steps", 1)
+    return {
+        "per_device_train_batch_size": micro // 2,
+        "gradient_accumulation_steps": accumulation * micro // (micro // 2),
+    }
+
+
+def _shorten(job: JobFacts) -> dict[str, int] | None:
+    if job.halved_frames is not None:
+        return {"max_frames": job.halved_frames} if job.halved_frames else None
+    return {"seq_len": job.seq_len // 2} if job.seq_len and job.seq_len > SHORTEST else None
+
+
+def _chunk_loss(job: JobFacts) -> dict[str, int] | None:
+    if job.memory_args.loss_chunk_size is not None or job.task != "causal-lm":
+        return None
+    if job.seq_len is None:
+        return {"loss_chunk_size": CHUNK}
+    tokens = (job.training or {}).get("per_device_train_batch_size", 1) * job.seq_len
+    return {"loss_chunk_size": min(CHUNK, tokens // 2)} if tokens > CHUNK // 4 else None
+
+
+def _evaluates(job: JobFacts) -> bool:
+    if job.training is None:
+        return True
+    return bool(job.training.get("eval_strategy")) and job.training.get("per_device_eval_batch_size", 8) > 1
+
+
+def _caches_segments(job: JobFacts) -> bool:
+    return job.setup.device in ("cuda", "rocm")
+
+
+def _trains_all(job: JobFacts) -> bool:
+    return job.setup.method == "full"
+
+
+# Activations and logits
+CHECKPOINTING = Change(
+    # Passing kwargs without use_reentrant would select torch's reentrant variant, which loses adapters' gradients.
+    settings={"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+    applies=lambda job: not (job.setup.activation_checkpointing or job.setup.engine_checkpointing),
+    label="activation_checkpointing=true",
+    effect="activations are computed again in the backward pass instead of kept",
+)
+LOSS_CHUNKS = Change(
+    settings={"loss_chunk_size": CHUNK}, compute=_chunk_loss, effect="logits of so many tokens at once"
+)
+COMPRESSION = Change(
+    settings={"activation_compression": "int8"},
+    applies=lambda job: job.memory_args.activation_compression is None,
+    effect="activations are kept in 8 bits",
+)
+ACTIVATION_OFFLOAD = Change(
+    settings={"activation_offload": True},
+    applies=lambda job: job.discrete_memory and not job.memory_args.activation_offload,
+    effect="activations wait in host memory for the backward pass",
+)
+MICRO_BATCH = Change(compute=_halve_micro_batch)
+SMALLER_BATCH = Change(label="half the per_device_train_batch_size, twice the gradient_accumulation_steps")
+SHORTER = Change(compute=_shorten)
+SHORTER_SAMPLES = Change(label="shorter samples (max_length)")
+
+# Weights, gradients and optimizer states
+ADAM_8BIT = Change(
+    settings={"optim": "adamw_8bit"},
+    applies=lambda job: _trains_all(job) and job.setup.optim.startswith("adamw_torch"),
+    effect="2 bytes a weight instead of 8",
+)
+OPTIMIZER_OFFLOAD = Change(
+    # The fused AdamW has a fast step on the host; levers.refusals lists what has none.
+    settings={"optimizer_cpu_offload": True, "optim": "adamw_torch_fused"},
+    applies=lambda job: _trains_all(job) and job.discrete_memory and not job.memory_args.optimizer_cpu_offload,
+    effect="optimizer states in host memory, for one device",
+)
+BF16_WEIGHTS = Change(
+    settings={"dtype": "bfloat16"},
+    applies=lambda job: _trains_all(job) and job.setup.dtype == "float32" and job.setup.native_bf16,
+    effect="updates below 2**-8 of a weight are lost",
+)
+LORA = Change(
+    settings={"method": "lora"},
+    applies=_trains_all,
+    label="--method lora",
+    effect="gradients and optimizer states of the adapters alone",
+)
+QLORA = Change(
+    settings={"method": "qlora"},
+    applies=lambda job: job.setup.method != "qlora",
+    label="--method qlora",
+    effect="weights in 4 bits",
+)
+SMALLER_MODEL = Change(label="a smaller model")
+
+# Several devices
+FSDP2 = Change(settings={"strategy": "fsdp2"}, applies=lambda job: job.setup.strategy == "ddp")
+ZERO2 = Change(
+    settings={"strategy": "zero2"},
+    applies=lambda job: job.setup.strategy in ("none", "ddp"),
+    label="strategy zero2 on several devices",
+    effect="each holds a part of gradients and optimizer states",
+)
+ZERO3 = Change(
+    settings={"strategy": "zero3"},
+    applies=lambda job: job.setup.strategy in ("none", "ddp"),
+    label="strategy zero3 or fsdp2 on several devices",
+    effect="each holds a part of the weights",
+)
+ZERO3_OFFLOAD = Change(
+    settings={"strategy": "zero3_offload_cpu", "optim": "adamw_torch"},
+    applies=lambda job: job.discrete_memory and (job.setup.strategy, job.setup.offload) != ("zero3", "cpu"),
+    label="strategy zero3_offload_cpu",
+    effect="weights and optimizer states in host memory",
+)
+
+# Evaluation, saving, resuming
+EVAL_BATCH = Change(settings={"per_device_eval_batch_size": 1}, applies=_evaluates)
+EVAL_HALVES = Change(label="MemoryTrainer: evaluation halves its own batch")
+EVAL_TOKENS = Change(
+    settings={"reduce_eval_logits": True}, effect="MemoryTrainer keeps the likeliest tokens instead of all logits"
+)
+SHARDED_SAVE = Change(
+    label="fsdp_state_dict_type: SHARDED_STATE_DICT, or stage3_gather_16bit_weights_on_model_save: false"
+)
+SAVE_MODEL_ONLY = Change(settings={"save_only_model": True})
+SAVE_BY_TENSOR = Change(label="MemoryTrainer: it saves tensor by tensor where memory is short")
+RESUME_THROUGH_HOST = Change(label="MemoryTrainer: it loads optimizer states through host memory")
+
+# Memory that changes from step to step
+PROBE = Change(settings={"probe_worst_batch": True}, effect="the largest batch is tried before step 0")
+MEMORY_TRAINER = Change(label="MemoryTrainer: a batch that does not fit runs in chunks, and growth is named")
+EXPANDABLE_SEGMENTS = Change(label="PYTORCH_ALLOC_CONF=expandable_segments:True", applies=_caches_segments)
+GROUP_BY_LENGTH = Change(
+    settings={"train_sampling_strategy": "group_by_length"}, effect="samples of about one length in each batch"
+)
+EMPTY_CACHE = Change(settings={"torch_empty_cache_steps": 50})
+
+# Devices that other processes use
+END_OTHERS = Change(
+    label="end them (`hf-memopt monitor` lists them), or choose another device with CUDA_VISIBLE_DEVICES"
+)
+AUTO = Change(label="--preset auto", effect="plans for the memory that is free")
+MEMORY_LIMIT = Change(label="max_memory_gib", effect="where several jobs share a device on purpose")
+
+# What an estimate tries, one at a time, to see which saves most.
+ESTIMATED = (
+    CHECKPOINTING,
+    LOSS_CHUNKS,
+    COMPRESSION,
+    MICRO_BATCH,
+    EVAL_BATCH,
+    ADAM_8BIT,
+    OPTIMIZER_OFFLOAD,
+    SHORTER,
+    FSDP2,
+)
+# What helps most jobs that fail with a single sample, the most effective first.
+USUAL = (CHECKPOINTING, ADAM_8BIT, SHORTER_SAMPLES, LORA, QLORA, SMALLER_MODEL)

@@ -1,0 +1,109 @@
+"""The table of what to change: nothing in it is proposed that the project itself refuses."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hf_memopt.compatibility.setup import Setup, refusals
+from hf_memopt.errors import InputError
+from hf_memopt.levers import changes
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.changes import Change, JobFacts, advice, proposals, training_fields
+from hf_memopt.levers.refusals import check_levers
+from hf_memopt.oom.causes import _BY_STAGE, guess_job
+from hf_memopt.planner.choices import choices
+from hf_memopt.presets import get_preset, list_presets
+
+TABLE = {name: value for name, value in vars(changes).items() if isinstance(value, Change)}
+DEVICES = ("cuda", "rocm", "mps", "xpu", "cpu")
+ENGINES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp", "tp")
+NAMES = {"none": "none", "ddp": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "hsdp": "mesh", "tp": "mesh"}
+JOBS = [
+    JobFacts(
+        setup=Setup(device=device, strategy=engine, method=method, optim="adamw_torch", precision=precision),
+        training={"per_device_train_batch_size": 4, "eval_strategy": "steps", precision: True},
+        discrete_memory=device not in ("mps", "cpu"),
+        seq_len=4096,
+    )
+    for device, engine, method, precision in itertools.product(
+        DEVICES, ENGINES, ("full", "lora", "qlora"), ("bf16", "fp16")
+    )
+]
+RUNNABLE = [job for job in JOBS if not job.refusals()]
+
+
+def test_every_device_and_engine_that_works_has_a_job():
+    assert {job.setup.device for job in RUNNABLE} == set(DEVICES)
+    assert {job.setup.strategy for job in RUNNABLE} == set(ENGINES)
+
+
+@pytest.mark.parametrize("job", RUNNABLE, ids=lambda job: "-".join((job.setup.device, job.setup.strategy)))
+def test_no_proposal_is_refused(job):
+    proposed = list(proposals(job, TABLE.values()))
+    assert proposed
+    for change, settings in proposed:
+        changed = job.changed(settings)
+        assert refusals(changed.setup) == [], change.written(settings)
+        strategy = changed.setup.strategy
+        engine, stage = NAMES.get(strategy, "deepspeed"), int(strategy[4:]) if strategy.startswith("zero") else 0
+        fields = {**job.training, **training_fields(settings)}
+        memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
+        check_levers(MemoryArguments(**memory), fields, engine, stage, job.setup.device)
+
+
+def test_settings_are_fields():
+    """Names that TrainingArguments or MemoryArguments have, or that a preset is asked for with."""
+    from transformers import TrainingArguments
+
+    known = {*TrainingArguments.__dataclass_fields__, *MemoryArguments.names(), *changes._NOT_TRAINING}
+    for name, change in TABLE.items():
+        assert change.settings.keys() <= known, name
+        assert change.settings or change.compute or change.label, name
+
+
+def test_8_bit_adam_is_proposed_where_it_has_a_kernel():
+    jobs = {device: JobFacts.on_device(device) for device in DEVICES}
+    assert {device for device, job in jobs.items() if not changes.ADAM_8BIT.settings_for(job)} == {"mps"}
+    sharded = replace(jobs["cuda"], setup=Setup(strategy="fsdp2"))
+    offloaded = replace(jobs["cuda"], setup=Setup(strategy="zero2", offload="cpu"))
+    assert not changes.ADAM_8BIT.settings_for(sharded) and not changes.ADAM_8BIT.settings_for(offloaded)
+
+
+@pytest.mark.parametrize(
+    ("message", "device"),
+    [
+        ("MPS backend out of memory (MPS allocated: 5 GB)", "mps"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "cuda"),
+        ("HIP out of memory. Tried to allocate 2.00 GiB", "rocm"),
+        ("DefaultCPUAllocator: can't allocate memory", "cpu"),
+    ],
+)
+def test_advice_fits_the_device_that_a_message_names(message, device):
+    job = guess_job(message)
+    assert job.setup.device == device
+    for stage, (_, rows) in _BY_STAGE.items():
+        texts = advice(job, rows)
+        assert texts, stage
+        if device == "mps":
+            assert not any("8bit" in text or "zero" in text or "PYTORCH_ALLOC_CONF" in text for text in texts)
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_a_plan_chooses_nothing_that_is_refused(name):
+    from hf_memopt.estimator.architectures import load_config
+
+    preset = get_preset(name)
+    batch, length = preset.effective_batch_size, preset.seq_len
+    made = choices(preset, load_config("smollm2-135m"), batch, length, MemoryArguments(), "causal-lm", {})
+    for choice in itertools.islice(made, 50):
+        configured = choice.configured(preset)
+        assert refusals(configured.setup()) == []
+
+
+def test_a_change_that_is_refused_says_nothing_of_other_faults():
+    """A job that is refused for one reason still hears what else would help it."""
+    emulated = JobFacts(setup=Setup(native_bf16=False, label="T4"))
+    assert emulated.refusals() and changes.CHECKPOINTING.settings_for(emulated)
+    with pytest.raises(InputError):
+        check_levers(MemoryArguments(optimizer_cpu_offload=True), {}, "ddp")
