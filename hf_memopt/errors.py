@@ -20,6 +20,13 @@ class InputError(ValueError):
     """Something the user gave cannot be used. The message is one sentence that says what to do instead."""
 
 
+class IncompatibleLibrary(RuntimeError):
+    """An installed library does not fit hf_memopt: most likely a release that was not tried. No setting is at fault.
+
+    Programs that run() starts end with exit code 2, without a traceback.
+    """
+
+
 class TrainingOutOfMemory(RuntimeError):
     """Training cannot continue: not even one sample fits, or processes that wait for each other cannot recover.
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from hf_memopt.compatibility.engine import Engine, deepspeed_config
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
-from hf_memopt.errors import InputError, choose, one_line
+from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator import constants as overheads
 from hf_memopt.estimator.accounting.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.patches.trace_errors import explained
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import (
     FEWEST,
@@ -39,7 +39,6 @@ from hf_memopt.video.inputs import VideoInputs, values_of
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16
-_SWAPPED = re.compile(r"More elements (\d+) than buffer size (\d+)")  # deepspeed.runtime.swap_tensor
 _PARALLEL = ("fsdp2", "ddp", "none")
 
 
@@ -323,18 +322,10 @@ def traced(job: TracedJob) -> Books:
 
     Raises:
         InputError: a setting that the model or the Trainer refuses.
+        IncompatibleLibrary: an installed library does not fit the trace.
     """
-    try:
+    with explained(job.fields):
         return trace(job)
-    except InputError:
-        raise
-    except (ValueError, TypeError, ImportError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
-        if found := _SWAPPED.fullmatch(one_line(error)):
-            raise InputError(
-                f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
-                f"weight, {found[1]} elements: set it to as many or more"
-            ) from error
-        raise InputError(f"the job cannot be traced: {one_line(error)}") from error
 
 
 def report(job, peaks: dict[str, Peak], books: Books, period: int, added: int, kept_batches: int = 0) -> Estimate:
