@@ -31,6 +31,7 @@ from hf_memopt.estimator.tracing.extrapolate import (
 from hf_memopt.estimator.tracing.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.tracing.trace import TracedJob, trace
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
@@ -496,16 +497,16 @@ def fields_of(args) -> dict[str, Any]:
     """The TrainingArguments fields that were set: those that differ from their defaults.
 
     Raises:
-        InputError: a field that TrainingArguments lacks.
+        InputError: a field that TrainingArguments lacks, or a value that it does not take.
     """
     from transformers import TrainingArguments
 
     kind = TrainingArguments if isinstance(args, dict) else type(args)
     defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
     if isinstance(args, dict):
-        fields = dict(args)
-        for name in fields.keys() - defaults.keys():
+        for name in args.keys() - defaults.keys():
             raise choose("TrainingArguments field", name, defaults)
+        fields = fit(hints_of(kind), args)
     else:
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_memopt.estimator.patches.replacement import all_replaced, original
-from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST
+from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, path_to
 
 
 @contextmanager
@@ -20,11 +20,7 @@ def cuda_autocast() -> Iterator[None]:
 
     (A TorchFunctionMode would not do: it is not in force where backward recomputes a checkpointed layer.)
     """
-    paths = [
-        f"{owner}{'.' if ':' in owner else ':'}{name}"
-        for owner, names in FP32_UNDER_CUDA_AUTOCAST.items()
-        for name in names
-    ]
+    paths = [path_to(owner, name) for owner, names in FP32_UNDER_CUDA_AUTOCAST.items() for name in names]
     with all_replaced({path: _in_fp32(original(path)) for path in paths}):
         yield
 

@@ -52,9 +52,13 @@ class Names:
     use: Use = Use.REPLACED
 
     def paths(self) -> dict[str, str | None]:
-        """`module:name` or `module:Class.name` -> parameters."""
-        joint = "." if ":" in self.owner else ":"
-        return {f"{self.owner}{joint}{name}": parameters for name, parameters in self.names.items()}
+        """Path -> parameters."""
+        return {path_to(self.owner, name): parameters for name, parameters in self.names.items()}
+
+
+def path_to(owner: str, name: str) -> str:
+    """`module:name` or `module:Class.name`."""
+    return f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"
 
 
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h (torch 2.13), by where Python finds them.
@@ -141,7 +145,6 @@ _EVERY_JOB = (
         names={"_hf_deepspeed_config_weak_ref": None},
         why="a traced model must not become part of a real ZeRO-3 job of this process",
         until="transformers can build a model outside ZeRO-3",
-        use=Use.CALLED,
     ),
     *(
         Names(
