@@ -65,6 +65,11 @@ class Hardware:
         """Whether there is host memory beside the device's, for what is offloaded."""
         return self.backend not in ("cpu", "mps")
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a data center's device, above a desktop's 32 GB with room for the 40 GB of an A100."""
+        return self.memory > 36 * GIB
+
 
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper V2.1, appendices"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper V2.1, appendices"

@@ -8,7 +8,6 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.preset import Preset, with_strategy
-from hf_memopt.units import GIB
 
 # The model that the recipes train where none is named.
 BUILTIN = "builtin"
@@ -158,7 +157,7 @@ def _weights_dtype(training: dict[str, Any], method: str) -> str:
 
 
 def _large(hardware: Hardware) -> bool:
-    return hardware.memory > 36 * GIB
+    return hardware.is_large
 
 
 def _environment(hardware: Hardware) -> dict[str, str]:

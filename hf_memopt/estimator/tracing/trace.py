@@ -20,7 +20,7 @@ from hf_memopt.compatibility.rules import PACKAGES, STEPS_IN_BACKWARD
 from hf_memopt.errors import as_input_error, one_line
 from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors_in
 from hf_memopt.estimator.accounting.known_values import know
-from hf_memopt.estimator.accounting.ledger import HOST, Books, Ledger
+from hf_memopt.estimator.accounting.ledger import HOST, STACK, Books, Ledger
 from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.patches.replacement import check, replaced
@@ -36,7 +36,6 @@ from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
 _STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "mesh": 2, "deepspeed": 2}
 _ACCUMULATED = 2  # more micro-batches change nothing but the number of prefetched ones
-_STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 # What cannot matter to a step's memory, or cannot run without a device or files.
 _NEUTRAL: dict[str, Any] = {
     "use_cpu": True,
@@ -353,7 +352,7 @@ def _name_segments(job: TracedJob, model: torch.nn.Module, stacks, ledger: Ledge
             _name_layer(
                 layer,
                 f"layer {name}" + (f" of stack {number}" if number else ""),
-                index + number * _STACK,
+                index + number * STACK,
                 index == len(layers) - 1,
                 place,
                 ledger,
