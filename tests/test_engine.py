@@ -107,7 +107,7 @@ def test_a_shipped_name_becomes_the_file(tmp_path):
 
 
 def test_qlora_with_zero3_is_refused_by_the_argument_too(tmp_path):
-    with pytest.raises(InputError, match=r"method=qlora with zero3: zero\.Init skips quantised weights"):
+    with pytest.raises(InputError, match=r"method=qlora with zero3: zero\.Init skips quantized weights"):
         get_preset("cpu", "qlora").training_arguments(str(tmp_path), deepspeed=ZERO3)
 
 

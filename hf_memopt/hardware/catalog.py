@@ -439,7 +439,7 @@ _DEVICES = [
             "native_bf16": "RDNA 2 instruction set reference",
             "fp8": "RDNA 2 instruction set reference",
             "host_link": _PCIE,
-            "peer_link": "no Infinity Fabric Link: peers are reached over PCIe",
+            "peer_link": f"no Infinity Fabric Link: peers are reached over PCIe ({_PCIE})",
         },
     ),
     _device(
@@ -466,7 +466,7 @@ _DEVICES = [
             "native_bf16": "RDNA 3 instruction set reference (v_wmma_f32_16x16x16_bf16)",
             "fp8": "RDNA 3 instruction set reference: none",
             "host_link": _PCIE,
-            "peer_link": "no Infinity Fabric Link: peers are reached over PCIe",
+            "peer_link": f"no Infinity Fabric Link: peers are reached over PCIe ({_PCIE})",
         },
     ),
     _device(
