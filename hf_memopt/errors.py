@@ -20,6 +20,13 @@ class InputError(ValueError):
     """Something the user gave cannot be used. The message is one sentence that says what to do instead."""
 
 
+class IncompatibleLibrary(RuntimeError):
+    """An installed library does not fit hf_memopt: most likely a release that was not tried. No setting is at fault.
+
+    Programs that run() starts end with exit code 2, without a traceback.
+    """
+
+
 class TrainingOutOfMemory(RuntimeError):
     """Training cannot continue: not even one sample fits, or processes that wait for each other cannot recover.
 
@@ -62,10 +69,20 @@ def choose(kind: str, name: str, known: Iterable[str]) -> InputError:
         known: the accepted names.
     """
     known = sorted(known)
-    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    close = closest(name, known)
+    hint = f" Did you mean {close!r}?" if close else ""
     listed = "" if len(known) > 40 else f" Known: {', '.join(known)}."
     return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that is most like another one; None if none is like it.
+
+    Args:
+        cutoff: the least likeness, from 0 to 1 (difflib.get_close_matches).
+    """
+    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=cutoff)
+    return close[0] if close else None
 
 
 def brief(value: object) -> str:

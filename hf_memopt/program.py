@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from hf_memopt.disk import write_failure
-from hf_memopt.errors import InputError, StartAgain, Terminated, TrainingOutOfMemory, one_line
+from hf_memopt.errors import IncompatibleLibrary, InputError, StartAgain, Terminated, TrainingOutOfMemory, one_line
 from hf_memopt.noise import quiet
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
@@ -24,7 +24,7 @@ def run(main: Callable[..., object]) -> None:
     quiet()
     try:
         _until_it_stands(main)
-    except InputError as error:
+    except (InputError, IncompatibleLibrary) as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
         print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ def _until_it_stands(main: Callable[..., object]) -> None:
         free()
 
 
-def _sentence(error: InputError) -> str:
+def _sentence(error: InputError | IncompatibleLibrary) -> str:
     """The message alone, where a data loader's worker has put a traceback before it."""
     text = str(error)
     if "Original Traceback" in text:

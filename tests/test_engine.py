@@ -107,7 +107,7 @@ def test_a_shipped_name_becomes_the_file(tmp_path):
 
 
 def test_qlora_with_zero3_is_refused_by_the_argument_too(tmp_path):
-    with pytest.raises(InputError, match=r"method=qlora with zero3: zero\.Init skips quantised weights"):
+    with pytest.raises(InputError, match=r"method=qlora with zero3: zero\.Init skips quantized weights"):
         get_preset("cpu", "qlora").training_arguments(str(tmp_path), deepspeed=ZERO3)
 
 
@@ -191,7 +191,7 @@ def tiny(four_bit: bool = False):
         ({"deepspeed": OFFLOADING, "optim": "adamw_8bit"}, False, "optim=adamw_8bit with zero2"),
         ({"deepspeed": ZERO3}, True, "method=qlora with zero3"),
         ({"deepspeed": ZERO3, "auto_find_batch_size": True}, False, "auto_find_batch_size=True with zero3"),
-        ({"fsdp": True}, False, "on cpu with fsdp2: accelerate does not start FSDP"),
+        ({"fsdp": True}, False, "on cpu with fsdp2: accelerate does not support FSDP"),
         ({"optim": "galore_adamw_layerwise", "gradient_accumulation_steps": 2}, False, "cannot accumulate"),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_plain_script_is_refused_in_one_sentence(launcher, arguments, says, tm
         (["--optim", "adamw_8bit", "--deepspeed", OFFLOADING], "optim=adamw_8bit with zero2"),
         (["--method", "qlora", "--deepspeed", ZERO3], "method=qlora with zero3"),
         (["--tp_size", "2", "--deepspeed", ZERO3], "zero3 is asked for by deepspeed="),
-        (["--fsdp", "true"], "accelerate does not start FSDP on a CPU"),
+        (["--fsdp", "true"], "accelerate does not support FSDP on CPU"),
     ],
 )
 def test_a_recipe_is_refused_before_anything_is_written(recipe, argv, says, tmp_path):

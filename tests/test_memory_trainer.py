@@ -692,7 +692,7 @@ def _saves_fail(times: int):
     return prepare
 
 
-@pytest.mark.parametrize(("times", "checkpoints"), [(1, [2, 4]), slow(2, [4])])
+@pytest.mark.parametrize(("times", "checkpoints"), [(1, [2, 4, 5]), slow(2, [4, 5])])
 def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_path):
     fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     wanted = train(tmp_path / "plain", kind=Trainer, **fields)
@@ -700,9 +700,7 @@ def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_pat
     same(found, wanted)
     assert [event["stage"] for event in found.events] == ["save"] * times
     names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
-    assert names == [f"checkpoint-{step}" for step in checkpoints] or names[:-1] == [
-        f"checkpoint-{step}" for step in checkpoints
-    ]
+    assert names == [f"checkpoint-{step}" for step in checkpoints]  # the Trainer saves the last step, whatever it is
 
 
 def test_saving_is_tried_after_the_first_step(tmp_path):

@@ -53,9 +53,9 @@ def test_a_preset_cut_up():
     assert get_preset("h100_80gb_x8", strategy="hsdp8").gradient_accumulation_steps == 8
     assert preset.accelerate_config()["distributed_type"] == "MULTI_GPU"
     for name, method, strategy, reason in (
-        ("h100_80gb_x8", "lora", "tp8", "peft makes adapters of the parts' sizes"),
+        ("h100_80gb_x8", "lora", "tp8", "peft sizes the adapters by each rank's shard"),
         ("h100_80gb_x16_nodes", "lora", "hsdp8", "with replicas"),
-        ("h100_80gb_x8", "qlora", "hsdp8", "quantisation state"),
+        ("h100_80gb_x8", "qlora", "hsdp8", "quantization state"),
         ("cpu_x2", "full", "tp2", "on accelerators only"),
     ):
         with pytest.raises(InputError, match=reason):

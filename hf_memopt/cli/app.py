@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memopt.errors import InputError, one_line
+from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
 
 app = typer.Typer(
@@ -455,7 +455,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
         sys.exit(code if isinstance(code, int) else 0)
-    except InputError as error:
+    except (InputError, IncompatibleLibrary) as error:
         _fail(one_line(error))
     except typer.Exit as ending:
         sys.exit(ending.exit_code)

@@ -87,6 +87,8 @@ def _report() -> dict[str, Any]:
     import torch
 
     from hf_memopt.compatibility.setup import check
+    from hf_memopt.estimator.patches.replacement import faults
+    from hf_memopt.estimator.patches.table import Part
     from hf_memopt.hardware import configure_allocator, detect, resolve_attention
     from hf_memopt.monitor.loader import TOKEN_BYTES, loader_memory
     from hf_memopt.presets import METHODS, get_preset
@@ -109,6 +111,7 @@ def _report() -> dict[str, Any]:
         if not found["version"] and "optional" not in found["needed_for"]
     ]
     problems += _compiler_problems(packages)
+    problems += [fault for part in Part for fault in faults(part)]
     batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
     loading = loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)
     if loading.warning:

@@ -1,4 +1,4 @@
-"""Which optimizer × backend × device × quantisation work together; says why not and what instead."""
+"""Which optimizers, engines, devices and quantizations work together; if not, why and what to use instead."""
 
 from hf_memopt.compatibility.config_files import check_config_file
 from hf_memopt.compatibility.engine import Engine, deepspeed_strategy, split_strategy

@@ -1,6 +1,5 @@
 """Check an accelerate YAML or a DeepSpeed JSON for what their own loaders let pass: nested keys that nobody reads."""
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.compatibility.engine import decode_inline, missing_batch_size
-from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.errors import InputError, brief, closest, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json
 from hf_memopt.yaml_values import read_text, read_yaml
@@ -227,9 +226,9 @@ def _engine_faults(content: dict[str, Any]) -> _Found:
 
 def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
     for key in content.keys() - _DEEPSPEED_TOP:
-        close = difflib.get_close_matches(key, _DEEPSPEED_TOP, n=1, cutoff=0.8)
-        if close:
-            yield (key,), f"unknown key {key!r}, which DeepSpeed would ignore: did you mean {close[0]!r}?"
+        # Below 0.8 it may be a key of a newer DeepSpeed, or one of a user's own, which are ignored on purpose.
+        if close := closest(key, _DEEPSPEED_TOP, cutoff=0.8):
+            yield (key,), f"unknown key {key!r}, which DeepSpeed would ignore: did you mean {close!r}?"
     if reason := missing_batch_size(content):
         yield (), reason
     try:
@@ -298,8 +297,8 @@ def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[
     for written, looked_up in given.items():
         if looked_up in known:
             continue
-        ending = [name for name in known if name.endswith(f"_{looked_up}")]
-        close = ending or difflib.get_close_matches(str(looked_up), known, n=1, cutoff=0.5)
-        hint = f": did you mean {close[0]!r}?" if close else ""
+        ending = next((name for name in known if name.endswith(f"_{looked_up}")), None)
+        close = ending or closest(looked_up, known)
+        hint = f": did you mean {close!r}?" if close else ""
         where = f"{'.'.join(keys)} has an unknown key" if keys else "unknown key"
         yield (*keys, written), f"{where} {brief(written)}, which would be ignored{hint}"

@@ -1,8 +1,8 @@
-"""The table of combinations that do not work, each with its reason, the fix and where the fact was found.
+"""Combinations of settings that do not work: each with the reason, the fix and the source of the fact.
 
-A row matches when every field it names has one of the values it lists. "Run" means that the combination was run on a
-CPU with transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8, bitsandbytes 0.50.2 and torch 2.13; "source" that it was
-read in the installed source of those versions.
+A row matches when every field it names has one of the listed values. As a source, "run" means that the combination
+was run on CPU with transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8, bitsandbytes 0.50.2 and torch 2.13; "source"
+means that the code of those versions says so.
 """
 
 from collections.abc import Mapping
@@ -41,14 +41,14 @@ LAYERWISE = frozenset(
     }
 )
 STEPS_IN_BACKWARD = LAYERWISE | {"lomo", "adalomo"}
-# What map_pytorch_optim_to_deepspeed turns into the same algorithm on the host.
-KEPT_UNDER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
+# What accelerate's map_pytorch_optim_to_deepspeed (1.15) turns into the same algorithm on the host.
+_SAME_ON_HOST = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
 
 ZERO = frozenset({"zero1", "zero2", "zero3"})
-CUT_UP = frozenset({"hsdp", "tp"})  # by transformers' DistributedConfig
+MESH = frozenset({"hsdp", "tp"})  # sharded by transformers itself, through DistributedConfig
 FSDP = frozenset({"fsdp1", "fsdp2"})
-DTENSOR = CUT_UP | {"fsdp2"}
-SHARDED = ZERO | CUT_UP | FSDP
+DTENSOR = MESH | {"fsdp2"}
+SHARDED = ZERO | MESH | FSDP
 DISTRIBUTED = SHARDED | {"ddp", "zero0"}
 OFFLOADED = frozenset({"cpu", "nvme"})
 GPU = frozenset({"cuda", "rocm", "mps", "xpu"})
@@ -81,8 +81,8 @@ class Rule:
     """A refused combination.
 
     Attributes:
-        when: field of Setup -> the values that match.
-        reason: what would happen. May use {field} of the setup.
+        when: field of Setup -> values that match.
+        reason: what would go wrong; `{label}` becomes the device's.
         instead: the setting that works.
         source: where the fact comes from.
     """
@@ -104,7 +104,7 @@ def _rule(reason: str, instead: str, source: str, **when) -> Rule:
 RULES = [
     # Optimizer × DeepSpeed
     _rule(
-        "Trainer ignores optim and takes the JSON's optimizer",
+        "the DeepSpeed JSON has an `optimizer`, which Trainer uses instead of optim",
         "a JSON without `optimizer`, or optim=adamw_torch",
         "source: transformers.integrations.deepspeed.deepspeed_optim_sched",
         optim=_OTHER_OPTIMIZERS,
@@ -113,7 +113,7 @@ RULES = [
     ),
     # Optimizer × offload
     _rule(
-        "accelerate replaces it by DeepSpeedCPUAdam with fp32 states and L2 decay, which is neither 8-bit nor AdamW",
+        "accelerate replaces it with DeepSpeedCPUAdam in L2 mode with fp32 states: neither 8-bit nor AdamW",
         "optim=adamw_torch (DeepSpeedCPUAdam in AdamW mode)",
         "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
         optim=BNB_8BIT,
@@ -122,7 +122,7 @@ RULES = [
         engine_optimizer=False,
     ),
     _rule(
-        "accelerate replaces it by DeepSpeedCPUAdam in L2 mode, a different algorithm",
+        "accelerate replaces it with DeepSpeedCPUAdam in L2 mode, a different algorithm",
         "optim=adamw_torch, or optim=lion_32bit (DeepSpeedCPULion)",
         "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
         optim=BNB_LION | {"paged_lion_32bit"},
@@ -131,10 +131,10 @@ RULES = [
         engine_optimizer=False,
     ),
     _rule(
-        "accelerate replaces it by DeepSpeedCPUAdam, a different algorithm",
+        "accelerate replaces it with DeepSpeedCPUAdam, a different algorithm",
         "optim=adamw_torch",
         "source: accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
-        optim=_OTHER_OPTIMIZERS - KEPT_UNDER_OFFLOAD - BNB_8BIT - BNB_LION - {"paged_lion_32bit", "adafactor"},
+        optim=_OTHER_OPTIMIZERS - _SAME_ON_HOST - BNB_8BIT - BNB_LION - {"paged_lion_32bit", "adafactor"},
         strategy=ZERO,
         offload=OFFLOADED,
         engine_optimizer=False,
@@ -157,14 +157,14 @@ RULES = [
         strategy=DTENSOR,
     ),
     _rule(
-        "its step raises a RuntimeError on DTensor",
+        "its step raises a RuntimeError on DTensor weights",
         "optim=adamw_torch_fused or optim=adamw_torch_8bit",
         "run on gloo with fully_shard",
         optim="adafactor",
         strategy=DTENSOR,
     ),
     _rule(
-        "its states fail an assertion on DTensor",
+        "torchao's 4-bit states fail an assertion on DTensor",
         "optim=adamw_torch_8bit",
         "run on gloo with fully_shard",
         optim="adamw_torch_4bit",
@@ -179,7 +179,7 @@ RULES = [
         device="mps",
     ),
     _rule(
-        "paging needs CUDA managed memory, which bitsandbytes uses on NVIDIA only",
+        "paged optimizers need CUDA managed memory, which bitsandbytes supports on NVIDIA only",
         "optim=adamw_8bit",
         "bitsandbytes documentation, paged optimizers",
         optim=PAGED,
@@ -187,29 +187,29 @@ RULES = [
     ),
     # Layer-wise optimizers
     _rule(
-        "a layer-wise optimizer steps inside backward, so it cannot accumulate",
+        "layer-wise optimizers step during backward, so gradients cannot accumulate",
         "gradient_accumulation_steps=1, or the same optimizer without _layerwise",
         "source: transformers.trainer_optimizer",
         optim=LAYERWISE,
         accumulates=True,
     ),
     _rule(
-        "a layer-wise optimizer is not implemented for several processes",
+        "layer-wise optimizers do not support distributed training",
         "the same optimizer without _layerwise",
         "source: transformers.trainer_optimizer",
         optim=LAYERWISE,
         strategy=DISTRIBUTED,
     ),
-    # Quantisation
+    # Quantization
     _rule(
-        "zero.Init skips quantised weights, so every rank holds the whole model",
+        "zero.Init skips quantized weights, so every rank would hold the whole model",
         "strategy zero2, or fsdp2 with bnb_4bit_quant_storage=bfloat16",
         "source: transformers.modeling_utils (needs_zero3_init … and not quantized); transformers issue 30663",
         method="qlora",
         strategy="zero3",
     ),
     _rule(
-        "4-bit weights stored as uint8 are left out of sharding",
+        "FSDP does not shard 4-bit weights that are stored as uint8",
         "quantization.bnb_4bit_quant_storage=bfloat16",
         "source: accelerate.utils.fsdp_utils",
         method="qlora",
@@ -217,16 +217,16 @@ RULES = [
         quant_storage="uint8",
     ),
     _rule(
-        "its packed weights lose their quantisation state when they are cut up ('DTensor' object has no attribute "
+        "sharding drops the quantization state of 4-bit weights ('DTensor' object has no attribute "
         "'compress_statistics')",
         "strategy fsdp2 or zero2, or method=lora",
         "run on gloo",
         method="qlora",
-        strategy=CUT_UP,
+        strategy=MESH,
     ),
     # peft
     _rule(
-        "peft makes adapters of the parts' sizes, which do not fit what the layers give",
+        "peft sizes the adapters by each rank's shard, which does not match the layers' outputs",
         "strategy fsdp2 or zero3, or hsdpN with as many processes as N",
         "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
         method="lora",
@@ -234,7 +234,7 @@ RULES = [
         replicated=True,
     ),
     _rule(
-        "peft makes adapters of the parts' sizes, which do not fit what the layers give",
+        "peft sizes the adapters by each rank's shard, which does not match the layers' outputs",
         "strategy fsdp2 or zero3",
         "run on gloo; peft 0.21.2, tuners_utils._get_in_out_features",
         method="lora",
@@ -242,7 +242,7 @@ RULES = [
     ),
     # Precision
     _rule(
-        "{label} only emulates bfloat16, slowly, although torch.cuda.is_bf16_supported() says yes",
+        "{label} only emulates bfloat16, slowly, although torch.cuda.is_bf16_supported() returns True",
         "fp16=True with dtype=float32 weights",
         "CUDA C++ Programming Guide; transformers' note on M1 and M2",
         precision="bf16",
@@ -260,22 +260,22 @@ RULES = [
     ),
     # Devices and engines
     _rule(
-        "neither NCCL nor gloo nor DeepSpeed works with Apple's MPS",
+        "NCCL, Gloo and DeepSpeed do not support Apple's MPS",
         "strategy none, one process",
         "source: torch.distributed has no MPS backend",
         device="mps",
         strategy=DISTRIBUTED,
     ),
-    _rule("accelerate does not start FSDP on a CPU", "strategy ddp or zero3", "run", device="cpu", strategy=FSDP),
+    _rule("accelerate does not support FSDP on CPU", "strategy ddp or zero3", "run", device="cpu", strategy=FSDP),
     _rule(
-        "accelerate lets tensor parallelism run on accelerators only",
+        "accelerate supports tensor parallelism on accelerators only",
         "hsdpN, ddp or zero3",
         "run; accelerate.ParallelismConfig._validate_accelerator",
         device="cpu",
         strategy="tp",
     ),
     _rule(
-        "checkpointing by both FSDP and TrainingArguments recomputes twice, and Trainer raises",
+        "FSDP and TrainingArguments would both checkpoint activations, and Trainer raises an error",
         "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
         "source: transformers.Trainer.create_accelerator_and_postprocess",
         strategy=FSDP,
@@ -283,7 +283,8 @@ RULES = [
         engine_checkpointing=True,
     ),
     _rule(
-        "auto_find_batch_size restarts the schedule with kept weights, and ZeRO-3 refuses it",
+        "after an OOM auto_find_batch_size restarts the schedule with weights that were already updated, "
+        "and ZeRO-3 does not support it",
         "a fixed per_device_train_batch_size",
         "run",
         auto_find_batch_size=True,

@@ -1,4 +1,4 @@
-"""A training setup in the terms of the table, and the question whether it works."""
+"""Check a training setup against the table of combinations that do not work."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _ON_PYPI = {"optimi": "torch-optimi"}  # where the name is another than the modu
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides whether a job can run.
+    """The settings of a job that the compatibility table looks at.
 
     Attributes:
         optim: as in TrainingArguments.
@@ -21,15 +21,15 @@ class Setup:
         offload: where the optimizer states are: none | cpu | nvme.
         device: cuda | rocm | mps | xpu | cpu.
         precision: bf16 | fp16 | fp32, of the computation.
-        dtype: of the weights that are loaded.
+        dtype: of the loaded weights.
         native_bf16, label: of the device.
         quant_storage: BitsAndBytesConfig.bnb_4bit_quant_storage.
         activation_checkpointing, auto_find_batch_size: as in TrainingArguments.
         compile_mode: torch_compile_mode, of TorchInductor.
         accumulates: gradient_accumulation_steps > 1.
-        replicated: more processes than share the weights hold replicas (hsdpN).
+        replicated: hsdpN on more than N processes, so that the sharded model has replicas.
         engine_checkpointing: FSDP checkpoints activations itself.
-        engine_optimizer: the DeepSpeed JSON names an optimizer, which Trainer takes instead of `optim`.
+        engine_optimizer: the DeepSpeed JSON has an optimizer, which Trainer uses instead of `optim`.
     """
 
     optim: str = "adamw_torch_fused"
@@ -52,30 +52,34 @@ class Setup:
 
 
 def compile_mode(get) -> str:
-    """`torch_compile_mode` of TrainingArguments, a field by `get(name)`; other compilers have their own."""
+    """TorchInductor's mode; "default" for other compilers, which have modes of their own.
+
+    Args:
+        get: looks up a TrainingArguments field by name.
+    """
     ours = get("torch_compile_backend") in (None, "inductor")
     return (ours and get("torch_compile_mode")) or "default"
 
 
 def quant_storage(quantization: Any) -> str:
-    """bnb_4bit_quant_storage of a BitsAndBytesConfig or of its fields, by name."""
+    """bnb_4bit_quant_storage of a BitsAndBytesConfig, or of a dict of its fields, as a dtype's name."""
     config = quantization if isinstance(quantization, dict) else vars(quantization or object)
     return str(config.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
 
 
 def refusals(setup: Setup) -> list[str]:
-    """One sentence, with the fix, for every row of the table that the setup matches. Empty where it works."""
+    """One sentence, with the fix, for each row of the table that the setup matches; empty if it works."""
     if setup.compile_mode not in COMPILE_MODES:
         return [str(choose("torch_compile_mode", setup.compile_mode, COMPILE_MODES))]
     return [
-        f"{_named(rule, setup)}: {rule.reason.format(label=setup.label)}; use {rule.instead}"
+        f"{_matched_fields(rule, setup)}: {rule.reason.format(label=setup.label)}; use {rule.instead}"
         for rule in RULES
         if rule.matches(setup)
     ]
 
 
 def check(setup: Setup) -> None:
-    """Raise for the first thing that keeps a setup from working, before anything is loaded.
+    """Raise for the first problem of a setup, before anything is loaded.
 
     Raises:
         InputError: a refused combination, or a package that is not installed.
@@ -94,7 +98,7 @@ def check(setup: Setup) -> None:
         )
 
 
-_WORDS = {"strategy": "with {}", "offload": "with optimizer states offloaded to {}", "device": "on {}"}
+_PHRASES = {"strategy": "with {}", "offload": "with optimizer states offloaded to {}", "device": "on {}"}
 _SWITCHES = {
     "accumulates": "with gradient_accumulation_steps > 1",
     "replicated": "with replicas",
@@ -103,8 +107,8 @@ _SWITCHES = {
 }
 
 
-def _named(rule, setup: Setup) -> str:
-    """The setup's fields that a row matched, as `field=value` with a connective that reads well."""
+def _matched_fields(rule, setup: Setup) -> str:
+    """The fields that a row matched, as in `optim=adafactor with fsdp2 on cpu`."""
     shown = [name for name in rule.when if name not in _SWITCHES and name != "native_bf16"]
-    words = [_WORDS.get(name, name + "={}").format(getattr(setup, name)) for name in shown]
-    return " ".join(words + [_SWITCHES[name] for name in rule.when if name in _SWITCHES and getattr(setup, name)])
+    phrases = [_PHRASES.get(name, name + "={}").format(getattr(setup, name)) for name in shown]
+    return " ".join(phrases + [_SWITCHES[name] for name in rule.when if name in _SWITCHES and getattr(setup, name)])

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from hf_memopt.compatibility.engine import Engine, deepspeed_config
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
-from hf_memopt.errors import InputError, choose, one_line
+from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator import constants as overheads
 from hf_memopt.estimator.accounting.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.patches.trace_errors import explained
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import (
     FEWEST,
@@ -31,6 +31,7 @@ from hf_memopt.estimator.tracing.extrapolate import (
 from hf_memopt.estimator.tracing.model import batch_of, count_weights, make_model, sizes_of_weights, task_of
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.tracing.trace import TracedJob, trace
+from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
@@ -39,7 +40,6 @@ from hf_memopt.video.inputs import VideoInputs, values_of
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16
-_SWAPPED = re.compile(r"More elements (\d+) than buffer size (\d+)")  # deepspeed.runtime.swap_tensor
 _PARALLEL = ("fsdp2", "ddp", "none")
 
 
@@ -323,18 +323,10 @@ def traced(job: TracedJob) -> Books:
 
     Raises:
         InputError: a setting that the model or the Trainer refuses.
+        IncompatibleLibrary: an installed library does not fit the trace.
     """
-    try:
+    with explained(job.fields):
         return trace(job)
-    except InputError:
-        raise
-    except (ValueError, TypeError, ImportError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
-        if found := _SWAPPED.fullmatch(one_line(error)):
-            raise InputError(
-                f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
-                f"weight, {found[1]} elements: set it to as many or more"
-            ) from error
-        raise InputError(f"the job cannot be traced: {one_line(error)}") from error
 
 
 def report(job, peaks: dict[str, Peak], books: Books, period: int, added: int, kept_batches: int = 0) -> Estimate:
@@ -505,16 +497,16 @@ def fields_of(args) -> dict[str, Any]:
     """The TrainingArguments fields that were set: those that differ from their defaults.
 
     Raises:
-        InputError: a field that TrainingArguments lacks.
+        InputError: a field that TrainingArguments lacks, or a value that it does not take.
     """
     from transformers import TrainingArguments
 
     kind = TrainingArguments if isinstance(args, dict) else type(args)
     defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
     if isinstance(args, dict):
-        fields = dict(args)
-        for name in fields.keys() - defaults.keys():
+        for name in args.keys() - defaults.keys():
             raise choose("TrainingArguments field", name, defaults)
+        fields = fit(hints_of(kind), args)
     else:
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):

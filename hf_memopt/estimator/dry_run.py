@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.patches.replacement import replaced
 from hf_memopt.estimator.tracing.fake_tensors import cast_in_place
 from hf_memopt.estimator.tracing.model import quantize
 from hf_memopt.estimator.tracing.trace import generators_kept
@@ -66,7 +67,7 @@ def _fake_models():
     real = PreTrainedModel._from_config.__func__
 
     def from_config(cls, config, **kwargs):
-        with mode, mock.patch.object(torch.nn.Module, "to", cast_in_place):
+        with mode, replaced("torch.nn:Module.to", cast_in_place):
             return real(cls, config, **kwargs)
 
     def from_pretrained(
@@ -94,9 +95,9 @@ def _fake_models():
         return model.eval()
 
     with (
-        mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
-        mock.patch.object(PreTrainedModel, "_from_config", classmethod(from_config)),
-        mock.patch.object(torch.nn.Module, "to", cast_in_place),
+        replaced("transformers:PreTrainedModel.from_pretrained", classmethod(from_pretrained)),
+        replaced("transformers:PreTrainedModel._from_config", classmethod(from_config)),
+        replaced("torch.nn:Module.to", cast_in_place),
     ):
         yield
 
@@ -126,8 +127,8 @@ def _caught():
         raise Ready(self)
 
     with (
-        mock.patch.object(Trainer, "__init__", init),
-        mock.patch.object(Trainer, "train", train),
-        mock.patch.object(Trainer, "evaluate", lambda self, *args, **kwargs: {}),
+        replaced("transformers:Trainer.__init__", init),
+        replaced("transformers:Trainer.train", train),
+        replaced("transformers:Trainer.evaluate", lambda self, *args, **kwargs: {}),
     ):
         yield

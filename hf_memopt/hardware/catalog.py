@@ -65,6 +65,11 @@ class Hardware:
         """Whether there is host memory beside the device's, for what is offloaded."""
         return self.backend not in ("cpu", "mps")
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a data center's device, above a desktop's 32 GB with room for the 40 GB of an A100."""
+        return self.memory > 36 * GIB
+
 
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper V2.1, appendices"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper V2.1, appendices"
@@ -434,7 +439,7 @@ _DEVICES = [
             "native_bf16": "RDNA 2 instruction set reference",
             "fp8": "RDNA 2 instruction set reference",
             "host_link": _PCIE,
-            "peer_link": "no Infinity Fabric Link: peers are reached over PCIe",
+            "peer_link": f"no Infinity Fabric Link: peers are reached over PCIe ({_PCIE})",
         },
     ),
     _device(
@@ -461,7 +466,7 @@ _DEVICES = [
             "native_bf16": "RDNA 3 instruction set reference (v_wmma_f32_16x16x16_bf16)",
             "fp8": "RDNA 3 instruction set reference: none",
             "host_link": _PCIE,
-            "peer_link": "no Infinity Fabric Link: peers are reached over PCIe",
+            "peer_link": f"no Infinity Fabric Link: peers are reached over PCIe ({_PCIE})",
         },
     ),
     _device(

@@ -8,11 +8,9 @@ from dataclasses import replace as replace_fields
 import torch
 
 from hf_memopt.errors import InputError
-from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.arguments import CHUNK, MemoryArguments
 from hf_memopt.levers.language_model import IGNORED, asks_for_its_loss, inner_model, shifted_labels, without_values
 from hf_memopt.levers.replaced import replace
-
-_CHUNK = 512  # tokens
 
 
 def keep_answer_logits(model) -> None:
@@ -53,7 +51,7 @@ def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
         return memory_args
     if "logits_to_keep" in inspect.signature(kind.forward).parameters:
         return replace_fields(memory_args, logits_to_keep=True)
-    return replace_fields(memory_args, loss_chunk_size=_CHUNK)
+    return replace_fields(memory_args, loss_chunk_size=CHUNK)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ RUNGS = {
     "aggressive": ("aggressive", PROFILES["aggressive"][0]),
     "maximum": ("aggressive", PROFILES["aggressive"][1]),
 }
+CHUNK = 1024  # tokens: the loss_chunk_size that this package itself chooses
 CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
 _POSITIVE = (
     "min_batch_size",

@@ -25,7 +25,6 @@ from hf_memopt.units import GIB, gib
 # Of the host for each device, where nobody says: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a
 # desktop's 64 GiB what its other programs leave.
 _USUAL_HOST = {True: 256 * GIB, False: 48 * GIB}
-_LARGE = 36 * GIB
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -292,7 +291,7 @@ def _request(
     if memory is None:
         memory = preset.hardware.memory
     if host_memory is None:
-        host_memory = _USUAL_HOST[preset.hardware.memory > _LARGE]
+        host_memory = _USUAL_HOST[preset.hardware.is_large]
     if memory <= 0:
         raise InputError(f"memory={memory} must be above 0 bytes")
     return Request(

@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.presets.preset import METHODS, Preset, with_strategy
-from hf_memopt.units import GIB
 
 _CHECKPOINTING = {
     "activation_checkpointing": True,
@@ -136,7 +135,7 @@ def _weights_dtype(training: dict[str, Any], method: str) -> str:
 
 
 def _large(hardware: Hardware) -> bool:
-    return hardware.memory > 36 * GIB
+    return hardware.is_large
 
 
 def _environment(hardware: Hardware) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
-from hf_memopt.compatibility.rules import BITSANDBYTES, CUT_UP, DTENSOR, SHARDED
+from hf_memopt.compatibility.rules import BITSANDBYTES, DTENSOR, MESH, SHARDED
 from hf_memopt.compatibility.setup import Setup, check
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.field_values import fit, hints_of
@@ -258,7 +258,7 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
         training.pop("activation_checkpointing_kwargs", None)
     if training.get("optim") in BITSANDBYTES and (engine in DTENSOR or offload != "none"):
         training["optim"] = "adamw_torch" if offload != "none" else "adamw_torch_fused"
-    if engine in CUT_UP and preset.method == "full":
+    if engine in MESH and preset.method == "full":
         dtype = "float32"
     elif engine in SHARDED:
         dtype = _DTYPE_OF[preset.precision]

@@ -14,7 +14,6 @@ _HELD = {
     "grad_partitions_flat_buffer": "gradients",
     "temp_grad_buffer_for_gpu_offload": "communication",
     "ipg_buckets": "communication",
-    "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer": "communication",
 }
 # Where the optimizer is offloaded, these are host memory too.
 _STAGING = (

@@ -21,7 +21,8 @@ from hf_memopt.estimator.accounting.work import Kernel, Work
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
 HOST = "host"  # booked, but not on the device: what an engine keeps in host memory
-_BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
+BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
+STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 
 
 @dataclass
@@ -121,7 +122,7 @@ class Ledger(TorchDispatchMode):
         self._padded = padded
         self._fake = fake
         self._values = values
-        self._block = _BLOCK if accelerator else 1
+        self._block = BLOCK if accelerator else 1
         self._opened = _written_in_torch(accelerator) if fake else {}
         self._replaced = (_ON_ACCELERATOR if accelerator else _ON_CPU) if fake else {}
 

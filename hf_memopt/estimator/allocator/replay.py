@@ -11,13 +11,12 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hf_memopt.estimator.accounting.ledger import Books, Event
+from hf_memopt.estimator.accounting.ledger import BLOCK, STACK, Books, Event
 from hf_memopt.hardware import Hardware
 
 _MIB = 2**20
 _POSITION = re.compile(r"\b(first|between|last)\b")
 _POINTS = 2000  # of a timeline
-_BLOCK = 512
 _SMALL = _MIB  # bytes; the largest request that is served from small segments
 _PAGES = {"small": 2 * _MIB, "large": 20 * _MIB}
 _OWN_SEGMENT = 10 * _MIB  # from this size on a request gets a segment of its own
@@ -55,7 +54,7 @@ class CachingAllocator:
 
     def allocate(self, size: int) -> _Block:
         """A block of at least `size` bytes."""
-        size = -(-max(size, 1) // _BLOCK) * _BLOCK
+        size = -(-max(size, 1) // BLOCK) * BLOCK
         pool = "small" if size <= _SMALL else "large"
         free = self._free[pool]
         place = bisect_left(free, (size, -1))
@@ -94,7 +93,7 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size: int) -> None:
         rest = block.size - size
-        if rest < (_BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
+        if rest < (BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
             return
         after = _Block(block.address + size, rest, block.pool)
         after.previous, after.next = block, block.next
@@ -119,7 +118,7 @@ class CachingAllocator:
             tail.size += taken
             return tail
         block = _Block(self._end, taken, pool)
-        self._end += 2**50 if self._expandable and tail is None else taken + _BLOCK
+        self._end += 2**50 if self._expandable and tail is None else taken + BLOCK
         if self._expandable:
             if tail is not None:
                 block.address = tail.address + tail.size
@@ -276,7 +275,7 @@ def _places(books: Books):
 
 
 def _stack(layer: int | None) -> int | None:
-    return None if layer is None else layer // 10_000
+    return None if layer is None else layer // STACK
 
 
 def _blocks(books: Books, period: int) -> dict[int, range]:
@@ -285,7 +284,7 @@ def _blocks(books: Books, period: int) -> dict[int, range]:
     for event in books.events:
         if event.layer is not None:
             deepest[_stack(event.layer)] = max(deepest.get(_stack(event.layer), 0), event.layer)
-    return {stack: range(last - period, last) for stack, last in deepest.items() if last % 10_000 > period}
+    return {stack: range(last - period, last) for stack, last in deepest.items() if last % STACK > period}
 
 
 def _stays(events: list[Event], blocks: dict[int, range]):

@@ -6,72 +6,22 @@ AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import contextmanager
 
 import torch
 
-_COMPUTED = (
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow",
-    "softplus",
-    "layer_norm",
-    "group_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "cross_entropy",
-    "dist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "prod",
-    "softmax",
-    "log_softmax",
-    "cumprod",
-    "cumsum",
-    "sum",
-    "norm",
-)
+from hf_memopt.estimator.patches.replacement import all_replaced, original
+from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, path_to
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Compute in fp32 what CUDA's autocast does, wherever autocast is on.
 
-    (A TorchFunctionMode would not do: it is not in force where backward computes a checkpointed layer again.)
+    (A TorchFunctionMode would not do: it is not in force where backward recomputes a checkpointed layer.)
     """
-    with ExitStack() as patches:
-        for home in (torch, torch.nn.functional, torch.Tensor):
-            for name in (*_COMPUTED, "__pow__", "__rpow__"):
-                if hasattr(home, name):
-                    patches.enter_context(mock.patch.object(home, name, _in_fp32(getattr(home, name))))
+    paths = [path_to(owner, name) for owner, names in FP32_UNDER_CUDA_AUTOCAST.items() for name in names]
+    with all_replaced({path: _in_fp32(original(path)) for path in paths}):
         yield
 
 

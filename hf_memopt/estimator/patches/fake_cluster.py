@@ -5,7 +5,6 @@ process group whose collectives do nothing. Only torch's DistributedDataParallel
 bytes, has a stand-in here.
 """
 
-import importlib
 import itertools
 import os
 import sys
@@ -20,9 +19,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.compatibility.mesh import Mesh
 from hf_memopt.estimator.patches import fake_disk
+from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
+from hf_memopt.estimator.patches.table import Part
 
-ENGINES = ("none", "ddp", "fsdp2", "mesh", "deepspeed")
-_NUMBERS = itertools.count(-1, -1)
+_C10D = "torch.distributed.distributed_c10d"
+_MESH = "torch.distributed.device_mesh"
+_NUMBERS = itertools.count(-1, -1)  # of meshes; below 0, where no thread's number is
 _SYNC_BUFFER = 250 * 2**20  # bytes; torch broadcasts a model's start in pieces of this size (DistributedDataParallel)
 # What a launcher leaves in the environment; the traced job must not see it.
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -56,26 +58,28 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
                 patches.enter_context(_meshes())
             else:
                 replica = type("Replica", (Replica,), {"ledger": ledger})
-                patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", replica))
+                patches.enter_context(replaced("torch.nn.parallel:DistributedDataParallel", replica))
             yield
 
 
 @contextmanager
 def _process_group(world_size: int, rank: int) -> Iterator[None]:
     """A process group of which only this process exists, beside the real one if there is one."""
+    check(Part.SEVERAL_DEVICES)
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(c10d, "_world", c10d._World()))
-        patches.enter_context(mock.patch.object(c10d, "_group_count", 1_000_000))
-        for name, value in vars(c10d).copy().items():  # what is known of real groups, which destroying would clear
-            if name.startswith(("_pg_", "_tags_to_pg")) and isinstance(value, dict):
-                patches.enter_context(mock.patch.object(c10d, name, type(value)()))
-        # By these names operators find real groups; destroying this one would forget them all.
-        patches.enter_context(mock.patch.object(c10d, "_unregister_all_process_groups", lambda: None))
+    # destroy_process_group() clears all that is known of any group, real ones too.
+    registries = ("map", "names", "group_ranks", "backend_config", "to_tag")
+    empty = {f"{_C10D}:_pg_{name}": {} for name in registries} | {f"{_C10D}:_tags_to_pg": {}}
+    with (
+        all_replaced(empty),
+        replaced(f"{_C10D}:_world", c10d._World()),
+        replaced(f"{_C10D}:_group_count", 1_000_000),  # numbers that no real group has
+        replaced(f"{_C10D}:_unregister_all_process_groups", lambda: None),
         # init_process_group makes uncaught errors say the rank; this process's are its own.
-        patches.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
+        mock.patch.object(sys, "excepthook", sys.excepthook),
+    ):
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
             yield
@@ -90,34 +94,29 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
 def _deepspeed(ledger) -> Iterator[None]:
     """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no agreement between ranks."""
     import deepspeed
-    from deepspeed.accelerator import real_accelerator
+
+    check(Part.DEEPSPEED)
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-    from deepspeed.comm import comm
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from deepspeed.runtime.zero import partition_parameters
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.utils import groups, logger
 
-    backend = sys.modules["deepspeed.comm.torch"]  # `deepspeed.comm.torch` as an attribute is torch itself
-    adam = importlib.import_module("deepspeed.ops.adam")
-    register = DeepSpeedZeRoOffload._register_deepspeed_module
+    zero = "deepspeed.runtime.zero"
+    replacements = {
+        "deepspeed.accelerator.real_accelerator:ds_accelerator": CPU_Accelerator(),
+        "deepspeed.comm.comm:cdb": None,
+        "deepspeed.comm.torch:build_shm_op": lambda: None,
+        f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
+        "deepspeed.ops.adam:DeepSpeedCPUAdam": HostAdam,
+        "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
+        # By these numbers real ranks know their weights and modules; one rank's must not run ahead.
+        f"{zero}.partition_parameters:Init.param_id": 0,
+        f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
+        # ZeRO-3 puts its own linear in the place of torch's; torch's own here has it restored afterwards.
+        "torch.nn.functional:linear": torch.nn.functional.linear,
+    }
     groups_before, disabled = dict(vars(groups)), logger.disabled
     logger.disabled = True
     try:
-        with (
-            mock.patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()),
-            mock.patch.object(comm, "cdb", None),
-            mock.patch.object(backend, "build_shm_op", lambda: None),
-            mock.patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *_: None),
-            mock.patch.object(adam, "DeepSpeedCPUAdam", HostAdam),
-            mock.patch.object(AsyncIOBuilder, "load", fake_disk.loader(ledger)),
-            # By these numbers real ranks know their weights and modules; one rank's must not run ahead.
-            mock.patch.object(partition_parameters.Init, "param_id", 0),
-            mock.patch.object(register, "__defaults__", ([0],)),
-            # ZeRO-3 puts its own linear in the place of torch's and leaves it there.
-            mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
-        ):
+        with all_replaced(replacements):
             deepspeed.init_distributed(dist_backend="fake", verbose=False)
             yield
     finally:
@@ -130,44 +129,36 @@ def following_fsdp(ledger) -> Iterator[None]:
     """Three things of FSDP that the ledger would not see: gathered weights are freed by resizing their storage;
     DTensor finds out the shape of a result by computing it once on fake tensors of the whole size; gradients come to
     a shard without autograd's hooks."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    shard = "torch.distributed.fsdp._fully_shard"
+    alloc, free = (f"{shard}._fsdp_param:{name}_storage" for name in ("alloc", "free"))
+    post_backward = f"{shard}._fsdp_param_group:FSDPParamGroup.post_backward"
+    find_shape = "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
+    reduce, find = original(post_backward), original(find_shape)
 
-    def told(resize):
-        def resize_and_tell(tensor):
+    def followed(resize):
+        def resize_and_follow(tensor):
             resize(tensor)
             ledger.resized(tensor)
 
-        return resize_and_tell
+        return resize_and_follow
 
-    def unbooked(find_shape):
-        def find_shape_unbooked(*args, **kwargs):
-            ledger.paused, before = True, ledger.paused
-            try:
-                return find_shape(*args, **kwargs)
-            finally:
-                ledger.paused = before
+    def find_uncounted(*args, **kwargs):
+        ledger.paused, before = True, ledger.paused
+        try:
+            return find(*args, **kwargs)
+        finally:
+            ledger.paused = before
 
-        return find_shape_unbooked
+    def reduce_and_classify(group, *args, **kwargs):
+        reduce(group, *args, **kwargs)
+        for weight in group.fsdp_params:
+            if weight.sharded_param.grad is not None:
+                ledger.classify(weight.sharded_param.grad, "gradients")
+        where, layer = getattr(group.modules[0], "place_in_model", ("the rest", None))
+        ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 
-    with ExitStack() as patches:
-        for module in (_fsdp_param, _fsdp_param_group):
-            for name in {"alloc_storage", "free_storage"} & set(vars(module)):
-                patches.enter_context(mock.patch.object(module, name, told(getattr(module, name))))
-        reduce = _fsdp_param_group.FSDPParamGroup.post_backward
-
-        def reduce_and_tell(group, *args, **kwargs):
-            reduce(group, *args, **kwargs)
-            for weight in group.fsdp_params:
-                if weight.sharded_param.grad is not None:
-                    ledger.classify(weight.sharded_param.grad, "gradients")
-            where, layer = getattr(group.modules[0], "place_in_model", ("the rest", None))
-            ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
-
-        patches.enter_context(mock.patch.object(_fsdp_param_group.FSDPParamGroup, "post_backward", reduce_and_tell))
-        name = "_propagate_tensor_meta_non_cached"
-        find_shape = unbooked(getattr(ShardingPropagator, name))
-        patches.enter_context(mock.patch.object(ShardingPropagator, name, find_shape))
+    resized = {path: followed(original(path)) for path in (alloc, free)}
+    with all_replaced({**resized, post_backward: reduce_and_classify, find_shape: find_uncounted}):
         yield
 
 
@@ -175,11 +166,9 @@ def following_fsdp(ledger) -> Iterator[None]:
 def _meshes() -> Iterator[None]:
     """Meshes lay out ranks where tensors are fake, of which they need values; accelerate wants an accelerator for
     them."""
-    from accelerate import ParallelismConfig
-    from torch.distributed.device_mesh import DeviceMesh
-
-    build, init = ParallelismConfig.build_device_mesh, DeviceMesh.__init__
-    own = next(_NUMBERS)  # DTensor remembers what it did on a mesh, and an earlier trace's groups are gone
+    build_path, init_path = "accelerate:ParallelismConfig.build_device_mesh", f"{_MESH}:DeviceMesh.__init__"
+    build, init = original(build_path), original(init_path)
+    number = next(_NUMBERS)  # DTensor caches what it did on a mesh, and an earlier trace's groups are gone
 
     def build_with_values(config, device_type):
         with _disable_current_modes():
@@ -188,12 +177,15 @@ def _meshes() -> Iterator[None]:
     def init_with_values(mesh, *args, **kwargs):
         with _disable_current_modes():
             init(mesh, *args, **kwargs)
-        mesh._thread_id = own
+        mesh._thread_id = number  # part of a mesh's hash (torch 2.13), by which DTensor's cache tells meshes apart
 
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(ParallelismConfig, "build_device_mesh", build_with_values))
-        patches.enter_context(mock.patch.object(DeviceMesh, "__init__", init_with_values))
-        patches.enter_context(mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None))
+    with all_replaced(
+        {
+            build_path: build_with_values,
+            init_path: init_with_values,
+            "accelerate:ParallelismConfig._validate_accelerator": lambda *_: None,
+        }
+    ):
         yield
 
 

@@ -6,12 +6,11 @@ measured on a GPU.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
+from hf_memopt.estimator.patches.replacement import all_replaced
 from hf_memopt.hardware import Hardware
-from hf_memopt.levers import attention_pattern
 
 _BLOCK = 128  # tokens: flex_attention._DEFAULT_SPARSE_BLOCK_SIZE
 
@@ -39,11 +38,9 @@ def counted_flex_attention() -> Iterator[None]:
     It saves what flash attention saves (queries, keys, values, the output, the log-sum-exp of every query) and the
     block mask. Backward is counted as flash attention's, which takes more: flex attention has no fp32 sum of dq.
     """
-    with (
-        mock.patch.object(attention_pattern, "uses_flex", lambda device: True),
-        mock.patch.object(attention_pattern, "flex_mask", _mask),
-        mock.patch.object(attention_pattern, "flex_attend", _attend),
-    ):
+    lever = "hf_memopt.levers.attention_pattern"
+    stand_ins = {"uses_flex": lambda device: True, "flex_mask": _mask, "flex_attend": _attend}
+    with all_replaced({f"{lever}:{name}": stand_in for name, stand_in in stand_ins.items()}):
         yield
 
 

@@ -6,23 +6,27 @@ The tensors of a layer's pieces add up to the same, whatever their number, as lo
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from unittest import mock
 
 import torch
 
-_MOST = 16  # pieces that are traced
-_NAMES = ("get_vision_attention_seqlens", "get_vision_window_index")  # of transformers.vision_utils
+from hf_memopt.estimator.patches.replacement import original, replaced
+
+_MOST = 16  # groups that are traced
 
 
 @contextmanager
 def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
     """Have the models that are loaded see their windows in a few groups."""
-    with ExitStack() as patches:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.models.") and attn_implementation != "eager":
-                for function in _NAMES:
-                    if found := vars(module).get(function):
-                        patches.enter_context(mock.patch.object(module, function, _grouped(found)))
+    with ExitStack() as stack:
+        for name in ("get_vision_attention_seqlens", "get_vision_window_index"):
+            path = f"transformers.vision_utils:{name}"
+            compute = original(path)
+            grouped = _grouped(compute)
+            for module_name, module in list(sys.modules.items()):
+                # Models import the function by name, so each holds it itself; eager attention keeps scores of windows.
+                imports = module_name.startswith("transformers.models.") and vars(module).get(name) is compute
+                if imports and attn_implementation != "eager":
+                    stack.enter_context(replaced(path, grouped, importer=module))
         yield
 
 

@@ -7,7 +7,6 @@ for as long as the context lasts.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -16,6 +15,7 @@ from torch.utils._device import _device_constructors
 from hf_memopt.estimator.accounting.known_values import list_of, tensor_of
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
+from hf_memopt.estimator.patches.replacement import all_replaced, replaced
 
 
 @contextmanager
@@ -31,17 +31,20 @@ def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
     """
     # From the first `with torch.device(…)` on torch remembers which functions make tensors: not those below.
     _device_constructors()
+    fake_tensor = "torch._subclasses.fake_tensor:FakeTensor"
+    replacements = {
+        "torch.nn:Module.to": cast_in_place,
+        "transformers.utils.import_utils:is_fake_tensor": lambda tensor: False,
+        "torch:tensor": tensor_of(torch.tensor),
+        f"{fake_tensor}.tolist": list_of(FakeTensor.tolist),
+        f"{fake_tensor}.__deepcopy__": _copied,
+        "torch:compile": _uncompiled,
+    }
     with (
-        mock.patch.object(torch.nn.Module, "to", cast_in_place),
-        # transformers builds every attention mask when it sees a fake tensor, as if it were exporting the model.
-        mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
-        mock.patch.object(torch, "tensor", tensor_of(torch.tensor)),
-        mock.patch.object(FakeTensor, "tolist", list_of(FakeTensor.tolist)),
+        all_replaced(replacements),
         _foreach(accelerator),
         _bitsandbytes(),
         _attention_without_dropout(accelerator),
-        mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
-        mock.patch.object(torch, "compile", _uncompiled),
         cuda_autocast() if accelerator else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -106,8 +109,8 @@ def _bitsandbytes() -> Iterator[None]:
         return torch.zeros((2, *weight.shape), dtype=dtype)
 
     with (
-        mock.patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", restore),
-        mock.patch("bitsandbytes.optim.AdEMAMix._get_state_double_buffer", double_buffer),
+        replaced("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", restore),
+        replaced("bitsandbytes.optim:AdEMAMix._get_state_double_buffer", double_buffer),
     ):
         yield
 
@@ -123,7 +126,7 @@ def _attention_without_dropout(accelerator: bool) -> Iterator[None]:
     def without(query, key, value, attn_mask=None, dropout_p=0.0, **kwargs):
         return attend(query, key, value, attn_mask, **kwargs)
 
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", without):
+    with replaced("torch.nn.functional:scaled_dot_product_attention", without):
         yield
 
 
@@ -133,5 +136,5 @@ def _foreach(accelerator: bool) -> Iterator[None]:
     if not accelerator:
         yield
         return
-    with mock.patch("torch.optim.adam._default_to_fused_or_foreach", lambda *args, **kwargs: (False, True)):
+    with replaced("torch.optim.adam:_default_to_fused_or_foreach", lambda *args, **kwargs: (False, True)):
         yield

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.estimator.patches.replacement import replaced
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
@@ -114,13 +115,8 @@ def _refused_configuration(config) -> Iterator[None]:
 @contextmanager
 def outside_zero3() -> Iterator[None]:
     """Models made in here stay whole and ask no other process, also in a job that runs under ZeRO-3."""
-    from transformers.integrations import deepspeed
-
-    config, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
-    try:
+    with replaced("transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref", None):
         yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = config
 
 
 def traceable(dtype):

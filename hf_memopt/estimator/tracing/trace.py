@@ -12,18 +12,19 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
 
 from hf_memopt.compatibility.rules import PACKAGES, STEPS_IN_BACKWARD
-from hf_memopt.errors import one_line
+from hf_memopt.errors import as_input_error, one_line
 from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors_in
 from hf_memopt.estimator.accounting.known_values import know
-from hf_memopt.estimator.accounting.ledger import HOST, Books, Ledger
+from hf_memopt.estimator.accounting.ledger import HOST, STACK, Books, Ledger
 from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
+from hf_memopt.estimator.patches.replacement import check, replaced
+from hf_memopt.estimator.patches.table import Part
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.model import outside_zero3
@@ -35,7 +36,6 @@ from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 # optimizer makes its states of gradients that are nothing but there, which saves the first forward and backward.
 _STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "mesh": 2, "deepspeed": 2}
 _ACCUMULATED = 2  # more micro-batches change nothing but the number of prefetched ones
-_STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 # What cannot matter to a step's memory, or cannot run without a device or files.
 _NEUTRAL: dict[str, Any] = {
     "use_cpu": True,
@@ -116,6 +116,9 @@ def trace(job: TracedJob) -> Books:
 
     Segments are named alike at every depth: the first and the last layer by themselves, all layers between together.
     """
+    check(Part.EVERY_JOB)
+    if job.memory_args is not None:
+        check(Part.LEVERS)
     ledger = Ledger(padded=job.padded, accelerator=job.accelerator, values=bool(job.values))
     ledger.work = Work() if job.counted else None
     with (
@@ -198,7 +201,8 @@ def _arguments(job: TracedJob, folder: str):
     if fields.pop("fp16", False):  # autocast to fp16 runs on accelerators only; the tensors are as large in bf16
         fields["bf16"] = True
     fields["gradient_accumulation_steps"] = min(fields.get("gradient_accumulation_steps", 1), _ACCUMULATED)
-    args = kind(output_dir=folder, **fields)
+    with as_input_error("TrainingArguments", TypeError, AttributeError, LookupError):
+        args = kind(output_dir=folder, **fields)
     # accelerate counts CPU devices; to fake tensors cpu:0 is another device than cpu.
     PartialState._shared_state["device"] = args.__dict__["_setup_devices"] = torch.device("cpu")
     return args
@@ -326,7 +330,7 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
             ledger.restart()  # accelerate shards on the meta device: a whole model is never on the card
             return model
 
-    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", Sharded):
+    with replaced("torch.nn.parallel:DistributedDataParallel", Sharded):
         yield
 
 
@@ -348,7 +352,7 @@ def _name_segments(job: TracedJob, model: torch.nn.Module, stacks, ledger: Ledge
             _name_layer(
                 layer,
                 f"layer {name}" + (f" of stack {number}" if number else ""),
-                index + number * _STACK,
+                index + number * STACK,
                 index == len(layers) - 1,
                 place,
                 ledger,
@@ -577,7 +581,7 @@ def _without_deepspeed(engine: str):
     if engine == "deepspeed" or "deepspeed" in sys.modules:
         yield
         return
-    with mock.patch("accelerate.utils.other.is_deepspeed_available", lambda: False):
+    with replaced("accelerate.utils.other:is_deepspeed_available", lambda: False):
         yield
 
 

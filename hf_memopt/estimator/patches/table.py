@@ -1,0 +1,537 @@
+"""Every name of another library that a trace replaces or relies on although the library does not promise to keep it.
+
+A release that renames one of them must end in a sentence, not in a wrong number: `replacement.check` compares the rows
+with what is installed before the first trace that needs them, and `hf-memopt doctor` compares all of them.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Part(Enum):
+    """What of a traced job needs a row."""
+
+    EVERY_JOB = "every job"
+    ACCELERATOR = "an accelerator's job"
+    SEVERAL_DEVICES = "several devices"
+    DDP = "ddp"
+    FSDP2 = "fsdp2 and sharding by transformers"
+    DEEPSPEED = "deepspeed"
+    BITSANDBYTES = "4-bit weights and 8-bit optimizers"
+    FLEX_ATTENTION = "attention patterns on CUDA and ROCm"
+    VISION = "vision towers"
+    LEVERS = "memory features"
+    DRY_RUN = "dry-run"
+    WITHOUT_DEEPSPEED = "no deepspeed"
+
+
+class Use(Enum):
+    """How a trace uses a name."""
+
+    REPLACED = "replaced"
+    CALLED = "called or read"
+    INSTANCE = "set by the class on its instances"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names that are used for one reason.
+
+    Attributes:
+        owner: `module`, or `module:Class`.
+        names: name -> the parameters that are relied on, as `inspect.signature` orders them; None for values and for
+            functions written in C, which have no signature.
+        why: what the trace needs from them.
+        until: when the row can go.
+    """
+
+    owner: str
+    names: dict[str, str | None]
+    why: str
+    until: str
+    use: Use = Use.REPLACED
+
+    def paths(self) -> dict[str, str | None]:
+        """Path -> parameters."""
+        return {path_to(self.owner, name): parameters for name, parameters in self.names.items()}
+
+
+def path_to(owner: str, name: str) -> str:
+    """`module:name` or `module:Class.name`."""
+    return f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"
+
+
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h (torch 2.13), by where Python finds them.
+_POINTWISE = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+    *("sinh", "tan", "pow", "dist", "renorm", "logsumexp", "prod", "cumprod", "cumsum", "sum", "norm"),
+)
+_LOSSES = (
+    *("softplus", "nll_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "multilabel_margin_loss"),
+    *("soft_margin_loss", "multi_margin_loss", "cross_entropy"),
+)
+_NORMS_AND_LOSSES = (
+    *("layer_norm", "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss"),
+    *("hinge_embedding_loss", "kl_div", "margin_ranking_loss", "triplet_margin_loss"),
+    "binary_cross_entropy_with_logits",
+)
+_SOFTMAX = ("softmax", "log_softmax")
+FP32_UNDER_CUDA_AUTOCAST = {
+    "torch": (*_POINTWISE, *_NORMS_AND_LOSSES, *_SOFTMAX, "cdist"),
+    "torch.nn.functional": (*_LOSSES, *_NORMS_AND_LOSSES, *_SOFTMAX),
+    "torch:Tensor": (*_POINTWISE, *_SOFTMAX, "__pow__", "__rpow__"),
+}
+
+_EVERY_JOB = (
+    Names(
+        owner="torch.nn:Module",
+        names={"to": "self"},
+        why="moving a module swaps its parameters, which fake tensors refuse: only the cast is done, in place",
+        until="Module.to works on fake tensors",
+    ),
+    Names(
+        owner="transformers.utils.import_utils",
+        names={"is_fake_tensor": "x"},
+        why="transformers takes a fake tensor for an export and then builds every attention mask in full",
+        until="transformers asks torch.compiler.is_exporting() instead",
+    ),
+    Names(
+        owner="torch",
+        names={"tensor": None},
+        why="reads the bytes of the tensors in a list; fake ones have none, but may have a known value",
+        until="torch.tensor takes fake tensors with a constant",
+    ),
+    Names(
+        owner="torch._subclasses.fake_tensor:FakeTensor",
+        names={"tolist": "self"},
+        why="asks element by element; known values are read at once",
+        until="never: torch knows nothing of known values",
+    ),
+    Names(
+        owner="torch._subclasses.fake_tensor:FakeTensor",
+        names={"__deepcopy__": "self, memo"},
+        why="torch 2.13 writes into the storage of a fake tensor's constant and corrupts the heap",
+        until="deepcopy of FakeTensor(constant=…) works",
+    ),
+    Names(
+        owner="torch",
+        names={"compile": "model"},
+        why="nothing compiles on fake tensors; torchao's optimizer step is booked as its compiled form",
+        until="never: a trace does not compile",
+    ),
+    Names(
+        owner="torch._subclasses.fake_tensor",
+        names={"in_kernel_invocation_manager": "fake_mode", "unset_fake_temporarily": ""},
+        why="the ledger runs frequent operators without the fake tensors' cache, and known values for real",
+        until="never",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="torch.utils._python_dispatch",
+        names={"_disable_current_modes": ""},
+        why="device meshes and 4-bit code tables need real values within a trace",
+        until="torch has a public name for it",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="torch.utils._device",
+        names={"_device_constructors": ""},
+        why="caches torch's constructors at its first call, which must come before torch.tensor is replaced",
+        until="the cache is gone",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers.integrations.deepspeed",
+        names={"_hf_deepspeed_config_weak_ref": None},
+        why="a traced model must not become part of a real ZeRO-3 job of this process",
+        until="transformers can build a model outside ZeRO-3",
+    ),
+    *(
+        Names(
+            owner=f"accelerate.state:{kind}",
+            names={"_shared_state": None},
+            why="accelerate keeps one state a process; a real job may be using it, so it is put back",
+            until="an Accelerator can have a state of its own",
+            use=Use.CALLED,
+        )
+        for kind in ("PartialState", "AcceleratorState", "GradientState")
+    ),
+    Names(
+        owner="transformers:Trainer",
+        names={"_get_train_sampler": "self", "create_accelerator_and_postprocess": "self"},
+        why="the traced Trainer reads fake rows in order, and a copy of the user's gets an accelerator of its own",
+        until="Trainer has public hooks for both",
+        use=Use.CALLED,
+    ),
+    *(
+        Names(
+            owner=f"transformers:AutoModelFor{task}",
+            names={"_model_mapping": None},
+            why="says which tasks a configuration has a model for",
+            until="transformers has a public name for it",
+            use=Use.CALLED,
+        )
+        for task in ("CausalLM", "ImageTextToText", "MaskedLM")
+    ),
+)
+
+_ACCELERATOR = (
+    *(
+        Names(
+            owner=owner,
+            names=dict.fromkeys(names),
+            why="CUDA's autocast computes these in fp32 where the CPU's stays in bf16",
+            until="fake CUDA tensors run on builds without CUDA",
+        )
+        for owner, names in FP32_UNDER_CUDA_AUTOCAST.items()
+    ),
+    Names(
+        owner="torch.nn.functional",
+        names={"scaled_dot_product_attention": None},
+        why="with dropout the CPU's kernel keeps all scores; flash attention draws dropout inside the kernel",
+        until="fake CUDA tensors run on builds without CUDA",
+    ),
+    Names(
+        owner="torch.optim.adam",
+        names={"_default_to_fused_or_foreach": "params, differentiable, use_fused"},
+        why="on an accelerator Adam steps over lists of tensors, which costs one more copy of the weights",
+        until="fake CUDA tensors run on builds without CUDA",
+    ),
+)
+
+_C10D = "torch.distributed.distributed_c10d"
+_SEVERAL_DEVICES = (
+    Names(
+        owner=_C10D,
+        names=dict.fromkeys(
+            ("_world", "_group_count", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg")
+        )
+        | {"_pg_to_tag": None},
+        why="the fake process group must not meet, rename or destroy the real ones of this process",
+        until="c10d can hold two worlds",
+    ),
+    Names(
+        owner=_C10D,
+        names={"_unregister_all_process_groups": None},
+        why="destroying the fake group would forget the names of the real ones",
+        until="c10d can hold two worlds",
+    ),
+    Names(
+        owner=_C10D,
+        names={"_World": None, "_unregister_process_group": None},
+        why="the fake groups are forgotten one by one",
+        until="c10d can hold two worlds",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="torch.testing._internal.distributed.fake_pg",
+        names={"FakeStore": None},
+        why="lets one process be rank r of N; importing the module registers the backend `fake`",
+        until="never",
+        use=Use.CALLED,
+    ),
+)
+
+_DDP = (
+    Names(
+        owner="torch.nn.parallel",
+        names={"DistributedDataParallel": "module, device_ids, output_device"},
+        why="its reducer is C++ that reads gradients' bytes; under FSDP2 accelerate wraps with it on the CPU",
+        until="the reducer runs on fake tensors, and accelerate starts FSDP2 on the CPU",
+    ),
+)
+
+_SHARD = "torch.distributed.fsdp._fully_shard"
+_FSDP2 = (
+    Names(
+        owner=f"{_SHARD}._fsdp_param",
+        names={"alloc_storage": "tensor", "free_storage": "tensor"},
+        why="gathered weights are freed by resizing their storage, which no dispatch mode sees",
+        until="UntypedStorage.resize_ can be observed",
+    ),
+    Names(
+        owner=f"{_SHARD}._fsdp_param_group:FSDPParamGroup",
+        names={"post_backward": "self"},
+        why="gradients come to a shard without autograd's hooks",
+        until="fully_shard has a hook after the reduction",
+    ),
+    Names(
+        owner="torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        names={"_propagate_tensor_meta_non_cached": "self, op_schema"},
+        why="finds a result's shape by computing it on fake tensors of the whole size, which are no memory of the job",
+        until="DTensor finds shapes on meta tensors",
+    ),
+    Names(
+        owner="accelerate:ParallelismConfig",
+        names={"build_device_mesh": "self, device_type", "_validate_accelerator": "self, accelerator"},
+        why="meshes need real values, and accelerate refuses them without an accelerator (1.15)",
+        until="accelerate builds meshes on the CPU",
+    ),
+    Names(
+        owner="torch.distributed.device_mesh:DeviceMesh",
+        names={"__init__": "self, device_type"},
+        why="lays out ranks in a tensor whose values it reads",
+        until="DeviceMesh leaves the current modes by itself",
+    ),
+    Names(
+        owner="transformers:PreTrainedModel",
+        names={"maybe_distribute_model": "model, distributed_config, mesh_manager"},
+        why="shards a model as from_pretrained does with a DistributedConfig",
+        until="from_config takes a DistributedConfig",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers.distributed.utils",
+        names={"TransformersDeviceMesh": "dense_mesh, expert_mesh"},
+        why="what maybe_distribute_model takes",
+        until="from_config takes a DistributedConfig",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers:Trainer",
+        names={"_defer_fsdp_gradient_reduction": "self"},
+        why="keeps whole gradients of all micro-batches; levers.sharded_gradients reduces each micro-batch's",
+        until="transformers has a setting for it",
+        use=Use.CALLED,
+    ),
+)
+
+_ZERO = "deepspeed.runtime.zero"
+_DEEPSPEED = (
+    Names(
+        owner="deepspeed.accelerator.real_accelerator",
+        names={"ds_accelerator": None},
+        why="a trace runs on CPU tensors, whatever accelerator DeepSpeed found",
+        until="fake CUDA tensors run on builds without CUDA",
+    ),
+    Names(
+        owner="deepspeed.comm.comm",
+        names={"cdb": None},
+        why="DeepSpeed's one communication backend a process; the trace has one over the fake group",
+        until="deepspeed.comm can hold two backends",
+    ),
+    Names(
+        owner="deepspeed.comm.torch",
+        names={"build_shm_op": ""},
+        why="would compile kernels that read shared memory of ranks that do not exist",
+        until="DeepSpeed builds them for its own backend only",
+    ),
+    Names(
+        owner=f"{_ZERO}.partitioned_param_coordinator",
+        names={"assert_ints_same_as_other_ranks": None},
+        why="compares values with ranks that do not exist",
+        until="never",
+    ),
+    Names(
+        owner="deepspeed.ops.adam",
+        names={"DeepSpeedCPUAdam": "model_params, lr"},
+        why="its C++ reads bytes",
+        until="never",
+    ),
+    Names(
+        owner="deepspeed.ops.op_builder:AsyncIOBuilder",
+        names={"load": "self"},
+        why="its C++ reads and writes bytes; fake_disk.Handle takes the same buffers",
+        until="never",
+    ),
+    Names(
+        owner=f"{_ZERO}.partition_parameters:Init",
+        names={"param_id": None},
+        why="real ranks know their weights by this counter; one rank's trace must not advance it",
+        until="the counter belongs to an engine",
+    ),
+    Names(
+        owner=f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
+        names={"__defaults__": None},
+        why="numbers modules with a counter in its default argument `count=[0]`",
+        until="the counter belongs to an engine",
+    ),
+    Names(
+        owner="torch.nn.functional",
+        names={"linear": None},
+        why="ZeRO-3 replaces torch's linear and leaves its own there",
+        until="DeepSpeed restores it",
+    ),
+    Names(
+        owner=f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer",
+        names=dict.fromkeys(
+            (
+                "bit16_groups_flat",
+                "single_partition_of_fp32_groups",
+                "averaged_gradients",
+                "ipg_buckets",
+                "temp_grad_buffer_for_gpu_offload",
+                "temp_grad_buffer_for_cpu_offload",
+                "param_buffer_of_bit16_for_cpu_offload_groups",
+                "offload_gradient_dict",
+            )
+        ),
+        why="says which of the engine's tensors are weights, states, gradients and staging buffers",
+        until="never",
+        use=Use.INSTANCE,
+    ),
+    Names(
+        owner=f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3",
+        names=dict.fromkeys(
+            (
+                "fp16_partitioned_groups_flat",
+                "fp32_partitioned_groups_flat",
+                "averaged_gradients",
+                "grad_partitions_flat_buffer",
+                "ipg_buckets",
+                "optimizer_swapper",
+            )
+        ),
+        why="says which of the engine's tensors are weights, states, gradients and buffers of communication",
+        until="never",
+        use=Use.INSTANCE,
+    ),
+)
+
+_BITSANDBYTES = (
+    Names(
+        owner="bitsandbytes.nn.modules",
+        names={"fix_4bit_weight_quant_state_from_module": "module"},
+        why="wraps a weight that FSDP gathered in Params4bit, which cannot hold a fake tensor",
+        until="Params4bit holds fake tensors",
+    ),
+    Names(
+        owner="bitsandbytes.optim:AdEMAMix",
+        names={"_get_state_double_buffer": "self, p, dtype"},
+        why="pages AdEMAMix's states even on the CPU (0.50); other optimizers' stay there",
+        until="bitsandbytes leaves them unpaged on the CPU",
+    ),
+    Names(
+        owner="bitsandbytes.functional",
+        names={"name2qmap": None, "create_dynamic_map": "", "quantize_4bit": "A"},
+        why="weights are quantized without Params4bit, and the code table is made of real values",
+        until="Params4bit holds fake tensors",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers.quantizers.base:HfQuantizer",
+        names={"_process_model_before_weight_loading": "self, model"},
+        why="replaces linear layers as from_pretrained does",
+        until="from_config takes a quantization_config",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="bitsandbytes.backends.default.ops",
+        names={"_gemm_4bit_default_impl": "A, B"},
+        why="its temporaries, which the fake kernel does not show",
+        until="the fake kernel allocates them",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="bitsandbytes.backends.cpu.ops",
+        names=dict.fromkeys(
+            ("_optimizer_update_8bit_blockwise_cpu", "_optimizer_update_32bit_cpu"), "optimizer_name, g, p, state1"
+        ),
+        why="their temporaries, which the fake kernels do not show",
+        until="the fake kernels allocate them",
+        use=Use.CALLED,
+    ),
+)
+
+_FLEX_ATTENTION = (
+    Names(
+        owner="hf_memopt.levers.attention_pattern",
+        names={"uses_flex": "device", "flex_mask": "kwargs", "flex_attend": "args, kwargs"},
+        why="flex attention has no backward on the CPU (torch 2.13): its tensors are allocated, nothing is computed",
+        until="flex attention runs backward on fake tensors",
+    ),
+    Names(
+        owner="transformers.integrations.flex_attention",
+        names={"repeat_kv": "hidden_states, n_rep"},
+        why="keys and values are repeated where transformers repeats them",
+        until="flex attention runs backward on fake tensors",
+        use=Use.CALLED,
+    ),
+)
+
+_VISION = (
+    Names(
+        owner="transformers.vision_utils",
+        names={
+            "get_vision_attention_seqlens": "grid_thw, config",
+            "get_vision_window_index": "grid_thw, spatial_merge_size, window_size, patch_size",
+        },
+        why="a vision tower makes a call to attention for every window: thousands, traced as a few larger ones",
+        until="transformers attends to all windows in one call without flash attention",
+    ),
+)
+
+_LEVERS = (
+    Names(
+        owner="transformers.masking_utils",
+        names={
+            "and_masks": "mask_functions",
+            "sliding_window_overlay": "sliding_window",
+            "sdpa_mask": "batch_size, q_length, kv_length",
+            "flex_attention_mask": "batch_size, q_length, kv_length",
+        },
+        why="sliding_window and sparse_block_size put a pattern over the causal mask",
+        until="transformers exports them",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers.integrations.sdpa_attention",
+        names={"sdpa_attention_forward": "module, query, key, value, attention_mask"},
+        why="attends where a device has no flex attention",
+        until="transformers exports it",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers:PreTrainedModel",
+        names={"loss_function": None, "_supports_flex_attn": None, "_supports_sdpa": None},
+        why="loss_chunk_size replaces a model's loss; patterns need both kernels",
+        until="never",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="torch._functorch.config",
+        names={"activation_memory_budget": None},
+        why="compile_memory_budget sets it while training runs",
+        until="torch.compile takes it as an option",
+        use=Use.CALLED,
+    ),
+)
+
+_DRY_RUN = (
+    Names(
+        owner="transformers:PreTrainedModel",
+        names={"from_pretrained": "pretrained_model_name_or_path", "_from_config": "config"},
+        why="a script's models are made of fake tensors, without its weights",
+        until="never",
+    ),
+    Names(
+        owner="transformers:Trainer",
+        names={"__init__": "self, model, args", "train": "self", "evaluate": "self"},
+        why="the script stops where it would train",
+        until="never",
+    ),
+)
+
+_WITHOUT_DEEPSPEED = (
+    Names(
+        owner="accelerate.utils.other",
+        names={"is_deepspeed_available": ""},
+        why="accelerate imports DeepSpeed, which takes a second, to ask whether a model is its engine",
+        until="accelerate looks into sys.modules first",
+    ),
+)
+
+TABLE: dict[Part, tuple[Names, ...]] = {
+    Part.EVERY_JOB: _EVERY_JOB,
+    Part.ACCELERATOR: _ACCELERATOR,
+    Part.SEVERAL_DEVICES: _SEVERAL_DEVICES,
+    Part.DDP: _DDP,
+    Part.FSDP2: _FSDP2,
+    Part.DEEPSPEED: _DEEPSPEED,
+    Part.BITSANDBYTES: _BITSANDBYTES,
+    Part.FLEX_ATTENTION: _FLEX_ATTENTION,
+    Part.VISION: _VISION,
+    Part.LEVERS: _LEVERS,
+    Part.DRY_RUN: _DRY_RUN,
+    Part.WITHOUT_DEEPSPEED: _WITHOUT_DEEPSPEED,
+}

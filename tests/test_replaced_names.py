@@ -1,0 +1,264 @@
+"""Names of other libraries that a trace replaces: each is called in a tiny job; a missing one ends in a sentence."""
+
+import textwrap
+from collections import Counter
+from importlib import metadata, util
+
+import pytest
+import torch
+import transformers
+import video_models
+from peft import LoraConfig
+from torch.optim import adam
+from transformers import AutoConfig, BitsAndBytesConfig, vision_utils
+
+from hf_memopt import MemoryArguments
+from hf_memopt.errors import IncompatibleLibrary, InputError
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.accounting import engine_tensors
+from hf_memopt.estimator.dry_run import trainer_of
+from hf_memopt.estimator.patches import replacement
+from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
+from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, TABLE, Part, Use, path_to
+from hf_memopt.video.inputs import VideoInputs
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 500,
+    "num_hidden_layers": 2,
+}
+FOUR_BITS = {
+    "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"),
+    "peft_config": LoraConfig(r=4, target_modules="all-linear"),
+    "dtype": "bfloat16",
+}
+DDP, FSDP2 = ({"world_size": 2, "strategy": name} for name in ("ddp", "fsdp2"))
+# Part -> settings of the jobs that call all it replaces.
+JOBS = {
+    Part.EVERY_JOB: [{"optim": "adamw_torch_8bit"}],
+    Part.ACCELERATOR: [{"optim": "adamw_torch"}],
+    Part.SEVERAL_DEVICES: [DDP],
+    Part.DDP: [DDP],
+    Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}],
+    Part.DEEPSPEED: [{"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")],
+    Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, {"optim": "paged_ademamix_32bit"}],
+    Part.FLEX_ATTENTION: [{"memory_args": MemoryArguments(sliding_window=16)}],
+    Part.WITHOUT_DEEPSPEED: [{}],
+}
+SCRIPT = """
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    model = LlamaForCausalLM.from_pretrained("none", config=LlamaConfig(**SHAPE))
+    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    trainer = Trainer(model, TrainingArguments("out", use_cpu=True, report_to="none"), train_dataset=[{}])
+    trainer.evaluate()
+    trainer.train()
+"""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    monkeypatch.setattr(replacement, "calls", Counter())
+    return replacement.calls
+
+
+@pytest.fixture
+def unchecked():
+    """No check of this process counts, neither before nor after."""
+    replacement.check.cache_clear()
+    yield
+    replacement.check.cache_clear()
+
+
+def small(optim="adamw_torch_fused", config=None, **settings):
+    fields = {"per_device_train_batch_size": 1, "bf16": True, "optim": optim}
+    return estimate(config or AutoConfig.for_model("llama", **SHAPE), fields, 64, "a100_80gb", **settings)
+
+
+def uncalled(part: Part, calls: Counter) -> list[str]:
+    """Replaced names of a part that no job has called; of values, those that no job has replaced."""
+    paths = [path for names in TABLE[part] if names.use is Use.REPLACED for path in names.paths()]
+    return [path for path in paths if not (calls[path] if callable(replacement.original(path)) else path in calls)]
+
+
+@pytest.mark.parametrize("part", JOBS, ids=lambda part: part.name.lower())
+def test_every_replaced_name_is_called(part, calls, monkeypatch):
+    if part is Part.WITHOUT_DEEPSPEED:
+        monkeypatch.delitem(replacement.importlib.sys.modules, "deepspeed", raising=False)
+    for settings in JOBS[part]:
+        small(**settings)
+    if part is Part.ACCELERATOR:  # autocast's are called below, one by one
+        small(config=AutoConfig.for_model("llama", attention_dropout=0.1, **SHAPE))
+        functions = {
+            "torch.nn.functional:scaled_dot_product_attention",
+            "torch.optim.adam:_default_to_fused_or_foreach",
+        }
+        assert not functions & set(uncalled(part, calls))
+        return
+    assert uncalled(part, calls) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "idle"),
+    [
+        ("zero1", ("assert_ints", "DeepSpeedCPUAdam", "AsyncIOBuilder")),
+        ("zero2", ("assert_ints", "DeepSpeedCPUAdam", "AsyncIOBuilder")),
+        ("zero3", ("DeepSpeedCPUAdam", "AsyncIOBuilder")),
+    ],
+)
+def test_what_zero_needs_without_offloading(strategy, idle, calls):
+    """Each stage calls all but the names of a stage above it or of offloading."""
+    small(world_size=2, strategy=strategy)
+    left = uncalled(Part.DEEPSPEED, calls)
+    assert all(any(name in path for name in idle) for path in left) and len(left) == len(idle)
+
+
+def test_a_vision_tower_calls_what_is_replaced(calls, tmp_path):
+    folder = video_models.make("qwen2_5_vl", tmp_path, weights=False)
+    video = VideoInputs(
+        frames=40, height=112, width=112, settings={"size": {"shortest_edge": 784, "longest_edge": 10**7}}
+    )
+    estimate(str(folder), {"per_device_train_batch_size": 1}, 8, "a100_80gb", video=video)
+    assert uncalled(Part.VISION, calls) == []
+
+
+def test_a_script_calls_what_is_replaced(calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT).replace("SHAPE", repr(SHAPE)))
+    trainer_of(str(script), [])
+    assert uncalled(Part.DRY_RUN, calls) == []
+
+
+def test_every_part_has_its_jobs():
+    unreplaced = {part for part, rows in TABLE.items() if all(names.use is not Use.REPLACED for names in rows)}
+    assert set(Part) == set(TABLE) == set(JOBS) | unreplaced | {Part.VISION, Part.DRY_RUN}
+    assert unreplaced == {Part.LEVERS}
+
+
+x, classes = torch.rand(4, 4, dtype=torch.bfloat16), torch.arange(4)
+ARGUMENTS = {
+    **dict.fromkeys(("pow", "__pow__", "__rpow__"), (x, 2)),
+    **dict.fromkeys(("logsumexp", "cumprod", "cumsum", "softmax", "log_softmax"), (x, 0)),
+    **dict.fromkeys(("nll_loss", "multi_margin_loss", "cross_entropy"), (x, classes)),
+    **dict.fromkeys(
+        ("dist", "cdist", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "soft_margin_loss"), (x, x)
+    ),
+    **dict.fromkeys(
+        ("cosine_similarity", "hinge_embedding_loss", "kl_div", "binary_cross_entropy_with_logits"), (x, x)
+    ),
+    **dict.fromkeys(("margin_ranking_loss", "triplet_margin_loss"), (x, x, x)),
+    "cosine_embedding_loss": (x, x, torch.ones(4)),
+    "multilabel_margin_loss": (x, classes.repeat(4, 1)),
+    "poisson_nll_loss": (x, x, True, False, 1e-8, 1),
+    "renorm": (x, 2, 0, 1.0),
+    "layer_norm": (x, (4,)),
+    "group_norm": (x, 2),
+}
+
+
+@pytest.mark.parametrize("owner", FP32_UNDER_CUDA_AUTOCAST)
+def test_cuda_autocast_computes_in_fp32(owner, calls):
+    home = replacement._resolve(owner)
+    with cuda_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for name in FP32_UNDER_CUDA_AUTOCAST[owner]:
+            arguments = ARGUMENTS.get(name, (x,))
+            if owner == "torch.nn.functional" and name == "poisson_nll_loss":
+                arguments = (x, x)  # its further arguments have another order
+            assert getattr(home, name)(*arguments).dtype is torch.float32, name
+    assert all(calls[path_to(owner, name)] for name in FP32_UNDER_CUDA_AUTOCAST[owner])
+
+
+def test_everything_is_put_back():
+    before = {
+        path: replacement.original(path)
+        for part in Part
+        for names in TABLE[part]
+        for path in names.paths()
+        if names.use is Use.REPLACED
+    }
+    small(world_size=2, strategy="fsdp2")
+    # Methods are bound anew whenever they are looked up: equal, not identical.
+    assert {path: replacement.original(path) for path in before} == before
+
+
+def test_the_ledger_of_deepspeed_asks_for_names_of_the_table():
+    known = {name for names in TABLE[Part.DEEPSPEED] if names.use is Use.INSTANCE for name in names.names}
+    assert {*engine_tensors._HELD, *engine_tensors._STAGING} <= known
+
+
+@pytest.mark.parametrize("part", Part, ids=lambda part: part.name.lower())
+def test_the_installed_libraries_are_known(part):
+    assert list(replacement.faults(part)) == []
+
+
+def test_a_missing_name_ends_in_a_sentence(unchecked, monkeypatch, command):
+    monkeypatch.delattr(adam, "_default_to_fused_or_foreach")
+    said = (
+        f"hf_memopt does not know torch {metadata.version('torch')}: "
+        "torch.optim.adam._default_to_fused_or_foreach is missing"
+    )
+    with pytest.raises(IncompatibleLibrary) as ended:
+        small()
+    assert str(ended.value) == said
+    code, out, err = command("estimate", "llama-3.2-1b", "--hardware", "a100_80gb")
+    assert (code, out, err.strip()) == (2, "", f"error: {said}")
+    _, out, _ = command("doctor")
+    assert f"problem: {said}" in " ".join(out.split())
+
+
+def test_other_parameters_end_in_a_sentence(unchecked, monkeypatch):
+    monkeypatch.setattr(vision_utils, "get_vision_window_index", lambda grid, window: None)
+    (said,) = replacement.faults(Part.VISION)
+    assert said.startswith(f"hf_memopt does not know transformers {transformers.__version__}: ")
+    assert "get_vision_window_index takes (grid, window) instead of (grid_thw, " in said
+
+
+def test_a_renamed_attribute_of_an_engine_is_noticed(unchecked, monkeypatch):
+    if util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    from deepspeed.runtime.zero import stage3
+
+    class Renamed:
+        def __init__(self):
+            self.fp16_partitioned_groups_flat = self.bit16_partitioned_groups = []
+
+    monkeypatch.setattr(stage3, "DeepSpeedZeroOptimizer_Stage3", Renamed)
+    said = " ".join(replacement.faults(Part.DEEPSPEED))
+    assert "Stage3.ipg_buckets is missing" in said and "Stage3.fp16_partitioned_groups_flat" not in said
+
+
+@pytest.mark.parametrize("kind", [AttributeError, IndexError, KeyError, TypeError])
+def test_an_error_of_a_library_is_not_one_of_settings(kind, monkeypatch):
+    error = kind("x")
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", fail)
+    with pytest.raises(IncompatibleLibrary) as ended:
+        small()
+    text = str(ended.value)
+    assert f"transformers {transformers.__version__}: {kind.__name__}: " in text
+    assert "please report it with `hf-memopt doctor --json`" in text
+    assert ended.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"lr_scheduler_kwargs": {"foo": 1}}, "lr_scheduler_kwargs.foo"),
+        ({"learning_rate": "much"}, "learning_rate='much' must be a number"),
+        ({"weight_decay": None}, "weight_decay=None must be a number"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs"),
+    ],
+)
+def test_an_error_of_settings_stays_one(fields, named):
+    with pytest.raises(InputError) as ended:
+        estimate(AutoConfig.for_model("llama", **SHAPE), {"per_device_train_batch_size": 1, **fields}, 64, "a100_80gb")
+    assert named in str(ended.value)
