@@ -100,7 +100,7 @@ def predicted(case: dict, rank: int | None = None) -> int:
 
     from hf_memopt import MemoryArguments
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.constants import SPARE_HOST
+    from hf_memopt.estimator.overheads import SPARE_HOST
 
     fields = {name: value for name, value in case["fields"].items() if name not in ("max_steps", "learning_rate")}
     strategy = case["strategy"]

@@ -31,7 +31,7 @@ def measure(case: Case) -> dict:
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
     from benchmarks.gpu.training import TINY, Setting, config_of, peaks, release
-    from hf_memopt.estimator import constants as overheads
+    from hf_memopt.estimator import overheads
     from hf_memopt.hardware import configure_allocator
     from hf_memopt.levers.adapters import add_adapters
     from hf_memopt.presets import get_preset

@@ -41,7 +41,7 @@ def constants(setting: Setting) -> dict:
     """Bytes of context and of cuBLAS's workspace beside what overheads.py assumes, and reached shares of the rates."""
     import torch
 
-    from hf_memopt.estimator import constants as overheads
+    from hf_memopt.estimator import overheads
     from hf_memopt.estimator.accounting.ledger import Peak
     from hf_memopt.hardware import detect
 

@@ -13,7 +13,7 @@ from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError, choose, one_line
-from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator import overheads
 from hf_memopt.estimator.accounting.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.architectures import load_config

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.errors import InputError, StartAgain
-from hf_memopt.estimator.constants import context
+from hf_memopt.estimator.overheads import context
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.presets import Preset
