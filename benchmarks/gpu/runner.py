@@ -89,7 +89,7 @@ def run_case(case: Case, task: str, device: dict | None, answer: Path, log: Path
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         if task == "predict":
-            from benchmarks.gpu.training import Setting, predict
+            from hf_memopt.calibration.training import Setting, predict
             from hf_memopt.hardware import Hardware
 
             try:

@@ -30,7 +30,7 @@ def measure(case: Case) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
-    from benchmarks.gpu.training import TINY, Setting, config_of, peaks, release
+    from hf_memopt.calibration.training import TINY, Setting, config_of, peaks, release
     from hf_memopt.estimator import overheads
     from hf_memopt.hardware import configure_allocator
     from hf_memopt.levers.adapters import add_adapters

@@ -6,7 +6,7 @@ import sys
 import tempfile
 
 from benchmarks.gpu.case import ROOT, Case, Skip
-from benchmarks.gpu.training import Setting, make_trainer, used_on_card
+from hf_memopt.calibration.training import Setting, make_trainer, used_on_card
 
 MIB = 2**20
 SMALL = Setting("tools", "smollm2-135m", {"bf16": True}, {}, micro=2, length=256)
@@ -220,7 +220,7 @@ def compile(setting: Setting) -> dict:
     """torch_compile=True: trained, its peak beside the plain one's."""
     import torch
 
-    from benchmarks.gpu.training import peaks
+    from hf_memopt.calibration.training import peaks
     from hf_memopt.hardware.compiler import compiler
 
     if compiler() is None or not torch.cuda.is_available():
