@@ -15,7 +15,7 @@ from hf_memopt.levers.sliding_window import has_window
 
 
 def context(device: Hardware) -> int:
-    """Bytes beside the allocator's, of the driver's context and loaded kernels: what nvidia-smi shows of a process that
+    """Bytes beside the allocator's (the driver's context, loaded kernels): what nvidia-smi shows of a process that
     has only started."""
     return int(constant("context_bytes", device).value)
 

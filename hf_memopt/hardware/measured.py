@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
-from hf_memopt.files import cache_folder, read_bytes, parse_json
+from hf_memopt.files import cache_folder, parse_json, read_bytes
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.constants import MEASURABLE, Constant, assumed
 from hf_memopt.terminal import plain
@@ -84,8 +85,8 @@ def measured_value(name: str, device: Hardware) -> float | None:
 def measured_on(device: Hardware) -> DeviceFile | None:
     """The file of a device that counts now; None where there is none. What does not count is named once, in a warning.
 
-    One of another device never counts, nor one of another PyTorch, CUDA, ROCm or driver. Where this machine cannot tell
-    its own (a CPU build of PyTorch, a login node without a driver), the file's are taken to be right.
+    One of another device never counts, nor one of another PyTorch, CUDA, ROCm or driver. Where this machine cannot
+    tell its own (a CPU build of PyTorch, a login node without a driver), the file's are taken to be right.
     """
     if device.backend == "cpu" or os.environ.get(SWITCH, "").lower() in ("off", "0", "false"):
         return None
@@ -118,7 +119,7 @@ def _newest(name: str, label: str, folder: str) -> DeviceFile | None:
         except InputError as error:
             logger.warning("%s: ignored; run hf-memopt calibrate again", error)
             continue
-        if file.rehearsal or (file.device["name"], file.device["label"]) != (name, label):
+        if file.rehearsal or not file.constants or (file.device["name"], file.device["label"]) != (name, label):
             continue
         different = _different_versions(file)
         (stale if different else counting).append((file, path, different))
@@ -159,14 +160,10 @@ def _driver(amd: bool) -> str | None:
             file = Path("/sys/module/amdgpu/version")
             loaded = Path("/sys/module/amdgpu").is_dir()
             return file.read_text().strip() if file.is_file() else platform.release() if loaded else None
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # no NVML, no driver, no card: each in an error type of its own, and all mean that none is told
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+        return answer.split("\n")[0].strip() or None
+    except (OSError, subprocess.SubprocessError):  # no driver here
         return None
 
 

@@ -1,0 +1,24 @@
+"""Imported once by the process that every measurement is forked from: imports are most of a small one's time.
+
+Nothing here may start CUDA, which a forked process cannot start again.
+"""
+
+import gc
+import importlib
+
+from hf_memopt.noise import quiet
+
+quiet()
+for module in (
+    "accelerate",
+    "peft",
+    "hf_memopt.estimator.api",
+    "hf_memopt.planner.sketch",
+    "hf_memopt.trainer.trainer",
+):
+    importlib.import_module(module)
+for name in ("Trainer", "TrainingArguments", "AutoModelForCausalLM", "default_data_collator"):
+    getattr(importlib.import_module("transformers"), name)  # lazily imported
+# Every Trainer collects all garbage when it begins; to look through all of these modules' objects takes seconds.
+gc.collect()
+gc.freeze()
