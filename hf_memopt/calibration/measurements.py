@@ -115,11 +115,8 @@ def constants_from(found: dict[str, dict], device: Hardware) -> dict[str, float]
     """What predictions take from the measurements so far; a figure beyond MEASURABLE's bounds is left out."""
     context, rates = (_measured(found, name) for name in ("context", "rates"))
     matmuls = rates.get("matmul_flops_per_second", {})
-    ratios = [
-        job["step_seconds"] / job["predicted"]["step_seconds"]
-        for job in trained(found).values()
-        if job["step_seconds"]
-    ]
+    steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(found).values()]
+    ratios = [measured / predicted for measured, predicted in steps if measured]
     values = {
         "context_bytes": context.get("context_bytes"),
         "workspace_bytes": context.get("workspace_bytes"),
