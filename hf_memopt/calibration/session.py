@@ -54,17 +54,14 @@ class Session:
 
     def _describe(self) -> tuple[Hardware, dict[str, str | None]]:
         """Asked in a process of its own: to ask CUDA for a card's properties starts it."""
+        if not self.rehearsal:
+            check_device()
         answer = self._processes.run(_description, 120, self._env)
         if answer["outcome"] != "measured":
             raise InputError(f"this machine cannot be described: {answer['reason'][-300:]}")
         device = Hardware(**answer["device"])
         if self.rehearsal:
             device = dataclasses.replace(device, label=f"rehearsal on {device.label}")
-        elif device.backend not in ("cuda", "rocm", "mps"):
-            raise InputError(
-                "no CUDA, ROCm or MPS device here: run hf-memopt calibrate on the machine with the card, "
-                "or play all parts on the CPU with --rehearse"
-            )
         return device, answer["versions"]
 
     def _earlier(self) -> dict[str, dict]:
@@ -146,6 +143,21 @@ class Session:
             write_json(path, content)
         except OSError as error:
             raise InputError(f"--export {path} cannot be written: {error.strerror}") from error
+
+
+def check_device() -> None:
+    """Refuse a machine that has nothing to calibrate.
+
+    Raises:
+        InputError: PyTorch sees no card.
+    """
+    import torch
+
+    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise InputError(
+            "PyTorch sees no CUDA, ROCm or MPS device here: run hf-memopt calibrate on the machine with the card, or "
+            "play all parts on the CPU with --rehearse"
+        )
 
 
 def export_path(text: str) -> Path:

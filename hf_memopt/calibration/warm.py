@@ -9,14 +9,9 @@ import importlib
 from hf_memopt.noise import quiet
 
 quiet()
-for module in (
-    "accelerate",
-    "peft",
-    "hf_memopt.estimator.api",
-    "hf_memopt.planner.sketch",
-    "hf_memopt.trainer.trainer",
-):
-    importlib.import_module(module)
+for module in ("estimator.api", "planner.sketch", "trainer.trainer"):
+    importlib.import_module(f"hf_memopt.{module}")
+importlib.import_module("peft")
 for name in ("Trainer", "TrainingArguments", "AutoModelForCausalLM", "default_data_collator"):
     getattr(importlib.import_module("transformers"), name)  # lazily imported
 # Every Trainer collects all garbage when it begins; to look through all of these modules' objects takes seconds.

@@ -141,6 +141,8 @@ def _print_plan(found, written: list[str]) -> None:
         print(f"nothing fits: {missing} missing")
         for change in found.nearest:
             print(f"  would fit: {change}")
+    for note in found.notes:
+        print(f"note: {note}")
     if written:
         print(f"wrote {', '.join(written)}")
 

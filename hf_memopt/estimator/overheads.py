@@ -113,7 +113,7 @@ def notes(job, books: Books) -> tuple[str, ...]:
     if job.world_size > 1:
         said.append(f"predicted for one of {job.world_size} devices, {job.engine}")
     if job.device.backend != "cpu":
-        said.extend(_measured(job.device))
+        said.extend(measured_memory(job.device))
     if books.unpacked_experts:
         said.append(
             "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
@@ -151,8 +151,8 @@ def _of_attention(job) -> Iterator[str]:
         yield f"{name} is sdpa with a mask of tokens × tokens here, which takes more than causal sdpa without one"
 
 
-def _measured(device: Hardware) -> Iterator[str]:
-    """What of this device's bytes was measured on it."""
+def measured_memory(device: Hardware) -> Iterator[str]:
+    """What of a device's bytes was measured on it."""
     model = "reserved and device bytes follow a model of CUDA's caching allocator"
     file = measured_on(device)
     if file is None:

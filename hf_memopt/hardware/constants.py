@@ -190,7 +190,7 @@ MEASURABLE = {
 
 SPEEDS = tuple(name for name, one in MEASURABLE.items() if one.unit != "bytes")
 _SHOWN = {
-    "bytes": lambda value: f"{value / MIB:,.1f} MiB",
+    "bytes": lambda value: f"{value / MIB:,.{0 if value > 100 * MIB else 1}f} MiB",
     "FLOP/s": lambda value: f"{value / 1e12:,.1f} TFLOP/s",
     "bytes/s": lambda value: f"{value / GB:,.1f} GB/s",
     "seconds": lambda value: f"{value * 1e6:,.1f} µs",
