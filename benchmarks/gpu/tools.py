@@ -46,6 +46,7 @@ def constants(setting: Setting) -> dict:
     from hf_memopt.hardware.constants import assumed
 
     found = context_and_workspace(setting)
+    found.pop("card", None)  # the card's own number is nobody's business
     found |= rates() if accelerator() != "cpu" else rates(size=64, copied=MIB)
     device = detect()
     matmul = found["matmul_flops_per_second"].get("bfloat16")

@@ -10,6 +10,7 @@ from hf_memopt.calibration.training import Setting, make_trainer
 from hf_memopt.units import MIB
 
 _WARM_UP = 3  # calls before the timed ones: libraries choose and load their kernels in the first
+_LONGEST = 2.0  # seconds for one rate: a card that emulates bf16 takes a second for one large matmul
 
 
 def context_and_workspace(setting: Setting) -> dict[str, Any]:
@@ -111,10 +112,14 @@ def rates(size: int = 8192, copied: int = 1024 * MIB) -> dict[str, Any]:
 
 
 def seconds_per_call(function, times: int = 20) -> float:
-    """Mean seconds of a call on the device, after some that warm it up."""
+    """Mean seconds of a call on the device, after some that warm it up; of fewer calls where they take long."""
     for _ in range(_WARM_UP):
         function()
     synchronize()
+    began = time.perf_counter()
+    function()
+    synchronize()
+    times = max(1, min(times, int(_LONGEST / (time.perf_counter() - began))))
     began = time.perf_counter()
     for _ in range(times):
         function()

@@ -1,6 +1,7 @@
 """`hf-memopt calibrate`: measure on this machine's device what predictions assume of it."""
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from hf_memopt.calibration.measurements import predicted_reserved, trained
@@ -54,12 +55,25 @@ def _print(session: Session, target) -> None:
     if jobs:
         columns = ("job", "reserved" if session.device.backend != "cpu" else "allocated", "predicted", "tokens/s")
         print_table("training jobs", columns, jobs)
+    for line in _checks(session.found):
+        print(line)
     if session.rehearsal:
         print("note: rehearsed on a CPU; no prediction uses these figures")
     elif content["constants"]:
         print("note: estimate, plan and report use these constants for this device from now on")
     if target is not None:
         print(f"wrote {target}")
+
+
+def _checks(found: dict[str, dict]) -> Iterator[str]:
+    """What of the settings did not do what the package takes for granted, and what the figures suffer from."""
+    attention, allocator, context = (found.get(name, {}) for name in ("attention", "allocator", "context"))
+    if attention.get("chosen") != attention.get("ran"):
+        yield f"problem: attention {attention['chosen']} was chosen and {attention['ran']} ran"
+    if allocator.get("expandable") is False and "expandable_segments:True" in allocator["setting"]:
+        yield f"problem: PYTORCH_ALLOC_CONF={allocator['setting']} was not taken by the allocator"
+    if (idle := context.get("idle_bytes") or 0) > GIB:
+        yield f"note: other programs had {idle / GIB:.1f} GiB of the card; rates may be low"
 
 
 def _before(session: Session, name: str) -> str:

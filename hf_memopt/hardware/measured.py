@@ -7,7 +7,6 @@ has files that users gave; they are read by the same function, but no prediction
 
 import functools
 import logging
-import math
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError, brief
+from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.files import cache_folder, parse_json, read_bytes
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.constants import MEASURABLE, Constant, assumed
@@ -181,7 +180,7 @@ def read_device_file(path: str | Path) -> DeviceFile:
     except InputError:
         raise
     except ValueError as error:
-        raise InputError(f"{path} is damaged: {brief(str(error))}") from error
+        raise InputError(f"{path} is damaged: {one_line(error)}") from error
 
 
 def parse_device_file(content: dict) -> DeviceFile:
@@ -191,7 +190,7 @@ def parse_device_file(content: dict) -> DeviceFile:
         ValueError: which part of it is not as calibrate writes it.
     """
     if content.get("format") != FORMAT:
-        raise ValueError(f"format is {content.get('format')!r}, and {FORMAT} is read")
+        raise ValueError(f"format is {brief(content.get('format'))}, and {FORMAT} is read")
     device, versions = content.get("device"), content.get("versions")
     if not isinstance(device, dict) or not isinstance(versions, dict):
         raise ValueError("device and versions must be objects")
@@ -201,7 +200,7 @@ def parse_device_file(content: dict) -> DeviceFile:
         if value is not None:
             _check_text(f"versions.{key}", value)
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", str(content.get("date"))):
-        raise ValueError(f"date is {content.get('date')!r}, not YYYY-MM-DD")
+        raise ValueError(f"date is {brief(content.get('date'))}, not YYYY-MM-DD")
     if not isinstance(content.get("rehearsal"), bool):
         raise ValueError("rehearsal must be true or false")
     constants = content.get("constants")
@@ -209,7 +208,7 @@ def parse_device_file(content: dict) -> DeviceFile:
         raise ValueError("constants must be an object")
     for name, value in constants.items():
         if name not in MEASURABLE:
-            raise ValueError(f"constant {name!r} is not known")
+            raise ValueError(f"constant {brief(name)} is not known")
         _check_number(f"constants.{name}", value, MEASURABLE[name].lowest, MEASURABLE[name].highest)
     errors = content.get("reserved_errors", [])
     if not isinstance(errors, list):
@@ -225,6 +224,5 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def _check_number(name: str, value: Any, lowest: float, highest: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not lowest <= value <= highest:
-        raise ValueError(f"{name} is {value!r}, not a number from {lowest:g} to {highest:g}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not lowest <= value <= highest:
+        raise ValueError(f"{name} is {brief(value)}, not a number from {lowest:g} to {highest:g}")
