@@ -103,11 +103,8 @@ def test_what_is_written_is_read():
     file = measured_on(get_hardware(CARD))
     assert file == read_device_file(path) and file.constants == CONSTANTS
     found = constant("context_bytes", get_hardware(CARD))
-    assert (
-        found.measured
-        and found.value == 412 * MIB
-        and "measured on NVIDIA GeForce RTX 4090 (2026-11-20" in found.source
-    )
+    assert found.measured and found.value == 412 * MIB
+    assert found.source.startswith("measured on NVIDIA GeForce RTX 4090 (2026-11-20, torch ")
     assert not constant("matmul_efficiency", get_hardware(CARD)).measured
 
 
@@ -144,7 +141,7 @@ def test_it_can_be_left_out(monkeypatch):
 
 def test_plans_count_with_its_rates_and_name_them():
     card = get_hardware(CARD)
-    traced = Traced({}, Counter({Kernel(flops=10**13, bytes=10, optimizer=False): 2}), 0)
+    traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10): 2}))
     request = Request("a model", None, get_preset(CARD), 1, 1, 1)
     assert Plan(request, [], []).notes == []
     before = times(traced, card)[0]
@@ -310,7 +307,7 @@ def test_a_rehearsal_is_stopped_and_continues(tmp_path):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
+    _, err = process.communicate()
     assert process.returncode == 130, err
     assert "and kept: the same command continues" in err and "Traceback" not in err
     kept = json.loads(target.read_text())["measurements"]
