@@ -100,7 +100,8 @@ def predicted(case: dict, rank: int | None = None) -> int:
 
     from hf_memopt import MemoryArguments
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.constants import SPARE_HOST
+    from hf_memopt.hardware import get_hardware
+    from hf_memopt.hardware.constants import assumed
 
     fields = {name: value for name, value in case["fields"].items() if name not in ("max_steps", "learning_rate")}
     strategy = case["strategy"]
@@ -116,7 +117,9 @@ def predicted(case: dict, rank: int | None = None) -> int:
         strategy=strategy,
         memory_args=MemoryArguments(oom_recovery=False, silent_mode=True),
     )
-    return found.host_bytes - SPARE_HOST if "offload" in case["strategy"] else found.peak_allocated_bytes
+    if "offload" not in case["strategy"]:
+        return found.peak_allocated_bytes
+    return found.host_bytes - int(assumed("host_process_bytes", get_hardware("cpu")).value)
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from statistics import median
 
 from levers_docs import results
 
+from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware.constants import assumed
 from hf_memopt.planner import cost
 
 GIB, GB, MB = 2**30, 1e9, 1e6
@@ -220,7 +222,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "overhead.memory": lambda: f"{_overhead()['peak_ratio']:.3f}",
     "overhead.steps": lambda: f"{_overhead()['steps_each']}",
     "overhead.spread": lambda: _percent(max(abs(one - 1) for one in _overhead()["step_time_ratio_quartiles"]), 0),
-    "offloading.share": lambda: _percent(cost.LINK, 0),
+    "offloading.share": lambda: _percent(assumed("link_efficiency", get_hardware("cpu")).value, 0),
     "offloading.read": lambda: f"{cost.DISK_READ / GB:g} GB/s",
     "offloading.write": lambda: f"{cost.DISK_WRITE / GB:g} GB/s",
     # What formulas give, for docs/memory.md and docs/claims.md.

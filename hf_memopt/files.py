@@ -28,6 +28,11 @@ def shipped(folder: str) -> Path:
     raise FileNotFoundError(f"{folder}/ is missing from the installation of hf_memopt: reinstall it")
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt; it need not be there."""
+    return Path(os.environ.get("HF_MEMOPT_CACHE") or os.path.expanduser("~/.cache/hf_memopt"))
+
+
 def user_path(text: str | Path) -> Path:
     """A path that a person gave, with `~` expanded; it need not be there.
 

@@ -1,5 +1,6 @@
 """Bytes in the units that people read."""
 
+MIB = 2**20
 GIB = 2**30
 
 

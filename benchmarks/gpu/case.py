@@ -1,7 +1,6 @@
 """A case: the unit that is measured, in a process of its own; and the file that its row is written to."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,6 @@ from hf_memopt.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "gpu"
-
-
-class Skip(Exception):
-    """A case that cannot be measured on this machine; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +76,3 @@ class Results:
 def load(path: Path) -> dict[str, Any]:
     """A device's results file."""
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the runner is killed, so that none keeps the card (Linux only)."""
-    try:
-        import ctypes
-        import signal
-
-        pr_set_pdeathsig = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() == 1:
-        os._exit(1)

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu.case import ROOT, Case, Skip
+from benchmarks.gpu.case import ROOT, Case
+from hf_memopt.calibration.processes import Skip
 
 
 def cases(rehearse: bool) -> list[Case]:

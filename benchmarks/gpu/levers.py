@@ -2,7 +2,8 @@
 
 import sys
 
-from benchmarks.gpu.case import ROOT, Case, Skip
+from benchmarks.gpu.case import ROOT, Case
+from hf_memopt.calibration.processes import Skip
 
 # Most valuable first. Liger is no lever of ours: what chunked losses are compared with.
 ORDER = (

@@ -2,7 +2,8 @@
 
 import tempfile
 
-from benchmarks.gpu.case import Case, Skip
+from benchmarks.gpu.case import Case
+from hf_memopt.calibration.processes import Skip
 
 GIB = 2**30
 METHODS = ("full", "lora", "qlora")
@@ -30,8 +31,9 @@ def measure(case: Case) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
-    from benchmarks.gpu.training import TINY, Setting, config_of, peaks, release
-    from hf_memopt.estimator import constants as overheads
+    from hf_memopt.calibration.readings import peaks
+    from hf_memopt.calibration.training import TINY, Setting, config_of, release
+    from hf_memopt.estimator import overheads
     from hf_memopt.hardware import configure_allocator
     from hf_memopt.levers.adapters import add_adapters
     from hf_memopt.presets import get_preset

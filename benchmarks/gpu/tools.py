@@ -5,8 +5,10 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.gpu.case import ROOT, Case, Skip
-from benchmarks.gpu.training import Setting, make_trainer, used_on_card
+from benchmarks.gpu.case import ROOT, Case
+from hf_memopt.calibration.processes import Skip
+from hf_memopt.calibration.readings import accelerator, peaks, used_on_card
+from hf_memopt.calibration.training import Setting, make_trainer
 
 MIB = 2**20
 SMALL = Setting("tools", "smollm2-135m", {"bf16": True}, {}, micro=2, length=256)
@@ -38,69 +40,26 @@ def measure(case: Case) -> dict:
 
 
 def constants(setting: Setting) -> dict:
-    """Bytes of context and of cuBLAS's workspace beside what overheads.py assumes, and reached shares of the rates."""
-    import torch
-
-    from hf_memopt.estimator import constants as overheads
-    from hf_memopt.estimator.accounting.ledger import Peak
+    """Bytes of context and of cuBLAS's workspace beside what is assumed, and reached shares of the catalog's rates."""
+    from hf_memopt.calibration.device import context_and_workspace, rates
     from hf_memopt.hardware import detect
+    from hf_memopt.hardware.constants import assumed
 
+    found = context_and_workspace(setting)
+    found.pop("card", None)  # the card's own number is nobody's business
+    found |= rates() if accelerator() != "cpu" else rates(size=64, copied=MIB)
     device = detect()
-    assumed = {"peak": Peak(0, {}, 0)}
-    overheads.add_workspace(assumed, device)
-    found = {"assumed_context_bytes": overheads.context(device), "assumed_workspace_bytes": assumed["peak"].total}
-    if not torch.cuda.is_available():
-        return {**found, "context_bytes": None, "workspace_bytes": None}
-    idle = used_on_card() or 0
-    small = torch.ones(1, device="cuda")
-    torch.cuda.synchronize()
-    after_first = (used_on_card() or 0) - idle - torch.cuda.memory_reserved()
-    # Rates and kernels: everything that a training step loads.
-    size = 8192
-    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    before = torch.cuda.memory_allocated()
-    product = left @ right
-    workspace = torch.cuda.memory_allocated() - before - product.nbytes
-    rate = 2 * size**3 / seconds_of(lambda: torch.mm(left, right, out=product))
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / seconds_of(lambda: target.copy_(source))
-    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    link = host.nbytes / seconds_of(lambda: target[: host.nbytes].copy_(host, non_blocking=True))
-    launch = seconds_of(lambda: small.add_(1), 2000)
-    left = right = product = source = target = None  # the training that follows finds an empty card
-    torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as folder:
-        make_trainer(setting, folder, 2).train()
-    context = (used_on_card() or 0) - idle - torch.cuda.memory_reserved()
+    matmul = found["matmul_flops_per_second"].get("bfloat16")
+    shares = (
+        ("matmul_rate", matmul, device.bf16_flops),
+        ("bandwidth", found["bandwidth_bytes_per_second"], device.bandwidth),
+        ("host_link", found["host_link_bytes_per_second"], device.host_link),
+    )
     return {
         **found,
-        "context_at_first_tensor_bytes": after_first,
-        "context_bytes": context,
-        "workspace_bytes": workspace,
-        "matmul_flops": rate,
-        "copy_bytes_per_second": copied,
-        "host_link_bytes_per_second": link,
-        "launch_seconds": launch,
-        "share_of_matmul_rate": device.bf16_flops and rate / device.bf16_flops,
-        "share_of_bandwidth": device.bandwidth and copied / device.bandwidth,
-        "share_of_host_link": device.host_link and link / device.host_link,
+        **{f"assumed_{name}": assumed(name, device).value for name in ("context_bytes", "workspace_bytes")},
+        **{f"share_of_{name}": rate and known and rate / known for name, rate, known in shares},
     }
-
-
-def seconds_of(function, times: int = 20) -> float:
-    """Mean seconds of a call on the card, after three that warm it up."""
-    import torch
-
-    for _ in range(3):
-        function()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(times):
-        function()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended) / 1000 / times
 
 
 def snapshot(setting: Setting) -> dict:
@@ -190,37 +149,22 @@ def doctor(setting: Setting) -> dict:
 
 def attention(setting: Setting) -> dict:
     """What resolve_attention() chooses, and that a model runs with it."""
-    import dataclasses
+    from hf_memopt.calibration.device import attention as chosen_attention
 
-    from hf_memopt.hardware import detect
-    from hf_memopt.hardware.attention import resolve_attention
-
-    chosen = resolve_attention(detect())
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(dataclasses.replace(setting, attention=chosen), folder, 2)
-        trainer.train()
-    return {"chosen": chosen, "ran": trainer.model.config._attn_implementation}
+    return chosen_attention(setting)
 
 
 def allocator_setting(setting: Setting) -> dict:
     """PYTORCH_ALLOC_CONF set in the process before CUDA starts: whether the allocator took it."""
-    from hf_memopt.hardware import configure_allocator
+    from hf_memopt.calibration.device import allocator_setting as configured_allocator
 
-    said = configure_allocator()
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"said": said, "expandable": None}
-    kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
-    segments = torch.cuda.memory_snapshot()
-    return {"said": said, "bytes": kept.nbytes, "expandable": all(one.get("is_expandable") for one in segments)}
+    return configured_allocator()
 
 
 def compile(setting: Setting) -> dict:
     """torch_compile=True: trained, its peak beside the plain one's."""
     import torch
 
-    from benchmarks.gpu.training import peaks
     from hf_memopt.hardware.compiler import compiler
 
     if compiler() is None or not torch.cuda.is_available():

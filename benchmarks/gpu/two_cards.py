@@ -6,7 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.case import ROOT, Case, Skip
+from benchmarks.gpu.case import ROOT, Case
+from hf_memopt.calibration.processes import Skip
 
 PLAIN = {"name": "plain", "rank": 0, "phase": None, "step": 0, "micro": 0}
 ENDINGS = {

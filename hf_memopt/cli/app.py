@@ -412,6 +412,30 @@ def consolidate(
     run_consolidate(checkpoint, directory, trusted, json)
 
 
+@app.command(
+    epilog="Examples: hf-memopt calibrate · hf-memopt calibrate --budget 120 (run it again for the rest) · "
+    "hf-memopt calibrate --export my-card.json · hf-memopt calibrate --rehearse"
+)
+def calibrate(
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.json", help="Also write a file to share: figures and versions, no paths or names."),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", callback=_positive, help="No measurement begins that might outlast it.")
+    ] = 300.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier call has measured.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Play all parts on the CPU, with tiny models; no prediction uses it.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Measure on this machine's card, in about five minutes, what estimate, plan and report assume of it."""
+    from hf_memopt.cli.calibrate import run_calibrate
+
+    raise typer.Exit(run_calibrate(budget, export, rehearse, fresh, json))
+
+
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")
 def doctor(
     files: Annotated[

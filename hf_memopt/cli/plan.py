@@ -142,6 +142,8 @@ def _print_plan(made, written: list[str]) -> None:
         print(f"{best.name}:\n  {launch_command(request, best)}")
     else:
         _print_nearest(made)
+    for note in made.notes:
+        print(f"note: {note}")
     if written:
         print(f"wrote {', '.join(written)}")
 

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hf_memopt.files import cache_folder
+
 VOCABULARY = 4096
 MAX_POSITIONS = 512
 _VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
@@ -32,7 +34,7 @@ def builtin_model() -> Path:
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
     """A folder of the cache, made if it is not there. Two processes that make it at once make the same."""
-    cache = Path(os.environ.get("HF_MEMOPT_CACHE") or Path.home() / ".cache" / "hf_memopt")
+    cache = cache_folder()
     folder = cache / name
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

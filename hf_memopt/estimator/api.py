@@ -12,7 +12,7 @@ from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError, choose
-from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator import overheads
 from hf_memopt.estimator.accounting.ledger import KINDS, Books, Peak
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.architectures import load_config
@@ -33,6 +33,7 @@ from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.tracing.trace import TracedJob, trace
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.levers.token_budget import samples_within
@@ -234,6 +235,8 @@ def estimate_jobs(jobs: Sequence[Job], each=one_by_one) -> list[Estimate | Input
     Args:
         each: as for estimate_job(); all traces of all jobs are given to it at once.
     """
+    for job in jobs:
+        measured_on(job.device)  # read here, so that a file that does not count is named once, not by every process
     depths = [
         shallow_depths(job.config, fewest_layers(job), checkpointing_period(job.fields, job.memory_args))
         for job in jobs

@@ -12,21 +12,13 @@ from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.estimator.accounting.work import Kernel
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
+from hf_memopt.hardware.constants import SPEEDS, show
+from hf_memopt.hardware.measured import constant, measured_on, measured_value
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.sketch import Sketch, Traced
 
 GB = 1e9
-# Shares of the catalog's rates that training reaches: assumed, not calibrated on a GPU. Narayanan et al. 2021 report
-# 44 to 52 % of an A100's rate for whole steps; copies reach about 80 % of the memory's (STREAM and its GPU ports).
-PRODUCTS = 0.6
-TRAFFIC = 0.8
-LINK = 0.8
-LAUNCH = 5e-6  # seconds from one kernel to the next, NVIDIA's usual figure for an asynchronous launch
-EXPOSED = 0.1  # of traffic that runs beside computation and is still waited for: assumed
-# Where the catalog knows no rate, products are taken to be this many times as fast as a byte: a desktop CPU's
-# 1 TFLOP/s over 50 GB/s. Where it knows no bandwidth, the reference machine's stands in.
-BALANCE = 20.0
-BANDWIDTH = 51.2 * GB
+# Shares of the catalog's rates that training reaches, and their sources: hardware.constants. What is here is of hosts.
 # ZeRO-Offload (Ren et al. 2021), table 4: Adam on 1e9 weights in 0.22 s, on the host's two sockets.
 HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
 # One 400 Gb/s adapter a GPU (NVIDIA DGX H100), 200 Gb/s before (DGX A100).
@@ -68,8 +60,8 @@ class Cost:
         micro = self._micro(choice)
         moved = self._offloaded(choice, micro)
         exchange_micro, exchange_step = self._exchanged(choice)
-        micro = _beside(micro + moved, exchange_micro)
-        return _beside(choice.accumulation * micro, exchange_step) + self._optimizer(choice)
+        micro = self._beside(micro + moved, exchange_micro)
+        return self._beside(choice.accumulation * micro, exchange_step) + self._optimizer(choice)
 
     def rank(self, choice: Choice) -> float:
         """What choices are sorted by: the step's time, longer for what approximates, and a little for every lever."""
@@ -94,7 +86,7 @@ class Cost:
             return 0.0
         size = self.sketch.activations(choice) * (0.5 if choice.compressed else 1)
         moving = 2 * size / _host_link(self.sketch.job.device)
-        return _beside(micro, moving) - micro
+        return self._beside(micro, moving) - micro
 
     def _exchanged(self, choice: Choice) -> tuple[float, float]:
         """Seconds that devices exchange weights and gradients, per micro-batch and per step."""
@@ -133,10 +125,11 @@ class Cost:
 
     def _link(self) -> float:
         device = self.sketch.job.device
-        peer = (device.peer_link or _host_link(device)) * LINK
+        efficiency = constant("link_efficiency", device).value
+        peer = device.peer_link * efficiency if device.peer_link else _host_link(device)
         if self.sketch.job.world_size <= DEVICES_PER_HOST:
             return peer
-        return min(peer, BETWEEN_HOSTS[device.fp8] * LINK)
+        return min(peer, BETWEEN_HOSTS[device.fp8] * efficiency)
 
     def _optimizer(self, choice: Choice) -> float:
         ranks = self.sketch.job.world_size
@@ -149,9 +142,14 @@ class Cost:
             adam = self.sketch.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
             if choice.strategy.endswith("nvme"):
                 swapped = self._disk(STEP_READS * self.sketch.trained, STEP_WRITES * self.sketch.trained)
-                adam = _beside(adam, swapped)
+                adam = self._beside(adam, swapped)
             return there_and_back + adam
         return seconds
+
+    def _beside(self, computing: float, moving: float) -> float:
+        """Two things at once."""
+        exposed = constant("exposed_traffic", self.sketch.job.device).value
+        return max(computing, moving) + exposed * min(computing, moving)
 
     def _disk(self, read: float, written: float) -> float:
         """Seconds in which the machines read and write so many bytes of the whole job, each its share."""
@@ -166,8 +164,8 @@ def times(found: Traced, device: Hardware) -> tuple[float, float]:
 
 def _times(kernels: Counter[Kernel], device: Hardware, optimizer: bool) -> float:
     rate, bandwidth = _rate(device), _bandwidth(device)
-    launch = 0.0 if device.backend == "cpu" else LAUNCH
-    return sum(
+    launch = constant("launch_seconds", device).value
+    return constant("step_time_ratio", device).value * sum(
         count * max(kernel.flops / rate, kernel.bytes / bandwidth, launch)
         for kernel, count in kernels.items()
         if kernel.optimizer == optimizer
@@ -175,18 +173,29 @@ def _times(kernels: Counter[Kernel], device: Hardware, optimizer: bool) -> float
 
 
 def _rate(device: Hardware) -> float:
-    known = device.bf16_flops or device.fp16_flops
-    return known * PRODUCTS if known else BALANCE * _bandwidth(device)
+    if (measured := measured_value("matmul_flops_per_second", device)) is not None:
+        return measured
+    if known := device.bf16_flops or device.fp16_flops:
+        return known * constant("matmul_efficiency", device).value
+    return constant("flops_per_byte", device).value * _bandwidth(device)
 
 
 def _bandwidth(device: Hardware) -> float:
-    return (device.bandwidth or BANDWIDTH) * TRAFFIC
+    if (measured := measured_value("bandwidth_bytes_per_second", device)) is not None:
+        return measured
+    known = device.bandwidth or constant("unknown_bandwidth", device).value
+    return known * constant("bandwidth_efficiency", device).value
 
 
 def _host_link(device: Hardware) -> float:
-    return (device.host_link or 15.75 * GB) * LINK
+    if (measured := measured_value("host_link_bytes_per_second", device)) is not None:
+        return measured
+    known = device.host_link or constant("unknown_host_link", device).value
+    return known * constant("link_efficiency", device).value
 
 
-def _beside(computing: float, moving: float) -> float:
-    """Two things at once."""
-    return max(computing, moving) + EXPOSED * min(computing, moving)
+def speed_note(device: Hardware) -> str | None:
+    """What of this device's rates was measured on it; None where nothing was."""
+    file = measured_on(device)
+    rates = [show(name, file.constants[name]) for name in SPEEDS if name in file.constants] if file else []
+    return f"speed: {', '.join(rates)}: {file.source}" if rates else None

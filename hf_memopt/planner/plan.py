@@ -8,12 +8,15 @@ from typing import Any
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.api import Job
 from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.overheads import measured_memory
 from hf_memopt.estimator.preset_estimates import job_of
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.field_values import fit, hints_of
+from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.cost import speed_note
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
@@ -163,6 +166,13 @@ class Plan:
     def __iter__(self):
         return iter(self.ladder)
 
+    @property
+    def notes(self) -> list[str]:
+        """What of the device's memory and speed was measured on it."""
+        device = self.request.preset.hardware
+        memory = measured_memory(device) if measured_on(device) else ()
+        return [*memory, *filter(None, [speed_note(device)])]
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as one JSON object."""
         from hf_memopt.planner.launch import as_dict
@@ -180,6 +190,7 @@ class Plan:
             "rejected": [dataclasses.asdict(one) for one in self.rejected],
             "missing_bytes": self.missing_bytes,
             "nearest": self.nearest,
+            "notes": self.notes,
         }
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_memopt.estimator import constants as overheads
+from hf_memopt.estimator import overheads
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import Job, traced

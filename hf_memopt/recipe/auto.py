@@ -7,18 +7,14 @@ from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.errors import InputError, StartAgain
-from hf_memopt.estimator.constants import context
+from hf_memopt.estimator.overheads import context
+from hf_memopt.hardware.measured import constant
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.presets import Preset
 from hf_memopt.units import gib
 
 logger = logging.getLogger(__name__)
-
-_MIB = 2**20
-# Left alone: what a desktop's windows may take while training runs; on a CPU, Python and torch themselves.
-_MARGIN = {"cpu": 1024 * _MIB}
-_USUAL_MARGIN = 256 * _MIB
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ def free_memory_of(device) -> int:
         free = min(reading.free, reading.host_available)
     else:
         free = reading.free + context(device)
-    return max(1, min(free, device.memory) - _MARGIN.get(device.backend, _USUAL_MARGIN))
+    return max(1, min(free, device.memory) - int(constant("free_memory_margin_bytes", device).value))
 
 
 def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: int) -> None:

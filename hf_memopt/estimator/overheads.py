@@ -1,4 +1,4 @@
-"""What a trace on the CPU cannot see: each figure with its source."""
+"""What a trace on the CPU cannot see, and what the numbers do and do not cover. Figures: hardware.constants."""
 
 import copy
 from collections.abc import Iterator
@@ -9,22 +9,15 @@ from hf_memopt.estimator.accounting.ledger import Books, Peak
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.constants import show
+from hf_memopt.hardware.measured import constant, measured_on
 from hf_memopt.levers.sliding_window import has_window
-
-_MIB = 2**20
-# Bytes that a process takes on a device before its first tensor: driver context and loaded kernels.
-# V100, CUDA 11.2: 1343 MiB, quoted from transformers' "Methods and tools for efficient training" (2022). CUDA 12.2
-# and later load kernels when they are first used, so the rest is smaller: assumed, not measured by this project.
-_CONTEXT = {"7.0": 1343 * _MIB, "7.5": 1343 * _MIB}
-_CONTEXT_LAZY = 512 * _MIB
-SPARE_HOST = 2 * 2**30  # Python, torch, CUDA's host side and the data set's tables: assumed, not measured
 
 
 def context(device: Hardware) -> int:
-    """Bytes beside the allocator's: what nvidia-smi shows of a process that has only started."""
-    if device.backend not in ("cuda", "rocm"):
-        return 0
-    return _CONTEXT.get(device.architecture, _CONTEXT_LAZY)
+    """Bytes beside the allocator's (the driver's context, loaded kernels): what nvidia-smi shows of a process that
+    has only started."""
+    return int(constant("context_bytes", device).value)
 
 
 def add_prefetched(peaks: dict[str, Peak], job) -> None:
@@ -85,13 +78,10 @@ def add_save(peaks: dict[str, Peak]) -> None:
 
 
 def add_workspace(peaks: dict[str, Peak], device: Hardware) -> None:
-    """cuBLAS keeps a workspace from its first multiplication on: 32 MiB from Hopper on, 8,519,680 bytes before
-    (:4096:2:16:8, torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG)."""
-    if device.backend != "cuda":
-        return
-    size = 32 * _MIB if float(device.architecture) >= 9.0 else 8_519_680
+    """cuBLAS keeps a workspace from its first multiplication on, in the caching allocator's memory."""
+    size = int(constant("workspace_bytes", device).value)
     for name, peak in peaks.items():
-        if not name.startswith(("load", "start")):
+        if size and not name.startswith(("load", "start")):
             grow(peak, "workspace", size)
 
 
@@ -104,6 +94,7 @@ def grow(peak: Peak, kind: str, size: int) -> None:
 def host_bytes(peaks: dict[str, Peak], job) -> int:
     """Host memory of one process: what engines offload, or the weights on their way to the device; batches waiting in
     the data loader (workers × prefetch factor, pinned once more); and the process itself."""
+    spare = int(constant("host_process_bytes", job.device).value)
     swapped = optimizer_buffers(job)
     offloaded = max(peak.host for peak in peaks.values()) + swapped
     workers = job.fields.get("dataloader_num_workers", 0)
@@ -111,9 +102,9 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
     loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
-        return max(peak.total + peak.host for peak in peaks.values()) + swapped + loader + SPARE_HOST
+        return max(peak.total + peak.host for peak in peaks.values()) + swapped + loader + spare
     staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
-    return max(offloaded, staged) + loader + SPARE_HOST
+    return max(offloaded, staged) + loader + spare
 
 
 def notes(job, books: Books) -> tuple[str, ...]:
@@ -122,7 +113,7 @@ def notes(job, books: Books) -> tuple[str, ...]:
     if job.world_size > 1:
         said.append(f"predicted for one of {job.world_size} devices, {job.engine}")
     if job.device.backend != "cpu":
-        said.append("reserved and device bytes follow a model of CUDA's caching allocator; not checked on a GPU yet")
+        said.extend(measured_memory(job.device))
     if books.unpacked_experts:
         said.append(
             "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
@@ -158,3 +149,20 @@ def _of_attention(job) -> Iterator[str]:
         yield f"{name} is counted as flex attention, as its source says; not measured on a GPU"
     else:
         yield f"{name} is sdpa with a mask of tokens × tokens here, which takes more than causal sdpa without one"
+
+
+def measured_memory(device: Hardware) -> Iterator[str]:
+    """What of a device's bytes was measured on it."""
+    model = "reserved and device bytes follow a model of CUDA's caching allocator"
+    file = measured_on(device)
+    if file is None:
+        yield f"{model}; not checked on a GPU yet"
+        return
+    names = [name for name in ("context_bytes", "workspace_bytes") if name in file.constants]
+    if names:
+        yield f"{', '.join(show(name, file.constants[name]) for name in names)}: {file.source}"
+    if errors := file.reserved_errors:
+        jobs = f"{len(errors)} job{'s' * (len(errors) > 1)}"
+        yield f"{model}: of {jobs} on this device it was {min(errors):+.1%} to {max(errors):+.1%} off"
+    else:
+        yield f"{model}; not checked on this device yet"

@@ -3,11 +3,11 @@
 import dataclasses
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.case import Skip
+from hf_memopt.calibration.processes import Skip
+from hf_memopt.calibration.readings import accelerator, peaks, synchronize
 
 STEPS = 6  # the first two build states and warm up; the rest is timed
 TINY = {
@@ -188,9 +188,9 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
 
     from hf_memopt import MemoryArguments, MemoryTrainer
 
-    on_card = torch.cuda.is_available()
+    kind_of_device = accelerator()
     torch.manual_seed(0)
-    model = build(setting, "cuda" if on_card else "cpu")
+    model = build(setting, kind_of_device)
     args = TrainingArguments(
         **{
             "output_dir": folder,
@@ -200,7 +200,7 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
             "disable_tqdm": True,
             "logging_strategy": "no",
             "save_strategy": "no",
-            "use_cpu": not on_card,
+            "use_cpu": kind_of_device == "cpu",
             **setting.fields,
             **fields,
         }
@@ -223,7 +223,6 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
 
 def step_clock():
     """A callback whose `seconds` are those of every optimizer step, the device's work included."""
-    import torch
     from transformers import TrainerCallback
 
     class StepClock(TrainerCallback):
@@ -231,8 +230,7 @@ def step_clock():
             self.seconds: list[float] = []
 
         def _now(self) -> float:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            synchronize()
             return time.perf_counter()
 
         def on_step_begin(self, *_, **__):
@@ -242,46 +240,6 @@ def step_clock():
             self.seconds.append(self._now() - self.began)
 
     return StepClock()
-
-
-def used_on_card() -> int | None:
-    """Bytes of the card that its driver has given to anybody (NVML, which needs no context); None without a card."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
-    except Exception:  # the driver's library is missing, or has no card: each says so in an error of its own
-        return None
-
-
-@contextmanager
-def peaks():
-    """What the block took at most: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
-
-    On a CPU the allocator's peak of what the block itself allocates, by the profiler's events; no reserved bytes.
-    """
-    import torch
-
-    found: dict[str, int | None] = {"reserved_bytes": None, "device_bytes": None}
-    if torch.cuda.is_available():
-        idle = used_on_card()
-        torch.cuda.reset_peak_memory_stats()
-        yield found
-        used = used_on_card()
-        found["allocated_bytes"] = torch.cuda.max_memory_allocated()
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        found["device_bytes"] = None if used is None else used - (idle or 0)
-        return
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        yield found
-    live = found["allocated_bytes"] = 0
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        found["allocated_bytes"] = max(found["allocated_bytes"], live)
 
 
 def train(setting: Setting) -> dict[str, Any]:
@@ -302,7 +260,7 @@ def train(setting: Setting) -> dict[str, Any]:
     allocator = configure_allocator()
     check_needs(setting)
     clock, outcome = step_clock(), "trained"
-    steps = STEPS if torch.cuda.is_available() else 2
+    steps = 2 if accelerator() == "cpu" else STEPS
     with tempfile.TemporaryDirectory() as folder, peaks() as found:
         try:
             make_trainer(setting, folder, steps, callbacks=[clock]).train()

@@ -1,0 +1,2 @@
+"""`hf-memopt calibrate`: what predictions assume of a device, measured on the user's own. benchmarks/gpu measures with
+the same functions."""

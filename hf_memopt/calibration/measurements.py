@@ -1,0 +1,159 @@
+"""What calibrate measures, in which order, and the constants that follow from it."""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from hf_memopt.calibration import device as on_device
+from hf_memopt.calibration.processes import Processes
+from hf_memopt.calibration.training import Setting, predict, train
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.constants import MEASURABLE
+from hf_memopt.hardware.measured import SWITCH, constant
+from hf_memopt.units import MIB
+
+_CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+# Within 6 GiB each, so that they fit an 8 GiB card beside a desktop.
+_JOBS = {
+    "full": Setting("full", "smollm2-135m", micro=2),
+    "LoRA, checkpointed": Setting("LoRA", "qwen2.5-0.5b", _CHECKPOINTED, method="lora", dtype="bfloat16"),
+    "chunked loss": Setting("lever", "smollm2-360m", _CHECKPOINTED, {"loss_chunk_size": 512}),
+    "accumulation": Setting("full", "smollm2-135m", {"gradient_accumulation_steps": 4}, micro=4, length=512),
+}
+_DISTURBED = 64 * MIB  # of the driver's count before and after: a desktop's windows change by less
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One line of progress.
+
+    Attributes:
+        name: key in the file.
+        limit: seconds after which its process is killed.
+        function: what is measured, in a process of its own.
+        setting: a training job that is also predicted; None for others.
+    """
+
+    name: str
+    limit: int
+    function: Callable[[], dict]
+    setting: Setting | None = None
+
+
+def measurements(device: Hardware, rehearse: bool) -> list[Measurement]:
+    """All of them, most valuable first: predictions of device bytes rest on the context."""
+    precision = _precision(device)
+
+    def fitted(setting: Setting) -> Setting:
+        half = setting.dtype == "bfloat16" and not device.native_bf16
+        setting = dataclasses.replace(setting, fields={**setting.fields, **precision})
+        setting = dataclasses.replace(setting, dtype="float32") if half else setting
+        return setting.rehearsed() if rehearse else setting
+
+    small = fitted(Setting("small", "smollm2-135m", length=256))
+    rates = functools.partial(on_device.rates, 64, MIB) if rehearse else on_device.rates
+    jobs = [
+        Measurement(f"job: {name}", 90, functools.partial(train, fitted(setting)), fitted(setting))
+        for name, setting in _JOBS.items()
+    ]
+    return [
+        Measurement("context", 60, functools.partial(on_device.context_and_workspace, small)),
+        Measurement("rates", 60, rates),
+        *jobs,
+        Measurement("attention", 60, functools.partial(on_device.attention, small)),
+        Measurement("allocator", 30, on_device.allocator_setting),
+    ]
+
+
+def _precision(device: Hardware) -> dict[str, bool]:
+    if device.native_bf16:
+        return {"bf16": True}
+    return {"fp16": True} if device.backend in ("cuda", "rocm") else {}
+
+
+def measure(processes: Processes, one: Measurement, device: Hardware, env: dict[str, str], limit: float) -> dict:
+    """The outcome of one: measured, with what was measured; skipped or failed, with `reason`.
+
+    Args:
+        env: of its process.
+        limit: seconds.
+    """
+    before = on_device.driver_bytes()
+    found = processes.run(one.function, limit, env)
+    if found["outcome"] != "measured":
+        return found
+    if one.name == "context" and (card := found.pop("card", None)):
+        after = on_device.driver_bytes()
+        if abs(after.get(card, 0) - before.get(card, 0)) > _DISTURBED:
+            return {"outcome": "failed", "reason": "another process took or gave back memory of the card meanwhile"}
+    if one.setting is not None:
+        predicted = processes.run(
+            functools.partial(_predict, one.setting, dataclasses.asdict(_without_sources(device))),
+            limit,
+            {"CUDA_VISIBLE_DEVICES": "", SWITCH: "on"},
+        )
+        if predicted["outcome"] != "measured":
+            return {"outcome": "failed", "reason": f"not predicted: {predicted['reason']}"}
+        found["predicted"] = {name: value for name, value in predicted.items() if name != "outcome"}
+    return found
+
+
+def _without_sources(device: Hardware) -> Hardware:
+    return dataclasses.replace(device, sources={})
+
+
+def _predict(setting: Setting, device: dict[str, Any]) -> dict:
+    """In a process that reads what has been measured so far; the step's time as if none had been compared yet."""
+    hardware = Hardware(**device)
+    found = predict(setting, hardware)
+    return found | {"step_seconds": found["step_seconds"] / constant("step_time_ratio", hardware).value}
+
+
+def constants_from(found: dict[str, dict], device: Hardware) -> dict[str, float]:
+    """What predictions take from the measurements so far; a figure beyond MEASURABLE's bounds is left out."""
+    context, rates = (_measured(found, name) for name in ("context", "rates"))
+    matmuls = rates.get("matmul_flops_per_second", {})
+    steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(found).values()]
+    ratios = [measured / predicted for measured, predicted in steps if measured]
+    values = {
+        "context_bytes": context.get("context_bytes"),
+        "workspace_bytes": context.get("workspace_bytes"),
+        "matmul_flops_per_second": matmuls.get("bfloat16" if device.native_bf16 else "float16"),
+        "bandwidth_bytes_per_second": rates.get("bandwidth_bytes_per_second"),
+        "host_link_bytes_per_second": rates.get("host_link_bytes_per_second"),
+        "launch_seconds": rates.get("launch_seconds"),
+        "step_time_ratio": statistics.median(ratios) if ratios else None,
+    }
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and MEASURABLE[name].lowest <= value <= MEASURABLE[name].highest
+    }
+
+
+def reserved_errors(found: dict[str, dict]) -> list[float]:
+    """Of each job: predicted reserved bytes over measured, less 1; none where the device counts no reserved bytes."""
+    pairs = [(predicted_reserved(job), job["reserved_bytes"]) for job in trained(found).values()]
+    return [round(predicted / measured - 1, 4) for predicted, measured in pairs if measured]
+
+
+def predicted_reserved(job: dict) -> int:
+    """The prediction for the allocator's setting that was in force."""
+    expandable = "expandable_segments:True" in (job["allocator"] or "")
+    return job["predicted"]["reserved_bytes"]["expandable" if expandable else "segments"]
+
+
+def trained(found: dict[str, dict]) -> dict[str, dict]:
+    """The jobs that were trained to their end."""
+    return {
+        name: row
+        for name, row in found.items()
+        if name.startswith("job: ") and row["outcome"] == "measured" and row["outcome_of_training"] == "trained"
+    }
+
+
+def _measured(found: dict[str, dict], name: str) -> dict:
+    row = found.get(name, {})
+    return row if row.get("outcome") == "measured" else {}

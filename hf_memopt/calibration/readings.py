@@ -1,0 +1,107 @@
+"""What a device, its allocator and its driver say of memory, also before CUDA has started."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def accelerator() -> str:
+    """The device that is measured: cuda (ROCm's too), mps, or cpu for a rehearsal."""
+    import torch
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # a rehearsal, also on a Mac
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def driver_bytes() -> dict[str, int]:
+    """Bytes of every card that its driver has given to anybody, by card. Starts neither CUDA nor ROCm, whose context
+    is to be measured."""
+    return {**_nvidia_bytes(), **_amd_bytes()}
+
+
+def _nvidia_bytes() -> dict[str, int]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # nvidia-ml-py or the driver's library is missing, or has no card: each in an error of its own
+        return {}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return {
+            pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-"): pynvml.nvmlDeviceGetMemoryInfo(handle).used
+            for handle in handles
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _amd_bytes() -> dict[str, int]:
+    """By PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed."""
+    files = Path("/sys/bus/pci/devices").glob("*/mem_info_vram_used")
+    return {file.parent.name: int(file.read_text()) for file in files}
+
+
+def used_on_card() -> int | None:
+    """Bytes that the driver has given of the first card that this process sees; None where it does not tell."""
+    used = driver_bytes()
+    return used.get(this_card(used)) if accelerator() == "cuda" else None
+
+
+def this_card(used: dict[str, int]) -> str:
+    """The key in driver_bytes() of the first device of this process; starts CUDA."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    if not torch.version.hip:
+        return str(properties.uuid)
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None not in parts:
+        return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    return next(iter(used)) if len(used) == 1 else ""  # of several cards an older PyTorch does not say which
+
+
+def synchronize() -> None:
+    """Wait for the device's work."""
+    import torch
+
+    if (kind := accelerator()) != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+@contextmanager
+def peaks():
+    """What the block took at most: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
+
+    On MPS reserved bytes alone. On a CPU allocated bytes alone: the peak of what the block itself allocates, by the
+    profiler's events.
+    """
+    import torch
+
+    found: dict[str, int | None] = {"reserved_bytes": None, "device_bytes": None}
+    kind = accelerator()
+    if kind == "cuda":
+        idle = driver_bytes()
+        torch.cuda.reset_peak_memory_stats()
+        yield found
+        used, card = driver_bytes(), this_card(idle)
+        found["allocated_bytes"] = torch.cuda.max_memory_allocated()
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["device_bytes"] = used[card] - idle[card] if card in used and card in idle else None
+        return
+    if kind == "mps":  # keeps no peak; what it took from Metal it gives back only when asked
+        yield found
+        found["allocated_bytes"], found["reserved_bytes"] = None, torch.mps.driver_allocated_memory()
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        yield found
+    live = found["allocated_bytes"] = 0
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        found["allocated_bytes"] = max(found["allocated_bytes"], live)

@@ -1,0 +1,201 @@
+"""A calibration: measured one after another, kept after each, resumed where it ended."""
+
+import dataclasses
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.calibration.measurements import Measurement, constants_from, measure, measurements, reserved_errors
+from hf_memopt.calibration.processes import Processes
+from hf_memopt.errors import InputError
+from hf_memopt.files import is_there, read_json, user_path, write_json
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.measured import FORMAT, device_path, parse_device_file, versions_here
+
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+_SLOW = 20  # times the limit that a rehearsal gets: a loaded CPU is no reason to fail it
+_PACKAGES = ("transformers", "accelerate", "peft", "hf_memopt")
+
+
+class Session:
+    """The measurements of one device.
+
+    Attributes:
+        device: that is measured.
+        rehearsal: played on the CPU.
+        found: measurement -> its outcome, of this and of earlier calls.
+        waiting: what is still to be measured.
+
+    Args:
+        rehearse: play all parts on the CPU.
+        export: file for a rehearsal's results, which are kept nowhere else.
+        fresh: measure again what was measured.
+
+    Raises:
+        InputError: there is no device to calibrate, or the results cannot be written.
+    """
+
+    def __init__(self, rehearse: bool, export: Path | None, fresh: bool) -> None:
+        self.rehearsal = rehearse
+        self._env = _ON_CPU if rehearse else {}
+        self._processes = Processes("hf_memopt.calibration.warm")
+        self.device, self.versions = self._describe()
+        self._path = export if rehearse else device_path(self.device, self.versions)
+        self.found: dict[str, dict] = {} if fresh else self._earlier()
+        every = measurements(self.device, rehearse)
+        self.waiting = [one for one in every if self.found.get(one.name, {}).get("outcome") != "measured"]
+        self.count = len(every)
+        if self._path is not None:
+            self._check_writable()
+
+    def _describe(self) -> tuple[Hardware, dict[str, str | None]]:
+        """Asked in a process of its own: to ask CUDA for a card's properties starts it."""
+        if not self.rehearsal:
+            check_device()
+        answer = self._processes.run(_description, 120, self._env)
+        if answer["outcome"] != "measured":
+            raise InputError(f"this machine cannot be described: {answer['reason'][-300:]}")
+        device = Hardware(**answer["device"])
+        if self.rehearsal:
+            device = dataclasses.replace(device, label=f"rehearsal on {device.label}")
+        return device, answer["versions"]
+
+    def _earlier(self) -> dict[str, dict]:
+        """What earlier calls measured; nothing where their file is damaged or of another kind."""
+        if self._path is None or not is_there(self._path):
+            return {}
+        try:
+            content = read_json(self._path)
+            same = parse_device_file(content).rehearsal == self.rehearsal
+            found = content["measurements"]
+            constants_from(found, self.device), reserved_errors(found)
+            return found if same and all(isinstance(row["date"], str) for row in found.values()) else {}
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):  # InputError is a ValueError
+            return {}
+
+    def _check_writable(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._keep()
+        except OSError as error:
+            raise InputError(
+                f"{self._path.parent} cannot be written to: {error.strerror}: set HF_MEMOPT_CACHE to a folder that can"
+            ) from error
+
+    def run(self, budget: float, say: Callable[[str], None]) -> None:
+        """Measure what is waiting, until the budget is spent; each outcome is in the file before the next begins.
+
+        Args:
+            budget: seconds; nothing begins that might outlast them.
+            say: told of each outcome.
+        """
+        deadline = time.monotonic() + budget
+        done = self.count - len(self.waiting)
+        for number, one in enumerate(list(self.waiting), done + 1):
+            left = deadline - time.monotonic()
+            if left < min(20, one.limit):
+                say(f"the budget is spent: {len(self.waiting)} of {self.count} are left for the next call")
+                return
+            row = self._measure(one, left)
+            self.waiting.remove(one)
+            say(f"[{number}/{self.count}] {row['seconds']:5.1f} s  {one.name}: {_outcome(row)}")
+
+    def _measure(self, one: Measurement, left: float) -> dict[str, Any]:
+        began = time.monotonic()
+        limit = min(_SLOW * one.limit if self.rehearsal else one.limit, left)
+        row = measure(self._processes, one, self.device, self._env, limit)
+        row |= {"seconds": round(time.monotonic() - began, 1), "date": datetime.now(UTC).date().isoformat()}
+        self.found[one.name] = row
+        if self._path is not None:
+            self._keep()
+        return row
+
+    def _keep(self) -> None:
+        write_json(self._path, self.content())
+
+    def content(self) -> dict[str, Any]:
+        """The file: what read_device_file() reads, and every measurement."""
+        device = ("name", "label", "backend", "architecture", "memory")
+        dates = [row["date"] for row in self.found.values() if row["outcome"] == "measured"]
+        return {
+            "format": FORMAT,
+            "rehearsal": self.rehearsal,
+            "device": {name: getattr(self.device, name) for name in device},
+            "versions": self.versions,
+            "date": max(dates, default=datetime.now(UTC).date().isoformat()),
+            "command": f"hf-memopt calibrate{' --rehearse' * self.rehearsal}",
+            "constants": constants_from(self.found, self.device),
+            "reserved_errors": reserved_errors(self.found),
+            "measurements": self.found,
+        }
+
+    def export(self, path: Path) -> None:
+        """Write a file to share: without what a failed measurement printed, which may hold paths and names."""
+        content = self.content()
+        content["measurements"] = {
+            name: {key: value for key, value in row.items() if key != "reason"} for name, row in self.found.items()
+        }
+        try:
+            write_json(path, content)
+        except OSError as error:
+            raise InputError(f"--export {path} cannot be written: {error.strerror}") from error
+
+
+def check_device() -> None:
+    """Refuse a machine that has nothing to calibrate.
+
+    Raises:
+        InputError: PyTorch sees no card.
+    """
+    import torch
+
+    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise InputError(
+            "PyTorch sees no CUDA, ROCm or MPS device here: run hf-memopt calibrate on the machine with the card, or "
+            "play all parts on the CPU with --rehearse"
+        )
+
+
+def export_path(text: str) -> Path:
+    """The file of --export.
+
+    Raises:
+        InputError: its folder is missing, or it is something else than a calibration.
+    """
+    path = user_path(text).absolute()
+    if not path.parent.is_dir():
+        raise InputError(f"--export {path}: there is no folder {path.parent}: make it, or give another file")
+    if is_there(path):
+        try:
+            parse_device_file(read_json(path))
+        except ValueError:
+            raise InputError(f"--export {path} is there and is no calibration: give another file") from None
+    return path
+
+
+def _description() -> dict[str, Any]:
+    from hf_memopt.hardware import detect
+
+    device = vars(detect()) | {"sources": {}}
+    return {"device": device, "versions": {**versions_here(), "python": platform.python_version(), **_packages()}}
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # hf_memopt runs from a checkout, too
+            continue
+    return found
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    if row["outcome"] == "measured":
+        return row.get("outcome_of_training", "measured")
+    last = row["reason"].strip().splitlines()[-1:] or [""]
+    return f"{row['outcome']}: {last[0][-200:]}"

@@ -1,0 +1,98 @@
+"""`hf-memopt calibrate`: measure on this machine's device what predictions assume of it."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from hf_memopt.calibration.measurements import predicted_reserved, trained
+from hf_memopt.calibration.session import Session, export_path
+from hf_memopt.cli.output import print_json, print_table, working
+from hf_memopt.hardware.constants import MEASURABLE, TABLE, assumed, show_value
+from hf_memopt.units import GIB
+
+_INTERRUPTED = 130
+
+
+def run_calibrate(budget: float, export: str | None, rehearse: bool, fresh: bool, as_json: bool) -> int:
+    """Measure, keep and print; 0 if all that could be measured was, 1 if anything failed, 130 after Ctrl-C."""
+    target = export_path(export) if export else None
+    working("starting; every measurement has a process of its own")
+    session = Session(rehearse, target, fresh)
+    done = session.count - len(session.waiting)
+    _say(f"{session.device.label}: {session.count} measurements, {done} of them done by an earlier call")
+    stopped = False
+    try:
+        session.run(budget, _say)
+    except KeyboardInterrupt:
+        stopped = True
+        left = len(session.waiting)
+        kept = " and kept: the same command continues" if not rehearse or target else ""
+        _say(f"stopped: {session.count - left} of {session.count} are measured{kept}")
+    if target is not None:
+        session.export(target)
+    if as_json:
+        print_json(session.content() | {"left": [one.name for one in session.waiting]})
+    else:
+        _print(session, target)
+    if stopped:
+        return _INTERRUPTED
+    return int(any(row["outcome"] == "failed" for row in session.found.values()))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(session: Session, target) -> None:
+    content = session.content()
+    rows = [
+        (MEASURABLE[name].label, show_value(name, value), _before(session, name))
+        for name, value in content["constants"].items()
+    ]
+    if rows:
+        print_table(session.device.label, ("constant", "measured", "before"), rows)
+    jobs = [_job(name.removeprefix("job: "), row) for name, row in trained(session.found).items()]
+    if jobs:
+        columns = ("job", "reserved" if session.device.backend != "cpu" else "allocated", "predicted", "tokens/s")
+        print_table("training jobs", columns, jobs)
+    for line in _checks(session.found):
+        print(line)
+    if session.rehearsal:
+        print("note: rehearsed on a CPU; no prediction uses these figures")
+    elif content["constants"]:
+        print("note: estimate, plan and report use these constants for this device from now on")
+    if target is not None:
+        print(f"wrote {target}")
+
+
+def _checks(found: dict[str, dict]) -> Iterator[str]:
+    """What of the settings did not do what the package takes for granted, and what the figures suffer from."""
+    attention, allocator, context = (found.get(name, {}) for name in ("attention", "allocator", "context"))
+    if attention.get("chosen") != attention.get("ran"):
+        yield f"problem: attention {attention['chosen']} was chosen and {attention['ran']} ran"
+    if allocator.get("expandable") is False and "expandable_segments:True" in allocator["setting"]:
+        yield f"problem: PYTORCH_ALLOC_CONF={allocator['setting']} was not taken by the allocator"
+    if (idle := context.get("idle_bytes") or 0) > GIB:
+        yield f"note: other programs had {idle / GIB:.1f} GiB of the card; rates may be low"
+
+
+def _before(session: Session, name: str) -> str:
+    """What was assumed; of rates that are stored as they are, what the catalog and an assumed share of it give."""
+    device = session.device
+    if any(row.name == name for row in TABLE):
+        return show_value(name, assumed(name, device).value)
+    catalog, share = {
+        "matmul_flops_per_second": (device.bf16_flops or device.fp16_flops, "matmul_efficiency"),
+        "bandwidth_bytes_per_second": (device.bandwidth, "bandwidth_efficiency"),
+        "host_link_bytes_per_second": (device.host_link, "link_efficiency"),
+    }[name]
+    return show_value(name, catalog * assumed(share, device).value) if catalog else "unknown"
+
+
+def _job(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    measured, predicted = row["reserved_bytes"], predicted_reserved(row)
+    if not measured:
+        measured, predicted = row["allocated_bytes"], row["predicted"]["allocated_bytes"]
+    off = f" ({predicted / measured - 1:+.1%})" if measured else ""
+    speed = f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
+    return name, f"{(measured or 0) / GIB:.3f} GiB", f"{predicted / GIB:.3f} GiB{off}", speed

@@ -1,0 +1,220 @@
+"""What is assumed of devices beside the catalog's figures: one table, each row with its unit and its source.
+
+`hf-memopt calibrate` measures some of them on the user's own card (hardware.measured), and its values go before these.
+"""
+
+from dataclasses import dataclass
+
+from hf_memopt.hardware.catalog import GB, Hardware
+from hf_memopt.units import MIB
+
+_CUDA = ("cuda", "rocm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A figure that predictions rest on.
+
+    Attributes:
+        source: where it was published or what was measured; "assumed" where it is neither.
+        measured: on the device itself, by `hf-memopt calibrate`.
+        backends: for which the row holds; None: for all.
+        capability: lowest and highest CUDA compute capability for which it holds; None: all.
+    """
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    measured: bool = False
+    backends: tuple[str, ...] | None = None
+    capability: tuple[float, float] | None = None
+
+    def applies_to(self, device: Hardware) -> bool:
+        """Whether the row holds for a device."""
+        if self.backends is not None and device.backend not in self.backends:
+            return False
+        if self.capability is None:
+            return True
+        return self.capability[0] <= float(device.architecture) <= self.capability[1]
+
+
+# The first row that applies to a device counts.
+TABLE = (
+    Constant(
+        name="context_bytes",
+        value=1343 * MIB,
+        unit="bytes",
+        source="V100, CUDA 11.2: transformers, 'Methods and tools for efficient training on a single GPU' (2022)",
+        backends=("cuda",),
+        capability=(7.0, 7.5),
+    ),
+    Constant(
+        name="context_bytes",
+        value=512 * MIB,
+        unit="bytes",
+        source="assumed: CUDA 12.2 and later load kernels at their first use, so less than V100's 1343 MiB",
+        backends=_CUDA,
+    ),
+    Constant(
+        name="context_bytes",
+        value=0,
+        unit="bytes",
+        source="unified memory: what the process takes beside tensors is the host's",
+    ),
+    Constant(
+        name="workspace_bytes",
+        value=32 * MIB,
+        unit="bytes",
+        source="cuBLAS from Hopper on: torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG",
+        backends=("cuda",),
+        capability=(9.0, 99.0),
+    ),
+    Constant(
+        name="workspace_bytes",
+        value=8_519_680,  # :4096:2:16:8, KiB × count
+        unit="bytes",
+        source="cuBLAS before Hopper: torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG",
+        backends=("cuda",),
+    ),
+    Constant(name="workspace_bytes", value=0, unit="bytes", source="assumed: no workspace outside cuBLAS is known"),
+    Constant(
+        name="host_process_bytes",
+        value=2048 * MIB,
+        unit="bytes",
+        source="assumed: Python, torch, CUDA's host side and the data set's tables",
+    ),
+    Constant(
+        name="free_memory_margin_bytes",
+        value=1024 * MIB,
+        unit="bytes",
+        source="assumed: Python and torch themselves, and what other programs take while training runs",
+        backends=("cpu",),
+    ),
+    Constant(
+        name="free_memory_margin_bytes",
+        value=256 * MIB,
+        unit="bytes",
+        source="assumed: what a desktop's windows may take while training runs",
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.6,
+        unit="share of the catalog's rate",
+        source="assumed; Narayanan et al. 2021 report 44 to 52 % of an A100's rate for whole steps",
+    ),
+    Constant(
+        name="bandwidth_efficiency",
+        value=0.8,
+        unit="share of the catalog's rate",
+        source="assumed: copies reach about 80 % of the memory's rate (STREAM and its GPU ports)",
+    ),
+    Constant(
+        name="link_efficiency",
+        value=0.8,
+        unit="share of the catalog's rate",
+        source="assumed: as for memory bandwidth",
+    ),
+    Constant(
+        name="launch_seconds",
+        value=0.0,
+        unit="seconds",
+        source="a CPU runs its kernels itself",
+        backends=("cpu",),
+    ),
+    Constant(
+        name="launch_seconds",
+        value=5e-6,
+        unit="seconds",
+        source="from one kernel to the next: NVIDIA's usual figure for an asynchronous launch",
+    ),
+    Constant(
+        name="exposed_traffic",
+        value=0.1,
+        unit="share",
+        source="assumed: of traffic that runs beside computation and is still waited for",
+    ),
+    Constant(
+        name="flops_per_byte",
+        value=20.0,
+        unit="FLOP/byte",
+        source="a desktop CPU's 1 TFLOP/s over 50 GB/s, where the catalog knows no rate",
+    ),
+    Constant(
+        name="unknown_bandwidth",
+        value=51.2 * GB,
+        unit="bytes/s",
+        source="the reference machine's (JEDEC DDR4-3200, two channels), where the catalog knows none",
+    ),
+    Constant(
+        name="unknown_host_link",
+        value=15.75 * GB,
+        unit="bytes/s",
+        source="PCIe 3.0 x16 (PCI-SIG base specification), where the catalog knows none",
+    ),
+    Constant(
+        name="step_time_ratio",
+        value=1.0,
+        unit="measured ÷ predicted",
+        source="assumed: a step takes as long as its kernels one after another",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Measurable:
+    """A constant that calibrate measures.
+
+    Attributes:
+        label: as shown in a table.
+        unit: as stored.
+        lowest, highest: beyond them a file is damaged, whatever it says.
+    """
+
+    label: str
+    unit: str
+    lowest: float
+    highest: float
+
+
+# Rates are stored as they are, not as shares, so that they hold for devices which the catalog lacks.
+MEASURABLE = {
+    "context_bytes": Measurable("context", "bytes", 0, 16 * 2**30),
+    "workspace_bytes": Measurable("cuBLAS workspace", "bytes", 0, 2 * 2**30),
+    "matmul_flops_per_second": Measurable("matmuls, 16 bits", "FLOP/s", 1e9, 1e17),
+    "bandwidth_bytes_per_second": Measurable("memory bandwidth", "bytes/s", 1e8, 1e15),
+    "host_link_bytes_per_second": Measurable("host to device", "bytes/s", 1e7, 1e13),
+    "launch_seconds": Measurable("kernel launch", "seconds", 0, 1e-2),
+    "step_time_ratio": Measurable("step time", "measured ÷ predicted", 1e-2, 1e3),
+}
+
+SPEEDS = tuple(name for name, one in MEASURABLE.items() if one.unit != "bytes")
+_SHOWN = {
+    "bytes": lambda value: f"{value / MIB:,.{0 if value > 100 * MIB else 1}f} MiB",
+    "FLOP/s": lambda value: f"{value / 1e12:,.1f} TFLOP/s",
+    "bytes/s": lambda value: f"{value / GB:,.1f} GB/s",
+    "seconds": lambda value: f"{value * 1e6:,.1f} µs",
+    "measured ÷ predicted": lambda value: f"{value:.2f} × the kernels'",
+}
+
+
+def show(name: str, value: float) -> str:
+    """A measured constant with its name and unit, for people."""
+    return f"{MEASURABLE[name].label} {show_value(name, value)}"
+
+
+def show_value(name: str, value: float) -> str:
+    """The value with its unit."""
+    return _SHOWN[MEASURABLE[name].unit](value)
+
+
+def assumed(name: str, device: Hardware) -> Constant:
+    """The table's row for a device.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for row in TABLE:
+        if row.name == name and row.applies_to(device):
+            return row
+    raise KeyError(name)
