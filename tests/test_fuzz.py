@@ -20,7 +20,7 @@ from hf_memopt.reports.advice import advise, of_text
 from hf_memopt.reports.next_steps import next_steps
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run
 from hf_memopt.reports.run_report import compare_page, figures, run_page
-from hf_memopt.reports.snapshot import snapshot
+from hf_memopt.reports.snapshot_analysis import snapshot
 
 _FEW = {"max_examples": 40, "deadline": None, "derandomize": True, "database": None}
 _MANY = _FEW | {"max_examples": 2000}

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, SnapshotCallback
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.arguments import step_ranges
-from hf_memopt.reports.snapshot import snapshot
+from hf_memopt.reports.snapshot_analysis import snapshot
 
 VOCABULARY, ROWS, TOKENS = 500, 4, 64
 LOGITS = ROWS * TOKENS * VOCABULARY * 4  # bytes
@@ -246,7 +246,9 @@ class Cuda:
 
 def test_on_cuda_the_allocators_history_is_written(tmp_path, monkeypatch):
     cuda = Cuda(monkeypatch)
-    monkeypatch.setattr("hf_memopt.monitor.snapshots.Reader", lambda device: SimpleNamespace(capacity=lambda: 8000))
+    monkeypatch.setattr(
+        "hf_memopt.monitor.snapshot_callback.Reader", lambda device: SimpleNamespace(capacity=lambda: 8000)
+    )
     callback = SnapshotCallback("2", on_oom=True)
     args = SimpleNamespace(device=torch.device("cuda"), process_index=1, output_dir=str(tmp_path))
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)

@@ -11,7 +11,7 @@ import psutil
 from hf_memopt.cli.output import print_json, verbatim
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.levers.arguments import PROFILES
-from hf_memopt.monitor.devices import Device, devices
+from hf_memopt.monitor.device_usage import Device, devices
 from hf_memopt.monitor.monitor import status_at
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.page import size

@@ -7,8 +7,8 @@ from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
 from hf_memopt.reports.page import page, size
-from hf_memopt.reports.recording import KINDS
-from hf_memopt.reports.snapshot import Snapshot, snapshot
+from hf_memopt.reports.snapshot_analysis import Snapshot, snapshot
+from hf_memopt.reports.snapshot_recording import KINDS
 from hf_memopt.terminal import plain
 
 

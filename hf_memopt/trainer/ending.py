@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from hf_memopt.errors import TrainingOutOfMemory
 from hf_memopt.files import write_json
-from hf_memopt.monitor.snapshots import SnapshotCallback
+from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose
 from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.distributed import Peers

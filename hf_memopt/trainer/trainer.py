@@ -24,7 +24,7 @@ from hf_memopt.levers.sliding_window import has_window
 from hf_memopt.levers.token_budget import TokenBudgetBatches
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
-from hf_memopt.monitor.snapshots import SnapshotCallback
+from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 from hf_memopt.oom.classify import diagnose
 from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.batch_limit import BatchLimit
@@ -38,7 +38,7 @@ from hf_memopt.trainer.pressure import Pressure
 from hf_memopt.trainer.probe import probe
 from hf_memopt.trainer.process import settings_of_run
 from hf_memopt.trainer.recoverability import recoverability
-from hf_memopt.trainer.resumed import SafeResume
+from hf_memopt.trainer.resuming import SafeResume
 from hf_memopt.trainer.sample_order import batch_indices
 from hf_memopt.trainer.sharded_states import states_saved_here
 from hf_memopt.trainer.step import MicroBatch, StepRunner
