@@ -252,12 +252,12 @@ def test_one_observer_however_often_it_is_trained(monkeypatch, tmp_path):
 
 def test_a_forecast_that_failed_says_why(caplog, tmp_path):
     """A run that ends for lack of memory keeps its report, and a fault of ours in it is not hidden."""
-    from hf_memopt.trainer.oom_report import outlook
+    from hf_memopt.trainer.oom_report import predict_one_sample
 
     trainer = trainer_of((), tmp_path)
     trainer._runner.running = None  # as only a fault in our own code could leave it
     with caplog.at_level(logging.DEBUG):
-        breakdown, changes = outlook(trainer)
+        breakdown, changes = predict_one_sample(trainer)
     assert breakdown is None and changes
     said, where = [record for record in caplog.records if record.name == "hf_memopt.trainer.oom_report"]
     assert said.levelno == logging.WARNING and "no estimate" in said.message and "TypeError" in said.message

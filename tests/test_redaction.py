@@ -191,7 +191,7 @@ def test_an_end_out_of_memory_says_no_secret(monkeypatch):
     from hf_memopt.oom.classify import Diagnosis, OomKind
 
     monkeypatch.setattr(module, "held_bytes", lambda trainer: {})
-    monkeypatch.setattr(module, "outlook", lambda trainer: (None, []))
+    monkeypatch.setattr(module, "predict_one_sample", lambda trainer: (None, []))
     trainer = SimpleNamespace(
         _callback=SimpleNamespace(growth=None),
         state=SimpleNamespace(global_step=3),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError
-from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
+from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, advise_on_text, decode_log
 from hf_memopt.units import gib
 
 _LARGEST_PIPE = 2**30  # bytes
@@ -14,7 +14,7 @@ _LARGEST_PIPE = 2**30  # bytes
 
 def run_advise(source, model, preset_name, method, seq_len, settings, as_json) -> int:
     """Print the advice; 0 where there is some, 1 where nothing is wrong with memory or speed."""
-    found = of_text(_piped()) if source == "-" else advise(source)
+    found = advise_on_text(_piped()) if source == "-" else advise(source)
     if found is not None and found.what != SLOW and model:
         found = replace(found, changes=_predicted(model, preset_name, method, seq_len, settings) or found.changes)
     if as_json:
@@ -40,7 +40,7 @@ def _piped() -> str:
             kept -= len(parts.popleft())
         if total > _LARGEST_PIPE:
             raise InputError(f"more than {_LARGEST_PIPE // 2**30} GiB came on stdin: give the log as a file")
-    return as_text(b"".join(parts)[-LARGEST_TEXT:])
+    return decode_log(b"".join(parts)[-LARGEST_TEXT:])
 
 
 def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:

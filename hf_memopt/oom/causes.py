@@ -101,7 +101,7 @@ _OTHERS = (
 )
 
 
-def figures_of(text: str) -> dict[str, int]:
+def parse_figures(text: str) -> dict[str, int]:
     """The last of each figure that a message names, in bytes; of other processes, all of them together."""
     found = {}
     for name, pattern in _FIGURES.items():
@@ -130,7 +130,7 @@ def reason(
         found: what ran out.
         stage: load, forward, backward, optimizer, eval, save or resume; None where nobody knows.
         step: optimizer steps that were done; None where nobody knows.
-        figures: what the message names (figures_of).
+        figures: what the message names (parse_figures).
         grown: what the monitor said that memory grows by (monitor.growth.ADVICE).
         longest: whether this batch is the largest so far; None where nobody knows.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.files import is_there, read_bytes
 from hf_memopt.monitor.growth import ADVICE
-from hf_memopt.oom.causes import LATER_CHANGES, figures_of, reason
+from hf_memopt.oom.causes import LATER_CHANGES, parse_figures, reason
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
 from hf_memopt.redaction import redact_text
 from hf_memopt.reports.log import read_log
@@ -92,18 +92,18 @@ def advise(source: str) -> Advice | None:
     """
     path = _as_path(source)
     if path is None:
-        return of_text(source)
+        return advise_on_text(source)
     if path.is_dir():
         return _of_folder(path)
-    return of_text(_end_of(path))
+    return advise_on_text(_end_of(path))
 
 
-def of_text(text: str) -> Advice | None:
+def advise_on_text(text: str) -> Advice | None:
     """What a log or a pasted error tells."""
     found = diagnose_text(text)
     if not found.cause:
         return None
-    figures = figures_of(text)
+    figures = parse_figures(text)
     stage, step = _stage(text), _step(text)
     grown = _GROWTH.findall(text)  # the monitor has named it before
     why, changes = reason(found, stage, step, figures, grown[-1] if grown else None)
@@ -135,10 +135,10 @@ def _as_path(source: str) -> Path | None:
 
 
 def _end_of(path: Path) -> str:
-    return as_text(read_bytes(path, LARGEST_TEXT, tail=True))
+    return decode_log(read_bytes(path, LARGEST_TEXT, tail=True))
 
 
-def as_text(content: bytes) -> str:
+def decode_log(content: bytes) -> str:
     """A log as text: in whatever encoding, with every state of a progress bar on a line of its own."""
     return content.decode("utf-8", errors="replace").replace("\r", "\n")
 
@@ -153,7 +153,7 @@ def _of_folder(folder: Path) -> Advice | None:
         return _of_event(events[-1])
     logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
-        if found := of_text(_end_of(log)):
+        if found := advise_on_text(_end_of(log)):
             return found
     if any(is_there(folder / name) for name in (LOG, REPORT_FILE)):
         return _of_slow(folder)
@@ -183,7 +183,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _of_report(report: dict[str, Any]) -> Advice:
     stage, step, message = report.get("stage"), report.get("step"), report.get("message", "")
     found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), message)
-    figures = figures_of(found.message)
+    figures = parse_figures(found.message)
     why, usual = reason(found, stage, step, figures)
     why = report.get("reason") or why  # the trainer knew more
     changes = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
@@ -206,7 +206,7 @@ def _of_event(event: dict[str, Any]) -> Advice:
     message = event.get("message", "")
     found = diagnose_text(message)
     cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
-    why, usual = reason(found, event.get("stage"), event.get("step"), figures_of(message))
+    why, usual = reason(found, event.get("stage"), event.get("step"), parse_figures(message))
     if after := event.get("micro_batch_after"):
         usual = [
             f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
@@ -220,7 +220,7 @@ def _of_event(event: dict[str, Any]) -> Advice:
         why,
         _unpredicted(usual),
         _quoted(message),
-        figures_of(message),
+        parse_figures(message),
     )
 
 
