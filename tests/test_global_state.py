@@ -235,12 +235,12 @@ def test_the_memory_limit_ends_with_train(monkeypatch):
 
 def test_one_observer_however_often_it_is_trained(monkeypatch, tmp_path):
     """CUDA's allocator keeps every observer for good: one is attached, and only a run that lasts hears of it."""
-    from hf_memopt.monitor import snapshots
+    from hf_memopt.monitor import snapshot_callback
 
     attached, heard = [], []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr(snapshots, "_observed", False)
-    recorders = [snapshots._CudaRecorder(torch.device("cuda"), 10) for _ in range(3)]
+    monkeypatch.setattr(snapshot_callback, "_observed", False)
+    recorders = [snapshot_callback._CudaRecorder(torch.device("cuda"), 10) for _ in range(3)]
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
     for number, recorder in enumerate(recorders):
         recorder.watch(lambda *_, number=number: heard.append(number))
