@@ -24,7 +24,7 @@ _HOME = {
     "MemoryArguments": "hf_memopt.levers.arguments",
     "MemoryCallback": "hf_memopt.monitor.callback",
     "MemoryMonitor": "hf_memopt.monitor.monitor",
-    "SnapshotCallback": "hf_memopt.monitor.snapshots",
+    "SnapshotCallback": "hf_memopt.monitor.snapshot_callback",
     "MemoryTrainer": "hf_memopt.trainer.trainer",
     "MemoryTrainerMixin": "hf_memopt.trainer.trainer",
     "TrainingOutOfMemory": "hf_memopt.errors",

@@ -10,7 +10,7 @@ from test_oom import TABLE
 from hf_memopt.errors import InputError
 from hf_memopt.oom.causes import Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
-from hf_memopt.reports.advice import Advice, advise, of_text
+from hf_memopt.reports.advice import Advice, advise, advise_on_text
 
 CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "
@@ -88,7 +88,7 @@ def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
     ],
 )
 def test_the_seeds_table_of_causes(text, stage, step, why, first):
-    found = of_text(text)
+    found = advise_on_text(text)
     assert (found.what, found.stage, found.step) == ("device", stage, step)
     assert why in found.why and found.changes[0]["change"].startswith(first)
     assert 1 <= len(found.changes) <= 3 and found.figures["asked_bytes"] == int(1.96 * 2**30)
@@ -141,8 +141,8 @@ def test_every_known_message_is_known_in_a_log(error, kind, helps):
 
 
 def test_what_has_nothing_to_do_with_memory():
-    assert of_text("Traceback (most recent call last):\nKeyError: 'labels'") is None
-    assert of_text("") is None
+    assert advise_on_text("Traceback (most recent call last):\nKeyError: 'labels'") is None
+    assert advise_on_text("") is None
 
 
 def test_a_log_file_and_a_folder_of_logs(tmp_path):
@@ -276,7 +276,7 @@ LONG = {
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.timeout(60)  # some of them took minutes, when gaps in the patterns had no bound
 def test_a_line_of_300_kilobytes(text):
-    found = of_text(text)
+    found = advise_on_text(text)
     assert found is None or (found.what == "device" and len(found.message) <= 500)
 
 
@@ -297,7 +297,7 @@ def test_what_stands_between_may_be_long():
 )
 def test_sizes_that_are_none(message):
     parse_figures(message)
-    assert of_text(f"CUDA out of memory. {message}").what == "device"
+    assert advise_on_text(f"CUDA out of memory. {message}").what == "device"
 
 
 def test_only_a_logs_end_is_read(tmp_path, monkeypatch):
@@ -321,7 +321,7 @@ def test_a_pipe_is_read_to_its_end_but_not_without_end(command, monkeypatch):
 
 
 def test_colours_and_directions_are_not_printed():
-    assert of_text("\x1b[31mCUDA out of memory\x1b[0m \u202e.").message == "CUDA out of memory ."
+    assert advise_on_text("\x1b[31mCUDA out of memory\x1b[0m \u202e.").message == "CUDA out of memory ."
 
 
 @pytest.mark.parametrize("source", ["x" * 300_000, "~nobody-of-this-name/train.log", "\ud800 CUDA out of memory"])

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt.errors import InputError
-from hf_memopt.trainer.consolidate import consolidate
+from hf_memopt.trainer.consolidation import consolidate
 
 
 def tiny():
@@ -28,7 +28,7 @@ def test_an_fsdp2_checkpoint(tmp_path):
         consolidate(source, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     files = consolidate(source, tmp_path / "model", trusted=True)
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="is not an empty folder"):
         consolidate(source, tmp_path / "model", trusted=True)
     assert {"config.json", "model.safetensors"} <= set(files)
     found = load_file(tmp_path / "model" / "model.safetensors")

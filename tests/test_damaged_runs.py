@@ -10,7 +10,7 @@ from hf_memopt.files import write_whole
 from hf_memopt.monitor.callback import LOG_FILE
 from hf_memopt.reports.advice import advise
 from hf_memopt.reports.log import MOST_EVENTS, MOST_READINGS, Events, Readings, read_log
-from hf_memopt.reports.next_steps import next_steps
+from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run
 from hf_memopt.reports.run_report import compare_page, figures, run_page
 
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_one_line_or_a_page(name, content, error, tmp_path):
         run = read_run(tmp_path)
         text = run_page(run)
         compare_page([run, run])
-        assert next_steps(run) and figures(run)
+        assert suggest_next_steps(run) and figures(run)
         write_whole(tmp_path / "page.html", text)
         advise(str(tmp_path))
         return

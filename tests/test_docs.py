@@ -187,14 +187,14 @@ def test_settings_that_others_are_translated_to_exist():
 
 def test_error_messages_are_known():
     """Each heading about memory is a message that advise() knows; the others stand in the libraries' source."""
-    from hf_memopt.reports.advice import of_text
+    from hf_memopt.reports.advice import advise_on_text
 
     text = TEXTS["troubleshooting.md"]
     device, host = text.index("\n## Device memory"), text.index("\n## Settings")
     messages = re.findall(r"^### `(.+)`$", text[device:host], re.MULTILINE)
     assert len(messages) >= 10
     for message in messages:
-        assert of_text(message) is not None, message
+        assert advise_on_text(message) is not None, message
     import accelerate
     import torch
     import transformers

@@ -16,11 +16,11 @@ from test_snapshot import cuda_snapshot
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.redaction import redact, redact_text
-from hf_memopt.reports.advice import advise, of_text
-from hf_memopt.reports.next_steps import next_steps
+from hf_memopt.reports.advice import advise, advise_on_text
+from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run
 from hf_memopt.reports.run_report import compare_page, figures, run_page
-from hf_memopt.reports.snapshot import snapshot
+from hf_memopt.reports.snapshot_analysis import analyze_snapshot
 
 _FEW = {"max_examples": 40, "deadline": None, "derandomize": True, "database": None}
 _MANY = _FEW | {"max_examples": 2000}
@@ -129,7 +129,7 @@ def _snapshot(content: bytes, folder) -> None:
     file = folder / "a.pickle"
     file.write_bytes(content)
     with contextlib.suppress(InputError):
-        found = snapshot(file)
+        found = analyze_snapshot(file)
         assert sum(found.by_kind.values()) == found.peak_bytes
         json.dumps(found.to_dict()).encode()
 
@@ -180,7 +180,7 @@ def _folder(files: dict[str, bytes], folder, drawn: bool) -> None:
         (folder / name).write_bytes(content)
     with contextlib.suppress(InputError):
         run = read_run(folder)
-        assert next_steps(run) and figures(run)
+        assert suggest_next_steps(run) and figures(run)
         if drawn:
             run_page(run).encode()
             compare_page([run, run]).encode()
@@ -257,7 +257,7 @@ TEXTS = st.text(max_size=200) | st.lists(PIECES | st.text(max_size=5), max_size=
 
 
 def _text(text: str) -> None:
-    found = of_text(text)
+    found = advise_on_text(text)
     json.dumps(found.to_dict() if found else None)
     assert "\x1b" not in one_line(InputError(text))
     assert redact_text(redact_text(text)) == redact_text(text)

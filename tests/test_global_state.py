@@ -235,12 +235,12 @@ def test_the_memory_limit_ends_with_train(monkeypatch):
 
 def test_one_observer_however_often_it_is_trained(monkeypatch, tmp_path):
     """CUDA's allocator keeps every observer for good: one is attached, and only a run that lasts hears of it."""
-    from hf_memopt.monitor import snapshots
+    from hf_memopt.monitor import snapshot_callback
 
     attached, heard = [], []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr(snapshots, "_observed", False)
-    recorders = [snapshots._CudaRecorder(torch.device("cuda"), 10) for _ in range(3)]
+    monkeypatch.setattr(snapshot_callback, "_observed", False)
+    recorders = [snapshot_callback._CudaRecorder(torch.device("cuda"), 10) for _ in range(3)]
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
     for number, recorder in enumerate(recorders):
         recorder.watch(lambda *_, number=number: heard.append(number))
@@ -252,12 +252,12 @@ def test_one_observer_however_often_it_is_trained(monkeypatch, tmp_path):
 
 def test_a_forecast_that_failed_says_why(caplog, tmp_path):
     """A run that ends for lack of memory keeps its report, and a fault of ours in it is not hidden."""
-    from hf_memopt.trainer.oom_report import outlook
+    from hf_memopt.trainer.oom_report import predict_one_sample
 
     trainer = trainer_of((), tmp_path)
     trainer._runner.running = None  # as only a fault in our own code could leave it
     with caplog.at_level(logging.DEBUG):
-        breakdown, changes = outlook(trainer)
+        breakdown, changes = predict_one_sample(trainer)
     assert breakdown is None and changes
     said, where = [record for record in caplog.records if record.name == "hf_memopt.trainer.oom_report"]
     assert said.levelno == logging.WARNING and "no estimate" in said.message and "TypeError" in said.message

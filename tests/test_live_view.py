@@ -15,7 +15,7 @@ import pytest
 from conftest import BIN, run
 from runs import RECOVERED, reading, write_run
 
-from hf_memopt.monitor import devices as room
+from hf_memopt.monitor import device_usage
 
 
 def _no(*_):
@@ -24,19 +24,19 @@ def _no(*_):
 
 @pytest.fixture
 def only(monkeypatch):
-    """devices() with one vendor and the host."""
+    """read_devices() with one vendor and the host."""
 
     def choose(kept):
         for name in ("_nvidia", "_amd", "_apple"):
             if name != kept:
-                monkeypatch.setattr(room, name, _no)
+                monkeypatch.setattr(device_usage, name, _no)
 
     return choose
 
 
 def test_the_host(only):
     only(None)
-    (host,) = room.devices()
+    (host,) = device_usage.read_devices()
     assert host.kind == "cpu" and 0 < host.used < host.total <= psutil.virtual_memory().total
     assert 0 <= host.busy <= 1 and all(one.memory > 2**28 for one in host.processes)
 
@@ -61,7 +61,7 @@ def test_nvidia(only, monkeypatch):
     assert all(hasattr(real, name) for name in answers)
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=real.NVMLError, **answers))
     only("_nvidia")
-    first, second, _ = room.devices()
+    first, second, _ = device_usage.read_devices()
     assert (first.kind, first.used, first.busy, second.label) == (
         "nvidia",
         8 * 2**30,
@@ -90,9 +90,9 @@ def test_amd_by_its_library(only, monkeypatch):
         ),
     )
     only("_amd")
-    card, _ = room.devices()
+    card, _ = device_usage.read_devices()
     assert (card.kind, card.used, card.total, card.busy) == ("amd", 2**30, 24560 * 2**20, None)
-    assert card.processes == (room.Process(5, "python", 2**29),)
+    assert card.processes == (device_usage.Process(5, "python", 2**29),)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_amd_by_its_library(only, monkeypatch):
 def test_amd_by_its_command(said, count, only, monkeypatch):
     """rocm-smi's JSON, where the library is missing."""
     monkeypatch.setitem(sys.modules, "amdsmi", None)
-    monkeypatch.setattr(room, "_output", lambda *command: said)
+    monkeypatch.setattr(device_usage, "_output", lambda *command: said)
     only("_amd")
-    *cards, _ = room.devices()
+    *cards, _ = device_usage.read_devices()
     assert [(card.label, card.total, card.used, card.busy) for card in cards] == [
         ("Radeon RX 7900 XTX", 25753026560, 1048576, 0.41)
     ][:count]
@@ -126,11 +126,13 @@ def test_apple(only, monkeypatch):
         "machdep.cpu.brand_string": "Apple M2\n",
         "iogpu.wired_limit_mb": "0\n",
     }
-    monkeypatch.setattr(room, "_output", lambda *command: answers.get(command[-1], answers.get(command[0], "")))
-    monkeypatch.setattr(room.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(room.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(
+        device_usage, "_output", lambda *command: answers.get(command[-1], answers.get(command[0], ""))
+    )
+    monkeypatch.setattr(device_usage.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(device_usage.platform, "machine", lambda: "arm64")
     only("_apple")
-    gpu, _ = room.devices()
+    gpu, _ = device_usage.read_devices()
     assert (gpu.label, gpu.used, gpu.busy) == ("Apple M2 GPU", 2**31, 0.12)
     assert gpu.total == psutil.virtual_memory().total
 

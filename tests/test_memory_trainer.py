@@ -244,23 +244,23 @@ def test_the_smaller_micro_batch_is_remembered_and_told(tmp_path, caplog):
     assert "4 → 2 samples at once" in caplog.text and OOM[:30] in caplog.text
 
 
-def test_rows_at_once_by_size_and_growth():
+def test_chunk_size_by_size_and_growth():
     from hf_memopt.trainer.batch_limit import BatchLimit
 
     limit = BatchLimit(patience=3)
-    assert limit.rows_at_once(8, 800) == 8
-    assert limit.lower(8, 800) == 4
-    assert limit.rows_at_once(8, 800) == 4
-    assert limit.rows_at_once(8, 400) == 8, "a batch of short samples stays whole"
-    assert limit.rows_at_once(8, 4000) == 1
-    grown = [limit.quiet_step(True) for _ in range(6)]
+    assert limit.chunk_size(8, 800) == 8
+    assert limit.halve(8, 800) == 4
+    assert limit.chunk_size(8, 800) == 4
+    assert limit.chunk_size(8, 400) == 8, "a batch of short samples stays whole"
+    assert limit.chunk_size(8, 4000) == 1
+    grown = [limit.count_quiet_step(True) for _ in range(6)]
     assert grown == [False] * 5 + [True], "one failure doubles the patience"
-    assert limit.rows_at_once(8, 800) == 8
-    limit.lower(8, 800)
-    assert not any(limit.quiet_step(True) for _ in range(11)), "another one doubles it again"
-    assert limit.quiet_step(True)
-    limit.lower(8, 800)
-    assert not any(limit.quiet_step(False) for _ in range(1000)), "memory never stayed low"
+    assert limit.chunk_size(8, 800) == 8
+    limit.halve(8, 800)
+    assert not any(limit.count_quiet_step(True) for _ in range(11)), "another one doubles it again"
+    assert limit.count_quiet_step(True)
+    limit.halve(8, 800)
+    assert not any(limit.count_quiet_step(False) for _ in range(1000)), "memory never stayed low"
 
 
 def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
@@ -582,7 +582,7 @@ def test_whatever_else_is_asked_of_reduced_logits_is_refused(take, tmp_path):
 
 
 def test_the_refusal_names_the_setting(tmp_path):
-    with pytest.raises(TypeError, match="reduce_eval_logits=True kept the likeliest tokens alone: leave it out"):
+    with pytest.raises(TypeError, match="reduce_eval_logits=True kept only their argmax: leave it out"):
         _evaluated(MemoryTrainer, tmp_path, lambda prediction: prediction.predictions.mean(), reduce_eval_logits=True)
 
 

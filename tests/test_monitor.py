@@ -397,17 +397,17 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
 
 
 def test_no_chunk_is_smaller_than_the_fewest_samples():
-    limit = BatchLimit(patience=1, fewest_rows=4)
-    assert limit.lower(16, 1600) == 8 and limit.lower(8, 800) == 4 and limit.lower(4, 400) == 4
-    assert limit.rows_at_once(16, 1600) == 4 and limit.rows_at_once(3, 10**6) == 3
+    limit = BatchLimit(patience=1, min_samples=4)
+    assert limit.halve(16, 1600) == 8 and limit.halve(8, 800) == 4 and limit.halve(4, 400) == 4
+    assert limit.chunk_size(16, 1600) == 4 and limit.chunk_size(3, 10**6) == 3
 
 
 def test_chunks_grow_in_steps():
     """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
-    limit, sizes = BatchLimit(patience=3, first_rows=2), []
+    limit, sizes = BatchLimit(patience=3, first_samples=2), []
     for step in range(12):
-        sizes.append(limit.rows_at_once(16, 1600))
-        assert limit.quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
+        sizes.append(limit.chunk_size(16, 1600))
+        assert limit.count_quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
     assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
 
 

@@ -190,15 +190,15 @@ def test_an_end_out_of_memory_says_no_secret(monkeypatch):
     from hf_memopt.oom.classify import Diagnosis, OomKind
     from hf_memopt.trainer import oom_report as module
 
-    monkeypatch.setattr(module, "held_bytes", lambda trainer: {})
-    monkeypatch.setattr(module, "outlook", lambda trainer: (None, []))
+    monkeypatch.setattr(module, "count_held_bytes", lambda trainer: {})
+    monkeypatch.setattr(module, "predict_one_sample", lambda trainer: (None, []))
     trainer = SimpleNamespace(
         _callback=SimpleNamespace(growth=None),
         state=SimpleNamespace(global_step=3),
         _pressure=SimpleNamespace(is_largest=lambda shapes: None),
     )
     found = Diagnosis(OomKind.DEVICE, True, "device memory ran out", f"CUDA out of memory. hub_token={SECRET}")
-    assert SECRET not in str(module.describe_failure(trainer, "forward", found, {}, None, ""))
+    assert SECRET not in str(module.describe_failure(trainer, "forward", found, None, ""))
 
 
 def test_advice_quotes_no_secret(command, tmp_path):

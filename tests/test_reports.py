@@ -7,7 +7,7 @@ import pytest
 from runs import ENDED, RECOVERED, reading, report, write_run
 
 from hf_memopt.oom.events import describe_event
-from hf_memopt.reports.next_steps import next_steps
+from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import compare_page, differences, run_page
@@ -45,7 +45,7 @@ def test_the_end_of_a_run(tmp_path):
     run = read_run(write_run(tmp_path, report(), READINGS, ended=ENDED))
     text = run_page(run)
     assert "Ended out of memory in forward of step 8: it fitted for 7 steps" in text
-    steps = next_steps(run)
+    steps = suggest_next_steps(run)
     assert steps[0] == "loss_chunk_size=512: predicted to save 3.00 GiB."
     assert "out/checkpoint-7" in steps[1]
 
@@ -68,7 +68,7 @@ def test_the_end_of_a_run(tmp_path):
     ],
 )
 def test_what_to_try_next(changed, told, tmp_path):
-    assert told in next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
+    assert told in suggest_next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
 
 
 @pytest.mark.parametrize(

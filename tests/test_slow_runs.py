@@ -15,7 +15,7 @@ from hf_memopt.cli.estimate import JobOptions
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.waiting import DataWait, DiskWait
 from hf_memopt.reports.advice import advise
-from hf_memopt.reports.next_steps import next_steps
+from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import run_page
 
@@ -193,7 +193,7 @@ def test_what_to_do_about_a_slow_run(shares, settings, cause, first, tmp_path, c
     found = advise(str(folder))
     assert found.what == "slow" and cause in found.cause and found.changes[0]["change"].startswith(first)
     share = shares.get("device_busy_share", shares["data_wait_share"])
-    assert f"{share:.0%} of" in found.why and found.why[1:] in next_steps(read_run(folder))[0]
+    assert f"{share:.0%} of" in found.why and found.why[1:] in suggest_next_steps(read_run(folder))[0]
     assert f"{share:.0%} of" in run_page(read_run(folder))
     assert run_advise(str(folder), JobOptions(model="a/model"), False) == 0
     told = capsys.readouterr().out

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, SnapshotCallback
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.arguments import step_ranges
-from hf_memopt.reports.snapshot import snapshot
+from hf_memopt.reports.snapshot_analysis import analyze_snapshot
 
 VOCABULARY, ROWS, TOKENS = 500, 4, 64
 LOGITS = ROWS * TOKENS * VOCABULARY * 4  # bytes
@@ -73,7 +73,7 @@ def leaking(tmp_path_factory):
     finally:
         gc.enable()
     assert callback.files == [folder / "memory_snapshot_step_4.json.gz"]
-    return trainer, snapshot(callback.files[0])
+    return trainer, analyze_snapshot(callback.files[0])
 
 
 def test_the_peak_is_attributed(leaking):
@@ -112,7 +112,7 @@ def test_the_peak_is_the_allocators(tmp_path):
     made = train(tmp_path / "measured")
     weights = sum(weight.numel() * weight.element_size() for weight in made.model.parameters())
     truth = allocator_peak(made.train) + weights
-    assert snapshot(callback.files[0]).peak_bytes == pytest.approx(truth, rel=0.01)
+    assert analyze_snapshot(callback.files[0]).peak_bytes == pytest.approx(truth, rel=0.01)
 
 
 def test_memory_trainer_records_where_it_is_asked_to(tmp_path):
@@ -176,7 +176,7 @@ def _pickled(folder, content, name="made.pickle"):
 
 
 def test_a_cuda_snapshot_that_says_nothing_of_owners(tmp_path):
-    found = snapshot(_pickled(tmp_path, cuda_snapshot()))
+    found = analyze_snapshot(_pickled(tmp_path, cuda_snapshot()))
     assert found.peak_bytes == 1000 + 200 + 400
     assert found.by_kind["other"] == 1000 and found.by_kind["gradients"] == 200
     assert found.by_kind["optimizer_states"] == 400
@@ -209,7 +209,7 @@ def test_a_cuda_snapshot_of_ours(tmp_path):
             [44, 4000, 400, "optimizer_states", "exp_avg of weight 0"],
         ],
     }
-    found = snapshot(_pickled(tmp_path, cuda_snapshot(hf_memopt=about)))
+    found = analyze_snapshot(_pickled(tmp_path, cuda_snapshot(hf_memopt=about)))
     assert found.by_kind == {
         "parameters": 1000,
         "gradients": 200,
@@ -246,7 +246,9 @@ class Cuda:
 
 def test_on_cuda_the_allocators_history_is_written(tmp_path, monkeypatch):
     cuda = Cuda(monkeypatch)
-    monkeypatch.setattr("hf_memopt.monitor.snapshots.Reader", lambda device: SimpleNamespace(capacity=lambda: 8000))
+    monkeypatch.setattr(
+        "hf_memopt.monitor.snapshot_callback.Reader", lambda device: SimpleNamespace(capacity=lambda: 8000)
+    )
     callback = SnapshotCallback("2", on_oom=True)
     args = SimpleNamespace(device=torch.device("cuda"), process_index=1, output_dir=str(tmp_path))
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)
@@ -271,7 +273,7 @@ def test_on_cuda_the_allocators_history_is_written(tmp_path, monkeypatch):
         "memory_snapshot_step_2_rank_1.pickle",
     ]
     for file in callback.files:
-        assert snapshot(file).peak_bytes == 1600
+        assert analyze_snapshot(file).peak_bytes == 1600
     about = pickle.loads(callback.files[1].read_bytes())["hf_memopt"]
     assert [text for _, kind, text in about["marks"] if kind == "phase"] == [
         "forward",
@@ -405,16 +407,16 @@ def test_a_few_bytes_do_not_take_all_memory(index, tmp_path):
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(InputError, match="is no memory snapshot"):
-        snapshot(_pickled(tmp_path, b"\x80\x02]r" + index + b"."))
+        analyze_snapshot(_pickled(tmp_path, b"\x80\x02]r" + index + b"."))
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_what_unpacks_to_too_much(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_memopt.reports.snapshot_file.LARGEST", 10_000)
     with pytest.raises(InputError, match="unpacks to more than"):
-        snapshot(_pickled(tmp_path, gzip.compress(b"{" + b" " * 20_000)))
+        analyze_snapshot(_pickled(tmp_path, gzip.compress(b"{" + b" " * 20_000)))
     with pytest.raises(InputError, match="at most 10,000 are read"):
-        snapshot(_pickled(tmp_path, b"{" + b" " * 20_000))
+        analyze_snapshot(_pickled(tmp_path, b"{" + b" " * 20_000))
 
 
 @pytest.mark.timeout(120)
@@ -435,7 +437,7 @@ def test_shared_stacks_and_owners_cost_no_squares(tmp_path):
     }
     file = tmp_path / "a.json"
     file.write_text(json.dumps(content))
-    found = snapshot(file)
+    found = analyze_snapshot(file)
     assert found.peak_bytes == 8 and found.by_kind["gradients"] == 8 and len(found.growth) < 100
 
 

@@ -270,7 +270,7 @@ def test_shared_sequences_are_refused(memory, tmp_path):
     """DeepSpeed's Ulysses puts itself in the place of sdpa and flash attention, not of a pattern's."""
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = MemoryTrainer(model=llama(), args=args, memory_args=MemoryArguments(**memory))
-    with pytest.raises(InputError, match=f"{next(iter(memory))} wants whole sequences"):
+    with pytest.raises(InputError, match=f"{next(iter(memory))} needs whole sequences"):
         trainer._share_tokens(2)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hf_memopt.cli.estimate import JobOptions, import_libraries, resolve_job
 from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError
-from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, as_text, of_text
+from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, advise_on_text, decode_log
 from hf_memopt.units import gib
 
 _LARGEST_PIPE = 2**30  # bytes
@@ -20,7 +20,7 @@ def run_advise(source: str, job: JobOptions | None, as_json: bool) -> int:
         source: a run's folder, a log, the error itself, or - for stdin.
         job: the run's, so that savings can be predicted.
     """
-    found = of_text(_piped()) if source == "-" else advise(source)
+    found = advise_on_text(_piped()) if source == "-" else advise(source)
     if found is not None and found.what != SLOW and job:
         found = replace(found, changes=_predict_savings(job) or found.changes)
     if as_json:
@@ -46,7 +46,7 @@ def _piped() -> str:
             kept -= len(parts.popleft())
         if total > _LARGEST_PIPE:
             raise InputError(f"more than {_LARGEST_PIPE // 2**30} GiB came on stdin: give the log as a file")
-    return as_text(b"".join(parts)[-LARGEST_TEXT:])
+    return decode_log(b"".join(parts)[-LARGEST_TEXT:])
 
 
 def _predict_savings(options: JobOptions) -> list[dict]:

@@ -11,7 +11,7 @@ import psutil
 from hf_memopt.cli.output import print_json, verbatim
 from hf_memopt.errors import InputError, choose, one_line
 from hf_memopt.levers.arguments import PROFILES
-from hf_memopt.monitor.devices import Device, devices
+from hf_memopt.monitor.device_usage import Device, read_devices
 from hf_memopt.monitor.monitor import status_at
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.page import size
@@ -60,7 +60,9 @@ def _facts(directory: str | None, profile: str) -> dict[str, Any]:
     _, *thresholds = PROFILES[profile]
     run = _run(directory)
     return {
-        "devices": [device.to_dict() | {"status": status_at(device.utilization, *thresholds)} for device in devices()],
+        "devices": [
+            device.to_dict() | {"status": status_at(device.utilization, *thresholds)} for device in read_devices()
+        ],
         "run": run
         and {"folder": str(run.folder), "last": run.readings[-1] if run.readings else None, "events": run.events[-5:]},
     }
@@ -87,7 +89,7 @@ def _shown(directory: str | None, profile: str, waits: bool = False):
     """Devices, and a run's steps; one that has not logged anything yet is waited for."""
     from rich.console import Group
 
-    parts = [_devices(devices(), profile)]
+    parts = [_devices(read_devices(), profile)]
     try:
         run = _run(directory)
     except InputError as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError
 from hf_memopt.files import folder_for, user_path, write_whole
-from hf_memopt.reports.next_steps import next_steps
+from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import PAGE, compare_page, differences, figures, run_page
@@ -31,7 +31,7 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
     if path.is_dir():
         raise InputError(f"--output {path} is a folder: name a file")
     text = run_page(runs[0]) if alone else compare_page(runs)
-    figures_by_run = {str(run.folder): figures(run) | {"next": next_steps(run)} for run in runs}
+    figures_by_run = {str(run.folder): figures(run) | {"next": suggest_next_steps(run)} for run in runs}
     different = {} if alone else differences(runs)
     _write(path, text)
     if json:
@@ -61,5 +61,5 @@ def _print(run) -> None:
         if value is not None
     ]
     print_table(str(run.folder), ["", ""], rows)
-    for one in next_steps(run):
+    for one in suggest_next_steps(run):
         print(f"  next: {one}")

@@ -6,9 +6,9 @@ from hf_memopt import charts
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
-from hf_memopt.reports.page import page, size
-from hf_memopt.reports.recording import KINDS
-from hf_memopt.reports.snapshot import Snapshot, snapshot
+from hf_memopt.reports.page import render_page, size
+from hf_memopt.reports.snapshot_analysis import Snapshot, analyze_snapshot
+from hf_memopt.reports.snapshot_recording import KINDS
 from hf_memopt.terminal import plain
 
 
@@ -21,7 +21,7 @@ def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
     if top < 1:
         raise InputError(f"--top {top} must be 1 or more")
     working(f"reading {file}")
-    found = snapshot(file, top)
+    found = analyze_snapshot(file, top)
     if plot:
         _draw(found, user_path(plot), file)
     if json:
@@ -89,7 +89,7 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
         return
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
-    text = page(
+    text = render_page(
         "snapshot",
         reason=found.about.get("reason", plain(Path(file).name)),
         verdict=verdict(found),

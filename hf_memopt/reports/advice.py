@@ -94,13 +94,13 @@ def advise(source: str) -> Advice | None:
     """
     path = _as_path(source)
     if path is None:
-        return of_text(source)
+        return advise_on_text(source)
     if path.is_dir():
         return _of_folder(path)
-    return of_text(_end_of(path))
+    return advise_on_text(_end_of(path))
 
 
-def of_text(text: str) -> Advice | None:
+def advise_on_text(text: str) -> Advice | None:
     """What a log or a pasted error tells."""
     found = diagnose_text(text)
     if not found.cause:
@@ -137,10 +137,10 @@ def _as_path(source: str) -> Path | None:
 
 
 def _end_of(path: Path) -> str:
-    return as_text(read_bytes(path, LARGEST_TEXT, tail=True))
+    return decode_log(read_bytes(path, LARGEST_TEXT, tail=True))
 
 
-def as_text(content: bytes) -> str:
+def decode_log(content: bytes) -> str:
     """A log as text: in whatever encoding, with every state of a progress bar on a line of its own."""
     return content.decode("utf-8", errors="replace").replace("\r", "\n")
 
@@ -155,7 +155,7 @@ def _of_folder(folder: Path) -> Advice | None:
         return _of_event(events[-1])
     logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
-        if found := of_text(_end_of(log)):
+        if found := advise_on_text(_end_of(log)):
             return found
     if any(is_there(folder / name) for name in (LOG, REPORT_FILE)):
         return _of_slow(folder)

@@ -9,7 +9,7 @@ from hf_memopt.reports.slow import ROOM, filled, larger_batch, why_slow
 from hf_memopt.units import gib
 
 
-def next_steps(run: Run) -> list[str]:
+def suggest_next_steps(run: Run) -> list[str]:
     """Sentences, the most urgent first; at least one."""
     report, events = run.report, run.events
     settings = report.get("settings", {})

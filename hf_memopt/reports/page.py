@@ -14,7 +14,7 @@ def size(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
-def page(template: str, **about: Any) -> str:
+def render_page(template: str, **about: Any) -> str:
     """A whole HTML page; what is put in is escaped.
 
     Args:

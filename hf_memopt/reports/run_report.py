@@ -8,8 +8,8 @@ from hf_memopt import charts
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event
-from hf_memopt.reports.next_steps import next_steps, speed
-from hf_memopt.reports.page import page, size
+from hf_memopt.reports.next_steps import speed, suggest_next_steps
+from hf_memopt.reports.page import render_page, size
 from hf_memopt.reports.run import Run, read_run
 from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
@@ -61,14 +61,14 @@ def run_page(run: Run) -> str:
     failed = next((event for event in run.events if event.get("event") == "out_of_memory"), None)
     capacity = report.get("hardware", {}).get("memory_bytes") or _logged_capacity(run)
     thresholds = _thresholds(report)
-    return page(
+    return render_page(
         "run",
         name=run.name,
         subtitle=_subtitle(report),
         verdict=_verdict(run, failed),
         failed=failed is not None,
         facts=_facts(run),
-        next=next_steps(run),
+        next=suggest_next_steps(run),
         chart_over_time=_chart(run, thresholds, capacity),
         words=_words(run, capacity),
         chart_by_phase=_chart_by_phase(report, estimate),
@@ -110,7 +110,7 @@ def compare_page(runs: list[Run]) -> str:
     made = None
     if logged:
         made = charts.both(lambda axes, narrow: charts.compared(axes, narrow, logged), "runs")
-    return page(
+    return render_page(
         "runs",
         names=names,
         figures=[

@@ -1,55 +1,59 @@
-"""How much of a micro-batch runs at once: what was learned from running out, and when to try more again."""
+"""How much of a micro-batch runs at once: halved when memory runs out, doubled again after quiet steps."""
 
 from math import ceil
 
 
 class BatchLimit:
-    """The largest piece that is run, in tensor elements, so that a batch of short samples stays whole where one of
-    long samples is cut.
+    """The largest chunk to run, in tensor elements, so that a batch of short samples stays whole where one of long
+    samples is split.
 
-    A limit is halved when memory runs out (or comes near to it) and doubled after a quiet time; each further failure
-    doubles the quiet time that the next growth waits for, so that sizes do not oscillate.
+    The limit is halved when memory runs out (or nearly does) and doubled after a number of steps without trouble. Each
+    failure doubles that number, so that sizes do not oscillate.
+
+    Attributes:
+        elements: tensor elements of the largest chunk; None for no limit.
+        min_samples: fewest samples in a chunk.
     """
 
-    def __init__(self, patience: int, fewest_rows: int = 1, first_rows: int | None = None) -> None:
+    def __init__(self, patience: int, min_samples: int = 1, first_samples: int | None = None) -> None:
         """Args:
-        patience: optimizer steps without trouble before the limit grows, at first.
-        fewest_rows: samples a piece has at least.
-        first_rows: samples that a piece of the first batch has at most; by default all of it.
+        patience: optimizer steps without trouble before the limit grows for the first time.
+        min_samples: fewest samples in a chunk.
+        first_samples: most samples in a chunk of the first batch; by default all of them.
         """
         self.elements: int | None = None
-        self._first_rows = first_rows
-        self.fewest_rows = fewest_rows
+        self.min_samples = min_samples
+        self._first_samples = first_samples
         self._patience = patience
-        self._quiet = 0
-        self._largest = 0
+        self._quiet_steps = 0
+        self._largest = 0  # elements of the largest micro-batch so far
 
-    def rows_at_once(self, rows: int, elements: int) -> int:
-        """Samples in each piece of a batch of `rows` samples and `elements` tensor elements, evenly shared."""
+    def chunk_size(self, samples: int, elements: int) -> int:
+        """Samples in each chunk of a batch of `samples` samples and `elements` tensor elements, evenly divided."""
         self._largest = max(self._largest, elements)
-        if self._first_rows is not None:
-            self.elements = ceil(elements * self._first_rows / rows) if self._first_rows < rows else None
-            self._first_rows = None
-        if self.elements is None or rows <= 1:
-            return rows
-        most = max(1, self.fewest_rows, self.elements * rows // max(1, elements))
-        return ceil(rows / ceil(rows / min(rows, most)))
+        if self._first_samples is not None:
+            self.elements = ceil(elements * self._first_samples / samples) if self._first_samples < samples else None
+            self._first_samples = None
+        if self.elements is None or samples <= 1:
+            return samples
+        most = max(1, self.min_samples, self.elements * samples // max(1, elements))
+        return ceil(samples / ceil(samples / min(samples, most)))
 
-    def lower(self, rows: int, elements: int) -> int:
-        """Halve a piece of `rows` samples and `elements` elements, which was too much; returns the samples left."""
-        half = max(self.fewest_rows, rows // 2)
-        self.elements = ceil(elements * half / rows)
-        self._quiet = 0
+    def halve(self, samples: int, elements: int) -> int:
+        """Lower the limit to half a chunk that was too large; returns the samples in that half."""
+        half = max(self.min_samples, samples // 2)
+        self.elements = ceil(elements * half / samples)
+        self._quiet_steps = 0
         self._patience *= 2
         return half
 
-    def agree(self, elements: int | None) -> None:
-        """Take over another process's smaller limit."""
+    def adopt(self, elements: int | None) -> None:
+        """Take over the limit of another process, or of a checkpoint, where it is smaller."""
         if elements is not None and (self.elements is None or elements < self.elements):
             self.elements = elements
-            self._quiet = 0
+            self._quiet_steps = 0
 
-    def quiet_step(self, plenty: bool) -> bool:
+    def count_quiet_step(self, plenty: bool) -> bool:
         """Count an optimizer step without trouble; True where the limit grew.
 
         Args:
@@ -57,10 +61,10 @@ class BatchLimit:
         """
         if self.elements is None:
             return False
-        self._quiet = self._quiet + 1 if plenty else 0
-        if self._quiet < self._patience:
+        self._quiet_steps = self._quiet_steps + 1 if plenty else 0
+        if self._quiet_steps < self._patience:
             return False
-        self._quiet = 0
+        self._quiet_steps = 0
         self.elements *= 2
         if self.elements >= self._largest:
             self.elements = None

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there."""
+"""Checkpoints that are either complete or absent: written aside, then renamed."""
 
 import contextlib
 import json
@@ -19,24 +19,29 @@ from hf_memopt.trainer.recoverability import holds_whole_model
 logger = logging.getLogger(__name__)
 UNFINISHED = ".unfinished"  # folder in output_dir; get_last_checkpoint and rotation do not look into it
 STATE_FILE = "memory_state.json"
-_SMALL_SHARD = "256MB"
+_SMALL_SHARD = "256MB"  # host memory that serializing one shard takes
 
 
 class SafeCheckpoints:
-    """The part of MemoryTrainerMixin that writes checkpoints."""
+    """The part of MemoryTrainerMixin that writes checkpoints.
+
+    It overrides private methods of transformers 5.23's Trainer: _save_checkpoint (called at every save),
+    _maybe_log_save_evaluate (at the end of each step), _inner_training_loop and _save_optimizer_and_scheduler. If one
+    is renamed, plain Trainer's checkpoints are written instead, and test_resume.py fails.
+    """
 
     _save_due = _probes_saving = False
-    _newest: Path | None = None  # of the checkpoints that this run wrote or resumed from
+    _newest: Path | None = None  # newest checkpoint that this run wrote or resumed from
 
     def _save_checkpoint(self, model, trial):
-        """Write a checkpoint aside and move it to its place when it is complete.
+        """Write a checkpoint into a temporary folder and rename that when it is complete.
 
-        Where memory runs out, it is written again in small shards; where that fails too, it is left out and training
+        Where memory runs out, it is written again in small shards; where that fails too, it is skipped and training
         continues.
         """
         if self._probes_saving:
             return self._probe_saving(model, trial)
-        return self._save_whole(model, trial)
+        return self._save_atomically(model, trial)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         self._probes_saving, self._save_due = self._save_due, False
@@ -48,66 +53,67 @@ class SafeCheckpoints:
             self._probes_saving = False
 
     def _probe_saving(self, model, trial) -> None:
-        """The first checkpoint, without which the run would be lost hours later.
+        """Save after the first step (probe_save), so that a checkpoint that cannot be written fails at once.
 
         Raises:
             InputError: it cannot be written.
         """
         events = len(self.memory_events)
         try:
-            self._save_whole(model, trial)
+            self._save_atomically(model, trial)
         except InputError as error:
             raise InputError(f"probe_save: {error}") from error
         if any(event.get("remedy") == "checkpoint left out" for event in self.memory_events[events:]):
             raise InputError(
-                "probe_save: memory does not suffice for a checkpoint: free some, by a lever or a "
-                "smaller per_device_train_batch_size"
+                "probe_save: not enough memory to write a checkpoint: lower per_device_train_batch_size, or turn on a "
+                "memory argument"
             )
 
-    def _save_whole(self, model, trial) -> None:
-        if self.args.push_to_hub:  # which reads the folder while training continues
-            self._forget_notes(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+    def _save_atomically(self, model, trial) -> None:
+        if self.args.push_to_hub:  # a thread of the Trainer uploads the folder while training continues
+            self._delete_notes(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
             super()._save_checkpoint(model, trial)
             self._newest = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             return
         if self.is_in_train:
-            self._runner.remember_state()  # the step is finished: the next one begins here
+            self._runner.remember_state()  # the step is finished: the next one starts from this state
         for attempt in ("whole", "in small shards"):
             try:
-                with self._aside(trial), _sharded(self.model) if attempt != "whole" else contextlib.nullcontext():
+                with self._aside(trial), _small_shards(self.model) if attempt != "whole" else contextlib.nullcontext():
                     super()._save_checkpoint(model, trial)
                 return self._move_to_its_place(trial)
             except Exception as error:
                 self._check_disk(error, trial)
-                found = diagnose(error)
-                if not found.smaller_batch_helps:
+                diagnosis = diagnose(error)
+                if not diagnosis.smaller_batch_helps:
                     raise
                 if self.args.world_size > 1:
-                    why = "processes that save together cannot begin again"
-                    self._ending.exhausted("save", found, why=why, intact=holds_whole_model(self))
+                    why = "processes that save together cannot start the save again"
+                    self._ending.end_run("save", diagnosis, why=why, intact=holds_whole_model(self))
                 traceback.clear_frames(error.__traceback__)
             free_memory()
             self._discard_unfinished(trial)
-            done = "checkpoint left out" if attempt != "whole" else "written again in small shards"
-            self._event("oom_recovered", stage="save", message=found.message, remedy=done)
+            remedy = "checkpoint left out" if attempt != "whole" else "written again in small shards"
+            self._event("oom_recovered", stage="save", message=diagnosis.message, remedy=remedy)
 
-    def _forget_notes(self, place: Path) -> None:
-        """An older run's checkpoint of this step is written over file by file: its manifest would call that damage."""
+    def _delete_notes(self, place: Path) -> None:
+        """Delete our files in an older run's checkpoint of this step: it is overwritten file by file, and its manifest
+        would call that damage."""
         if self.args.should_save:
             for name in (manifest.FILE, STATE_FILE):
                 (place / name).unlink(missing_ok=True)
 
     def _check_disk(self, error: Exception, trial) -> None:
-        """Raise where a disk did not take a checkpoint. The half-written one is deleted, which makes room.
+        """Delete the unfinished checkpoint and raise where it could not be written to the disk.
 
         Raises:
-            InputError: with what the run can be resumed from.
+            InputError: with what the run resumes from.
         """
         if (reason := write_failure(error)) is None:
             return
         self._discard_unfinished(trial)
         newest = self.newest_checkpoint()
-        resumes = f"resumes from {Path(newest).name}" if newest else "begins anew: there is no checkpoint yet"
+        resumes = f"resumes from {Path(newest).name}" if newest else "starts at step 0: there is no checkpoint yet"
         raise InputError(
             f"no checkpoint can be written to {self.args.output_dir}: {reason}. Make room or set save_total_limit, "
             f"and the same command {resumes}"
@@ -115,8 +121,10 @@ class SafeCheckpoints:
 
     @contextlib.contextmanager
     def _aside(self, trial):
-        """The Trainer saves into a folder beside the checkpoints."""
+        """A context in which the Trainer saves into `.unfinished`."""
         aside = self._unfinished(trial)
+        # _save_checkpoint asks this private method for the folder (transformers 5.23) and offers no other way to
+        # choose it. If it is renamed, checkpoints are written in place, and an interrupted save leaves a damaged one.
         with mock.patch.object(self, "_get_output_dir", lambda *_, **__: str(aside)):
             yield
 
@@ -134,8 +142,9 @@ class SafeCheckpoints:
         run = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         self._name_best(run)
-        # A node with a disk of its own has what its processes wrote, their shards and random states, and nothing of
-        # the first process. It looks before that one moves its folder: a network disk may show it for a while longer.
+        # A node with its own disk holds only what its processes wrote: shards and random states, no
+        # trainer_state.json. It checks before the first process renames its folder, which a network disk may go on
+        # showing for a while.
         written = run / UNFINISHED / name
         on_own_disk = self.accelerator.is_local_main_process and not self.args.should_save
         on_own_disk = on_own_disk and written.is_dir() and not (written / "trainer_state.json").is_file()
@@ -156,13 +165,13 @@ class SafeCheckpoints:
         self.accelerator.wait_for_everyone()
 
     def _name_best(self, run: Path) -> None:
-        """The Trainer saw the best checkpoint, if it is this one, in the folder beside."""
+        """Name the best checkpoint by its final folder: the Trainer looked for it in `.unfinished`."""
         best = self.state.best_global_step
         if best and ((run / f"checkpoint-{best}").is_dir() or best == self.state.global_step):
             self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
 
     def _finish(self, written: Path, place: Path) -> None:
-        """Complete a written checkpoint, and rename it."""
+        """Add state and manifest to a written checkpoint and rename it."""
         self.state.save_to_json(str(written / "trainer_state.json"))
         write_whole(written / STATE_FILE, json.dumps(self._memory_state(), indent=2) + "\n")
         manifest.write_manifest(written)
@@ -181,22 +190,26 @@ class SafeCheckpoints:
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.batches
 
     def unfinished(self, step: int) -> Path:
-        """Where this process writes its part of a checkpoint before it is complete."""
+        """The folder that a checkpoint is written to before it is complete."""
         return Path(self.args.output_dir) / UNFINISHED / f"checkpoint-{step}"
 
     def emergency_checkpoint(self) -> str | None:
-        """Save the last good step without asking other processes anything; the folder, or None where it failed."""
+        """Save the last good step without collectives, since other processes may be blocked or gone.
+
+        Returns:
+            The folder; None where saving failed.
+        """
         written = self.unfinished(self.state.global_step)
         place = Path(self.args.output_dir) / written.name
         if self._newest == place and place.is_dir():
             return str(place)
         try:
             if self.args.should_save:
-                with _sharded(self.model):
+                with _small_shards(self.model):
                     self.save_model(str(written), _internal_call=True)
                 self._save_optimizer_and_scheduler(str(written))
                 self._save_scaler(str(written))
-            # Not before: another thread may draw while weights are saved.
+            # Last: another thread may draw random numbers while weights are saved.
             self._save_random_states()
             if self.args.should_save:
                 self._peers.wait_for_files(written, "rng_state_*.pth")
@@ -208,8 +221,8 @@ class SafeCheckpoints:
             return None
 
     def _save_random_states(self) -> None:
-        """This process's part of a checkpoint. Of the last two steps: the first process, which saves the weights, may
-        have finished one step more than this one, or less."""
+        """Save this process's random states for the last two steps: the first process, which saves the weights, may be
+        one step ahead of this one, or behind it."""
         states = self._runner.resume_states or {self.state.global_step: None}
         for step, state in states.items():
             if state is not None:
@@ -218,7 +231,7 @@ class SafeCheckpoints:
                 self._save_rng_state(str(self.unfinished(step)))
 
     def newest_checkpoint(self) -> str | None:
-        """The newest checkpoint that this run wrote or resumed from; None where it has none."""
+        """The newest checkpoint that this run wrote or resumed from; None where there is none."""
         return str(self._newest) if self._newest is not None and self._newest.is_dir() else None
 
     def _inner_training_loop(self, *args, **kwargs):
@@ -232,8 +245,8 @@ class SafeCheckpoints:
 
 
 @contextlib.contextmanager
-def _sharded(model):
-    """save_pretrained writes small shards, one after another, instead of serializing the whole model at once."""
+def _small_shards(model):
+    """A context in which save_pretrained writes many small shards: each is serialized in host memory as a whole."""
     save = getattr(model, "save_pretrained", None)
     if save is None or hasattr(model, "peft_config"):
         yield
@@ -247,15 +260,15 @@ def _sharded(model):
 
 
 def _replace(written: Path, place: Path) -> None:
-    """Make a written folder a checkpoint."""
-    _to_disk(written)
+    """Rename a complete folder to its final name, replacing an older checkpoint."""
+    _sync(written)
     shutil.rmtree(place, ignore_errors=True)
     os.rename(written, place)
     shutil.rmtree(written.parent, ignore_errors=True)
 
 
-def _to_disk(folder: Path) -> None:
-    """Have the system write a folder's files before the rename makes it a checkpoint."""
+def _sync(folder: Path) -> None:
+    """Flush a folder's files to disk. Otherwise a power cut can leave the renamed folder with empty files."""
     for file in folder.rglob("*"):
         if file.is_file():
             with open(file, "rb") as opened:

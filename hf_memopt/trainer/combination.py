@@ -1,4 +1,4 @@
-"""What a Trainer was given, asked of the compatibility table before it trains."""
+"""Checks a Trainer's model, arguments and optimizer against the compatibility table before it trains."""
 
 import re
 from typing import Any
@@ -15,47 +15,48 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware.detection import detect
 
 
-def check_given(given: tuple, kwargs: dict[str, Any], replaced: bool) -> None:
-    """check_combination() of a Trainer's constructor arguments.
+def check_constructor_arguments(args: tuple, kwargs: dict[str, Any], own_optimizer: bool) -> None:
+    """check_combination() for a Trainer's constructor arguments.
 
-    Trainers agree on the names `model` and `args`, not on their places (TRL's GRPOTrainer has reward_funcs between).
+    Trainers agree on the names `model` and `args`, not on their positions (in TRL's GRPOTrainer reward_funcs lies
+    between them), so TrainingArguments are found by type.
 
     Raises:
         InputError: the combination does not work.
     """
-    model = kwargs.get("model", given[0] if given else None)
-    args = kwargs.get("args") or next((value for value in given if isinstance(value, TrainingArguments)), None)
-    if args is not None:
+    model = kwargs.get("model", args[0] if args else None)
+    training_args = kwargs.get("args") or next((value for value in args if isinstance(value, TrainingArguments)), None)
+    if training_args is not None:
         optimizer = (kwargs.get("optimizers") or (None,))[0]
-        check_combination(model, args, _accelerators_state(), optimizer, replaced)
+        check_combination(model, training_args, _accelerator_state(), optimizer, own_optimizer)
 
 
-def check_combination(model, args, state=None, optimizer=None, replaced: bool = False) -> None:
-    """Refuse what cannot train.
+def check_combination(model, args, state=None, optimizer=None, own_optimizer: bool = False) -> None:
+    """Refuse a combination that cannot train.
 
     Args:
-        state: accelerate's, where there is one already.
-        optimizer: made by the user; by default the one that `args.optim` names.
-        replaced: something else than `args.optim` makes it.
+        state: accelerate's AcceleratorState, where there is one already.
+        optimizer: the user's; by default the one that `args.optim` names.
+        own_optimizer: something other than `args.optim` makes the optimizer.
 
     Raises:
         InputError: the combination does not work.
     """
-    check(describe_setup(model, args, state, optimizer, replaced))
+    check(describe_setup(model, args, state, optimizer, own_optimizer))
 
 
-def describe_setup(model, args, state=None, optimizer=None, replaced: bool = False) -> Setup:
+def describe_setup(model, args, state=None, optimizer=None, own_optimizer: bool = False) -> Setup:
     """A Trainer's job in the terms of the compatibility table; arguments as for check_combination()."""
     sizes = _mesh(model)
     engine = resolve_engine(args, state, mesh_strategy(*_sizes_over_one(sizes)))
-    if optimizer is not None or replaced:
-        optim = _optim_of(optimizer)
+    if optimizer is not None or own_optimizer:
+        optim = _name_optim(optimizer)
     else:
         optim = str(getattr(args.optim, "value", args.optim))
     return Setup(
         **engine.setup(),
         **_device(args),
-        **_of_model(model),
+        **_model_setup(model),
         optim=optim,
         precision={"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
         activation_checkpointing=bool(args.activation_checkpointing),
@@ -76,15 +77,17 @@ def check_start(args, state=None) -> None:
         raise InputError(reason)
 
 
-def _accelerators_state():
-    """The state of an Accelerator that the script has made and that TrainingArguments kept; None without one."""
+def _accelerator_state():
+    """The state of an Accelerator that the script made before TrainingArguments; None without one."""
     from accelerate.state import AcceleratorState
+
+    # AcceleratorState() raises where there is none yet, and accelerate 1.15 has no public way to ask.
 
     return AcceleratorState() if AcceleratorState._shared_state else None
 
 
 def _mesh(model) -> Mesh:
-    """How transformers shards the model."""
+    """The mesh that from_pretrained sharded the model over (distributed_config); sizes of 1 without one."""
     if not getattr(model, "is_distributed_loading_by_transformers", False):
         return Mesh()
     config = model.config.distributed_config
@@ -96,17 +99,18 @@ def _sizes_over_one(sizes: Mesh) -> list[int | None]:
 
 
 def _device(args) -> dict[str, Any]:
-    """The device that `args` train on, in the terms of the table."""
+    """The device of `args`, as the compatibility table names it."""
     if args.device.type == "cpu":
         return {"device": "cpu", "label": "the CPU"}
-    found = detect()
-    # bf16 that a card emulates (T4) is slow, not wrong: presets refuse it, a job that somebody brings may have it.
-    return {"device": found.backend, "label": found.label}
+    hardware = detect()
+    # No bf16 check: a card that emulates it (T4) is slow, not wrong. Presets refuse it, a user's own script may use
+    # it.
+    return {"device": hardware.backend, "label": hardware.label}
 
 
-def _of_model(model) -> dict[str, Any]:
+def _model_setup(model) -> dict[str, Any]:
     """Method, dtype and storage of the weights."""
-    if not isinstance(model, torch.nn.Module):  # None or a name: the Trainer makes it
+    if not isinstance(model, torch.nn.Module):  # None, or a name that a trainer of TRL loads
         return {}
     trained = next((weight.dtype for weight in model.parameters() if weight.requires_grad), "torch.float32")
     adapters = getattr(model, "peft_config", None) is not None
@@ -118,7 +122,7 @@ def _of_model(model) -> dict[str, Any]:
     }
 
 
-def _optim_of(optimizer) -> str:
-    """The `optim` of an optimizer object that has rows in the table: AdamW8bit is adamw_8bit."""
+def _name_optim(optimizer) -> str:
+    """An optimizer's `optim` name, for optimizers in the compatibility table: AdamW8bit -> adamw_8bit."""
     name = re.sub(r"(?<=[a-z])(?=\d)", "_", type(optimizer).__name__.lower()).replace("paged", "paged_")
     return name if name in BITSANDBYTES | {"adafactor"} else "adamw_torch"

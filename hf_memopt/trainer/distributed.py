@@ -1,4 +1,4 @@
-"""What the processes of one job tell each other about memory, beside the gradients: sizes to agree on, and the end."""
+"""Messages between the processes of a job: chunk sizes to agree on, and that one of them ran out of memory."""
 
 import datetime
 import json
@@ -19,16 +19,16 @@ from hf_memopt.errors import EXIT_OUT_OF_MEMORY
 _NO_LIMIT = 2**62
 _ENDED, _SAVED = "hf_memopt/out_of_memory", "hf_memopt/saved"
 _POLL = 0.5  # seconds
-_FILES = 20.0  # seconds that the first process waits for the others' random states
+_FILES = 20.0  # seconds that the first process waits for the random states of the others
 _SAVING = 600.0  # seconds that a process waits for the first one to save
-_GOOD_BYE = 2.0  # seconds that the first process stays: it may be the one that keeps the store
+_LINGER = 2.0  # seconds that the first process stays alive: it may host the store that the others read
 
 
 class Peers:
-    """This process among the processes of its job; of no effect where it is alone.
+    """The other processes of this job; does nothing where there are none.
 
     Attributes:
-        wait_on_host: a process that waits for another one blocks its thread (gloo), not its device's stream (NCCL).
+        wait_on_host: a collective blocks the calling thread (gloo), not the device's stream (NCCL).
     """
 
     def __init__(self, accelerator) -> None:
@@ -39,12 +39,14 @@ class Peers:
         self._group = None
         if self.alone:
             return
-        # Agreements are made on the host, so that they wait for no device.
+        # Sizes are agreed on through gloo, so that agreeing does not wait for the device.
         if distributed.get_backend() != "gloo":
             self.wait_on_host = False
             self._group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))
+        # torch 2.13 has no public way to the store of a process group that is already initialized. If the function
+        # goes, a TCPStore of our own needs one more free port for every job.
         store = distributed.distributed_c10d._get_default_store()
-        self._store = store.clone()  # a connection of its own: the other one may be waiting
+        self._store = store.clone()  # a connection of its own: a collective may be blocking the other
 
     @property
     def alone(self) -> bool:
@@ -53,23 +55,22 @@ class Peers:
 
     def smallest(self, elements: int | None) -> int | None:
         """The smallest limit that any process has; None where none has one."""
-        found = torch.tensor(_NO_LIMIT if elements is None else elements, dtype=torch.int64)
-        distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self._group)
-        return None if int(found) == _NO_LIMIT else int(found)
+        smallest = torch.tensor(_NO_LIMIT if elements is None else elements, dtype=torch.int64)
+        distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN, group=self._group)
+        return None if int(smallest) == _NO_LIMIT else int(smallest)
 
     def announce(self, message: str, elements: int | None) -> None:
-        """Tell the others that this process has no memory to continue, and what limit would have helped.
+        """Tell the others that this process ran out of memory, and what limit would have helped.
 
-        Outside of train() nobody watches, and the store would keep the message for the next one.
+        Not outside of train(): nobody watches there, and the message would stay in the store for the next train().
         """
         if not self.alone and self._watched:
-            said = {"process": self.rank, "message": message, "elements": elements}
-            self._store.set(_ENDED, json.dumps(said))
+            self._store.set(_ENDED, json.dumps({"process": self.rank, "message": message, "elements": elements}))
 
-    def out_of_memory(self) -> dict | None:
-        """What a process that ran out of memory has said (`process`, `message`, `elements`); None where none has.
+    def read_announcement(self) -> dict | None:
+        """`process`, `message` and `elements` of a process that ran out of memory; None where there is none.
 
-        A store that is gone says nothing: the process that kept it may have died of anything.
+        None too where the store is gone: the process that hosted it may have ended for any reason.
         """
         try:
             return json.loads(self._store.get(_ENDED)) if self._store.check([_ENDED]) else None
@@ -78,10 +79,11 @@ class Peers:
 
     @contextmanager
     def watching(self, save: Callable[[int | None], object]):
-        """While it is open, this process ends soon after another announces that it ran out of memory.
+        """A context in which this process ends soon after another announces that it ran out of memory.
 
-        The others wait in a reduction for gradients that never come; a thread of its own saves and ends the process.
-        It is over before the interpreter is: a thread that returns from the store after that aborts the process.
+        The main thread is then blocked in an all-reduce whose gradients never come, so a second thread saves and ends
+        the process. The thread is joined on exit: one that returns from the store after the interpreter's end aborts
+        the process.
 
         Args:
             save: called with the limit that would have helped.
@@ -89,61 +91,64 @@ class Peers:
         if self.alone:
             yield
             return
-        over = threading.Event()
+        done = threading.Event()
         self._watched = True
-        thread = threading.Thread(target=self._watch, args=(save, over), name="hf_memopt peers", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(save, done), name="hf_memopt peers", daemon=True)
         thread.start()
         try:
             yield
         except Exception:
-            # The reduction may have failed only because another process ran out of memory and ended.
-            if (said := self.out_of_memory()) and said["process"] != self.rank:
-                self._leave(said)
+            # The all-reduce may have failed only because another process ran out of memory and ended.
+            if (announced := self.read_announcement()) and announced["process"] != self.rank:
+                self._leave(announced)
             raise
         finally:
             self._watched = False
-            over.set()
+            done.set()
             thread.join()
 
-    def _watch(self, save, over: threading.Event) -> None:
-        while not (said := self.out_of_memory()):
-            if over.wait(_POLL):
+    def _watch(self, save, done: threading.Event) -> None:
+        while not (announced := self.read_announcement()):
+            if done.wait(_POLL):
                 return
-        if said["process"] == self.rank:
+        if announced["process"] == self.rank:
             return
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # torch's current device belongs to a thread
-        save(said["elements"])
-        self._leave(said)
+            torch.cuda.set_device(self._device)  # torch's current device is set per thread
+        save(announced["elements"])
+        self._leave(announced)
 
-    def saved(self, checkpoint: str | None) -> str | None:
-        """After a process has written its part of the last checkpoint: the first one says where, the others wait.
+    def share_checkpoint(self, checkpoint: str | None) -> str | None:
+        """The first process's checkpoint, on every process, for which the others wait.
+
+        Args:
+            checkpoint: the one that this process has written its part of.
 
         Returns:
-            The checkpoint of all: the first process's. This process's own where the first one says nothing, or nobody
-            watches, as in an evaluation outside of train().
+            `checkpoint` where the first process does not answer, or outside of train().
         """
         if self.alone or not self._watched:
             return checkpoint
         try:
             if self.rank == 0:
                 self._store.set(_SAVED, checkpoint or "")
-                time.sleep(_GOOD_BYE)
+                time.sleep(_LINGER)
                 return checkpoint
             self._store.wait([_SAVED], datetime.timedelta(seconds=_SAVING))
             return self._store.get(_SAVED).decode() or None
-        except RuntimeError:  # the first process is gone, and with it the store
+        except RuntimeError:  # the first process has ended, and the store with it
             return checkpoint
 
-    def _leave(self, said: dict) -> NoReturn:
-        """End this process, which waits for one that is gone, with the exit code for relaunchers."""
-        print(f"out of memory in process {said['process']}, this one ends too: {said['message']}", file=sys.stderr)
+    def _leave(self, announced: dict) -> NoReturn:
+        """End this process with the exit code that tells launchers to restart the job."""
+        process, message = announced["process"], announced["message"]
+        print(f"out of memory in process {process}, this one ends too: {message}", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
-        os._exit(EXIT_OUT_OF_MEMORY)  # an open process group would wait for its peers
+        os._exit(EXIT_OUT_OF_MEMORY)  # sys.exit would wait for the open process group, and so for its peers
 
     def wait_for_files(self, folder: Path, pattern: str) -> None:
-        """Wait, some seconds at most, until every process has written its file."""
+        """Wait until every process has written its file, for _FILES seconds at most."""
         end = time.monotonic() + _FILES
         while not self.alone and len(list(folder.glob(pattern))) < self.size and time.monotonic() < end:
             time.sleep(0.1)

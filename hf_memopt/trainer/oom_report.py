@@ -1,4 +1,4 @@
-"""What is said, and kept in oom_report.json, when a run ends for lack of memory."""
+"""oom_report.json: what failed, what memory held, and which changes would have saved most."""
 
 import logging
 from typing import Any
@@ -16,32 +16,38 @@ from hf_memopt.trainer.split import tensor_shapes
 logger = logging.getLogger(__name__)
 
 
-def describe_failure(trainer, stage: str, found: Diagnosis, shapes, indices, why: str) -> dict[str, Any]:
-    """Diagnosis, batch, what memory holds, and what to change, as JSON has it."""
+def describe_failure(trainer, stage: str, diagnosis: Diagnosis, micro, why: str) -> dict[str, Any]:
+    """The content of oom_report.json, without secrets.
+
+    Args:
+        micro: the MicroBatch that failed; None where none was running.
+        why: why no smaller micro-batch helps; "" where it is one sample.
+    """
+    shapes = tensor_shapes(micro.inputs) if micro is not None else {}
     growth = trainer._callback.growth
     cause, _ = explain(
         Failure(
-            diagnosis=found,
+            diagnosis=diagnosis,
             stage=stage,
             step=trainer.state.global_step,
-            figures=parse_figures(found.message),
+            figures=parse_figures(diagnosis.message),
             grown=growth and growth.label(),
             longest=trainer._pressure.is_largest(shapes),
         )
     )
-    predicted, proposed = outlook(trainer)
+    predicted, proposed = predict_one_sample(trainer)
     report = {
         "event": "out_of_memory",
         "step": trainer.state.global_step,
         "stage": stage,
-        "kind": str(found.kind),
-        "cause": found.cause,
+        "kind": str(diagnosis.kind),
+        "cause": diagnosis.cause,
         "reason": cause,
-        "message": found.message,
+        "message": diagnosis.message,
         "why_not_smaller": why or "the micro-batch is one sample",
         "shapes": shapes,
-        "dataset_indices": indices,
-        "held_bytes": held_bytes(trainer),
+        "dataset_indices": trainer._dataset_indices(micro) if micro is not None else None,
+        "held_bytes": count_held_bytes(trainer),
         "predicted_breakdown": predicted,
         "next": proposed,
         "checkpoint": None,
@@ -49,7 +55,7 @@ def describe_failure(trainer, stage: str, found: Diagnosis, shapes, indices, why
     return redact(report)
 
 
-def held_bytes(trainer) -> dict[str, int]:
+def count_held_bytes(trainer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states that this process holds now."""
     import torch
 
@@ -66,19 +72,20 @@ def held_bytes(trainer) -> dict[str, int]:
     }
 
 
-def outlook(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
-    """What one sample alone is predicted to take at the peak, by kind, and up to three changes that save most.
+def predict_one_sample(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
+    """The predicted peak of a micro-batch of one sample, and up to three changes that would save most.
 
-    Each change is a dict with `change` and `saved_bytes`. Where no estimate can be made (there may be no memory left
-    to make it in) there is no breakdown and no figure, but what usually helps.
+    Returns:
+        Bytes by kind, and dicts of `change` and `saved_bytes`. Where no estimate can be made (there may be no memory
+        left for it), None and what usually helps, with `saved_bytes` None.
     """
     unpredicted = [{"change": change, "saved_bytes": None} for change in _usual_changes(trainer)]
     try:
         breakdown, proposed = _predicted(trainer)
-    except Exception as error:  # whatever it is, it must not cost the report of the failure that is being explained
+    except Exception as error:  # of any kind: the report of the out-of-memory failure matters more
         reason = f"{type(error).__name__}: {one_line(error)}"[:200]
-        logger.warning("no estimate of what one sample takes, so the changes are the usual ones (%s)", reason)
-        logger.debug("the estimate failed here", exc_info=True)
+        logger.warning("no estimate for one sample, so the report lists what usually helps (%s)", reason)
+        logger.debug("traceback of the estimate", exc_info=True)
         return None, unpredicted
     return breakdown, proposed or unpredicted
 
@@ -98,13 +105,13 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     if not length:
         raise InputError("the batch has no tokens")
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-    fields = fields_of_trainer(trainer) | {"per_device_train_batch_size": 1}  # smaller it cannot be
+    fields = fields_of_trainer(trainer) | {"per_device_train_batch_size": 1}  # the smallest there is
     job = describe(
         config, fields, length, "auto", peft, dtype, quantization_config=quantization, memory_args=trainer.memory_args
     )
-    found = estimate_job(job)
-    savings = largest_savings(job, found)
-    return found.breakdown, [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
+    estimate = estimate_job(job)
+    savings = largest_savings(job, estimate)
+    return estimate.breakdown, [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 
 def _usual_changes(trainer) -> list[str]:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _LOOKED_AT = 200_000  # samples or batches
 
 
-def probe(trainer, model, loader) -> int | None:
+def try_worst_batch(trainer, model, loader) -> int | None:
     """Run the largest batch, in pieces if it must be, so that what does not fit shows before the first step.
 
     Weights, buffers, optimizer, gradients and random numbers are afterwards what they were, bit for bit. The size that

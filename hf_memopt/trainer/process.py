@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hf_memopt.levers.compile_memory_budget import memory_budget
 from hf_memopt.monitor.readers import process_limited
-from hf_memopt.monitor.snapshots import SnapshotCallback
+from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ class Recoverability:
     reason: str = ""
 
 
-def recoverability(trainer) -> Recoverability:
+def assess_recoverability(trainer) -> Recoverability:
     """Look at a trainer's class, loss and model."""
     kind = trl_trainer(trainer)
     layout = _TRL_LAYOUTS.get(kind.__name__, RowLayout)() if kind else RowLayout()

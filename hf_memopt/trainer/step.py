@@ -1,17 +1,17 @@
-"""One optimizer step that survives running out of memory: it continues in smaller chunks and gives the same gradients.
+"""Micro-batches that survive running out of memory: they continue in smaller chunks and give the same gradients.
 
-What runs between two optimizer steps is a window of micro-batches. A failure in forward leaves the gradients alone:
-the rest of the micro-batch continues in smaller chunks. A failure in backward leaves part of its gradients: the window
-starts again, with the random numbers and the cuts that it had, up to where it failed.
+A window is the micro-batches of one optimizer step. A failure in forward leaves gradients alone: the rest of the
+micro-batch continues in smaller chunks. A failure in backward leaves partial gradients: the window restarts, with the
+random state and the chunks that it had, up to where it failed.
 
-Only `training_step` and `accelerator.backward` are hooked, so that nothing depends on who overrides `compute_loss`.
+Only `training_step` and `accelerator.backward` are hooked, so it does not matter who overrides `compute_loss`.
 """
 
 import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,93 +19,24 @@ from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.loss_rule import KNOWN, LossRule, find_rule, has_own_loss
-from hf_memopt.trainer.optimizer_guard import guard, torch_optimizer, use_less
 from hf_memopt.trainer.recoverability import Recoverability, changes_weights_in_backward, holds_whole_model
 from hf_memopt.trainer.split import count_elements, tensor_shapes, tensor_versions
 from hf_memopt.trainer.step_state import StepState
+from hf_memopt.trainer.window import MicroBatch, Window
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class MicroBatch:
-    """A micro-batch and how far it is.
-
-    Attributes:
-        size: samples of the next chunk, at most.
-        cuts: samples of every chunk that ran, in order; kept when the window starts again.
-        done: chunks that ran since then.
-        synced: its last chunk ends the window: gradients are reduced over processes.
-        number: in its window.
-        tried_again: it failed once where it could not be made smaller; what was freed since then may be enough.
-        versions: of its tensors, which count what is written to them in place.
-    """
-
-    inputs: Any
-    num_items: Any
-    samples: int
-    elements: int
-    size: int
-    synced: bool
-    number: int
-    versions: list[int]
-    cuts: list[int] = field(default_factory=list)
-    done: int = 0
-    loss: Any = None
-    tried_again: bool = False
-
-    @property
-    def position(self) -> int:
-        """Samples that ran."""
-        return sum(self.cuts[: self.done])
-
-    @property
-    def next_chunk(self) -> tuple[int, int]:
-        """Samples from, to."""
-        at = self.position
-        return at, at + self.cuts[self.done] if self.done < len(self.cuts) else min(self.samples, at + self.size)
-
-    def ran(self, start: int, stop: int, loss) -> None:
-        """Note a chunk that ran to its end."""
-        if self.done == len(self.cuts):
-            self.cuts.append(stop - start)
-        self.done += 1
-        self.loss = loss if self.loss is None else self.loss + loss
-
-    def shrink(self, size: int) -> None:
-        """Continue in smaller chunks behind those that ran."""
-        self.size = size
-        del self.cuts[self.done :]
-
-    def restart(self) -> None:
-        """Begin anew, with the same cuts."""
-        self.done, self.loss = 0, None
-
-
-@dataclass
-class Window:
-    """The micro-batches between two optimizer steps that have been started.
-
-    Attributes:
-        state: what it began with.
-        forward_began: the model itself was called, so that DDP has broadcast its buffers.
-    """
-
-    state: StepState | None = None
-    started: list[MicroBatch] = field(default_factory=list)
-    forward_began: bool = False
-
-
 class StepRunner:
-    """Runs the micro-batches and the optimizer step of a trainer, and again where memory runs out.
+    """Runs a trainer's micro-batches, and again where memory runs out.
 
     Attributes:
         limit: how many samples run at once.
         window: the micro-batches since the last optimizer step.
-        resume_states: by number of finished steps, what the next step begins with; of the last two, since another
-            process may have finished a step less.
-        stage: forward or backward, of what is running or ran last.
-        running: the micro-batch that runs and the samples of its chunk.
+        resume_states: number of finished steps -> random state and metrics that the next step starts from; of the
+            last two steps, since another process may be one step behind.
+        stage: "forward" or "backward", of the chunk that runs or ran last.
+        running: the micro-batch that runs, and the samples in its chunk.
     """
 
     def __init__(self, trainer, recoverability: Recoverability, limit: BatchLimit) -> None:
@@ -116,15 +47,16 @@ class StepRunner:
         self.running: tuple[MicroBatch | None, int] = (None, 0)
         self._trainer = trainer
         self._recoverability = recoverability
-        self._failure: Diagnosis | None = None
+        self._failure: Diagnosis | None = None  # of this window
         self._rule: LossRule | None = None
-        self._asked_at = -1  # step for which the rule was last asked for
-        self._weight = 1.0
-        self._chunk_state: StepState | None = None
+        self._rule_step = -1  # at which the rule was last determined
+        self._weight = 1.0  # of the chunk's loss in its micro-batch's
+        self._chunk_state: StepState | None = None  # before the chunk that runs
         self._backward_calls = 0
-        # Until a training_step of the user's own has run, nobody knows when its forward pass ends.
+        # A user's own training_step may not call accelerator.backward. Until it has run once, a failure anywhere in it
+        # may have changed gradients.
         self._stage_is_known = all(
-            kind.__module__.startswith(KNOWN) for kind in type(trainer).__mro__ if "training_step" in vars(kind)
+            cls.__module__.startswith(KNOWN) for cls in type(trainer).__mro__ if "training_step" in vars(cls)
         )
 
     @property
@@ -139,44 +71,51 @@ class StepRunner:
 
     @property
     def resume_state(self) -> StepState | None:
-        """What the step after the last finished one begins with, where that is known."""
+        """What the step after the last finished one starts from, where that is known."""
         return self.resume_states.get(self._trainer.state.global_step)
 
     def remember_state(self, ahead: int = 0) -> StepState:
-        """Note the present state as what a step begins with: the next one, or one further `ahead`."""
+        """Keep the present state as what the next step starts from, or the one `ahead` steps later."""
         step = self._trainer.state.global_step + ahead
         recent = {number: state for number, state in self.resume_states.items() if number in (step - 1, step)}
         self.resume_states = recent | {step: StepState.now(self._trainer)}
         return self.resume_states[step]
 
     def refuse(self, reason: str, repeats: bool = True) -> None:
-        """From here on, split no micro-batch, or do not even repeat it."""
+        """Split no more micro-batches; without `repeats`, do not run them again either."""
         self._recoverability = replace(self._recoverability, repeats=repeats, splits=False, reason=reason)
         logger.warning("micro-batches run whole: %s", reason)
 
     # ---- what the trainer calls
 
     def begin_window(self) -> None:
-        """Before the micro-batches of an optimizer step are fetched."""
+        """Start an optimizer step, before its micro-batches are fetched."""
         self.window, self._failure = Window(), None
 
+    def note_forward(self, *_) -> None:
+        """Forward pre-hook of the DDP model."""
+        self.window.forward_began = True
+
     def run(self, step: Callable, model, inputs, num_items):
-        """Forward and backward of a micro-batch; its loss.
+        """Run forward and backward of a micro-batch.
 
         Args:
-            step: the training_step of the trainer's other classes.
+            step: `training_step` of the trainer's other base classes.
+
+        Returns:
+            Its loss, detached.
 
         Raises:
             TrainingOutOfMemory: it cannot be made to fit.
         """
         if self.recovers and not isinstance(inputs, Mapping):
-            self.refuse(f"a batch is a {type(inputs).__name__}, whose samples nobody knows", repeats=False)
+            self.refuse(f"a batch is a {type(inputs).__name__}, not a mapping of tensors", repeats=False)
         micro = self._start(inputs, num_items)
         if not self.recovers:
             return self._run_once(step, model, micro)
         while True:
             try:
-                for earlier in self.window.started[:-1]:  # done, unless the window has to start again
+                for earlier in self.window.started[:-1]:  # done already, unless the window restarted
                     self._run(step, model, earlier, False)
                 return self._run(step, model, micro, micro.synced)
             except TrainingOutOfMemory:
@@ -185,49 +124,11 @@ class StepRunner:
                 if self._splitting_failed(error):
                     self._restart(model)
                     continue
-                self._failure = self._recoverable(error)
-                traceback.clear_frames(error.__traceback__)  # they hold the activations
+                self._failure = self._check_recoverable(error)
+                traceback.clear_frames(error.__traceback__)  # the frames hold activations
+            # Outside of `except`: while the exception is handled, it keeps its traceback and so the activations alive.
             free_memory()
             self._shrink(model, self._failure)
-
-    def clip(self, clip: Callable, model):
-        """Gradient clipping, which computes all norms before it scales a gradient."""
-        if not self.recovers:
-            return clip(model)
-        first = next((weight.grad for weight in model.parameters() if weight.grad is not None), None)
-        untouched = first is not None and first._version
-        try:
-            return clip(model)
-        except Exception as error:
-            found = diagnose(error)
-            if not found.smaller_batch_helps or first is None or first._version != untouched:
-                raise
-            traceback.clear_frames(error.__traceback__)
-        free_memory()
-        try:
-            norm = clip(model)
-        except Exception as error:
-            again = diagnose(error)
-            if again.kind is OomKind.NOT_MEMORY:
-                raise
-            traceback.clear_frames(error.__traceback__)
-        else:
-            self._trainer._event("oom_recovered", stage="clipping", message=found.message)
-            return norm
-        self._trainer._ending.exhausted("clipping", again, self.window.started[-1], "clipping needs no micro-batch")
-
-    def guard_optimizer(self) -> None:
-        """Watch the optimizer's step, once the trainer has made it."""
-        trainer = self._trainer
-        if not self.recovers or hasattr(trainer.optimizer.step, "unguarded"):
-            return
-        inner = torch_optimizer(trainer)
-        trainer.optimizer.step = guard(trainer.optimizer.step, inner, self._optimizer_survived, self._optimizer_failed)
-        if trainer.args.world_size > 1:
-            trainer.model.register_forward_pre_hook(self._forward_begins)
-
-    def _forward_begins(self, *_) -> None:
-        self.window.forward_began = True
 
     # ---- one micro-batch
 
@@ -239,15 +140,17 @@ class StepRunner:
         elements = count_elements(inputs)
         if self.splits and samples > (fetched := _samples_fetched(trainer) or samples):
             self.refuse(f"a batch of {fetched} samples has {samples} rows: override split_batch() and count_samples()")
-        size = self.limit.rows_at_once(samples, elements) if self.splits else samples
+        size = self.limit.chunk_size(samples, elements) if self.splits else samples
+        # The Trainer sets it for each micro-batch itself (_set_sync_gradients in _run_epoch, transformers 5.23).
         synced = bool(trainer.accelerator.gradient_state.sync_gradients)
-        number, versions = len(window.started), tensor_versions(inputs)
-        micro = MicroBatch(inputs, num_items, samples, elements, size, synced, number, versions)
+        micro = MicroBatch(
+            inputs, num_items, samples, elements, size, synced, len(window.started), tensor_versions(inputs)
+        )
         window.started.append(micro)
         return micro
 
     def _run(self, step: Callable, model, micro: MicroBatch, synced: bool):
-        """What is left of a micro-batch; the loss of all of it."""
+        """Run what is left of a micro-batch; the loss of all of it."""
         while micro.position < micro.samples:
             start, stop = self._next_chunk(micro)
             whole = stop - start == micro.samples
@@ -255,15 +158,18 @@ class StepRunner:
             self._chunk_state = StepState.now(self._trainer)
             inputs = micro.inputs if whole else self._trainer.split_batch(micro.inputs, start, stop)
             self._weight = 1.0 if whole else self._rule.weight(self._trainer, micro.inputs, inputs)
-            inputs = type(micro.inputs)(inputs)  # compute_loss may pop from it
+            inputs = type(micro.inputs)(inputs)  # a copy: compute_loss may pop from it
             with contextlib.nullcontext() if synced and stop == micro.samples else self._unsynced(model):
                 loss = self._run_chunk(step, model, inputs, micro.num_items)
-            micro.ran(start, stop, loss * self._weight)
+            micro.record_chunk(start, stop, loss * self._weight)
         return micro.loss
 
     def _next_chunk(self, micro: MicroBatch) -> tuple[int, int]:
-        """The next samples to run. A loss of transformers or TRL is asked for its rule when it is first split, one of
-        the user's own before the first step, so that what cannot be split is said then."""
+        """The next samples to run.
+
+        The rule of a loss of transformers or TRL is determined when a micro-batch is first split, that of a user's own
+        loss before the first step, so that a loss that cannot be split is reported at the start of the run.
+        """
         start, stop = micro.next_chunk
         splits = stop - start < micro.samples
         if micro.samples > 1 and self._rule_is_due(splits):
@@ -273,25 +179,26 @@ class StepRunner:
         return micro.next_chunk
 
     def _rule_is_due(self, splits: bool) -> bool:
-        """One of the user's own may change from step to step (a term that joins later), or show only later."""
+        """Whether the loss has to be checked now. A user's own is checked again at every step that splits: a term may
+        join it later, or may not show in every batch."""
         if self._rule is None:
             return splits or (self.splits and has_own_loss(self._trainer))
-        return splits and self._asked_at != self._trainer.state.global_step and has_own_loss(self._trainer)
+        return splits and self._rule_step != self._trainer.state.global_step and has_own_loss(self._trainer)
 
     def _find_rule(self, micro: MicroBatch, splits: bool) -> None:
-        self._asked_at = self._trainer.state.global_step
+        self._rule_step = self._trainer.state.global_step
         try:
             self._rule = find_rule(self._trainer, micro.inputs, micro.num_items)
         except InputError as error:
             self.refuse(str(error))
             if splits and self._failure is not None:
-                self._trainer._ending.exhausted("forward", self._failure, micro, str(error))
+                self._trainer._ending.end_run("forward", self._failure, micro, str(error))
             if splits and self._trainer.memory_args.max_batch_size:
                 raise InputError(f"max_batch_size={self._trainer.memory_args.max_batch_size}: {error}") from error
             micro.shrink(micro.samples)
 
     def _run_chunk(self, step: Callable, model, inputs: dict[str, Any], num_items):
-        if self._weight == 0.0:  # no label counts: a mean over nothing is no number, nor is 0 times it
+        if self._weight == 0.0:  # every label is -100: the mean is NaN, and so would 0 × NaN be
             inputs["labels"] = inputs["labels"].clamp(min=0)
         with self._hooked_backward():
             loss = step(model, inputs, num_items)
@@ -303,30 +210,34 @@ class StepRunner:
         return loss
 
     def _run_once(self, step: Callable, model, micro: MicroBatch):
-        """A micro-batch that cannot run again. The run ends with a diagnosis."""
+        """Run a micro-batch that cannot run again: if memory runs out, the run ends with a diagnosis."""
         self.running, self.stage, self._weight = (micro, micro.samples), "forward", 1.0
         try:
             with self._hooked_backward():
                 return step(model, micro.inputs, micro.num_items)
         except Exception as error:
-            found, trainer = diagnose(error), self._trainer
-            if found.kind is OomKind.NOT_MEMORY or not trainer.memory_args.oom_recovery:
+            diagnosis, trainer = diagnose(error), self._trainer
+            if diagnosis.kind is OomKind.NOT_MEMORY or not trainer.memory_args.oom_recovery:
                 raise
             traceback.clear_frames(error.__traceback__)
         stepped = changes_weights_in_backward(trainer) and self.stage == "backward"
         intact = holds_whole_model(trainer) and not stepped
-        trainer._ending.exhausted(self.stage, found, micro, self._recoverability.reason, intact)
+        trainer._ending.end_run(self.stage, diagnosis, micro, self._recoverability.reason, intact)
 
     @contextlib.contextmanager
     def _hooked_backward(self) -> Iterator[None]:
-        """accelerator.backward tells that the forward pass is over, and is where a chunk's loss gets its weight."""
+        """Replace accelerator.backward, the one public call between forward and backward.
+
+        There the stage changes and a chunk's loss gets its weight; Trainer.training_step (transformers 5.23) calls it
+        once, with the loss already divided. It can go when the Trainer has a callback between the two.
+        """
         trainer = self._trainer
         backward = trainer.accelerator.backward
         self._backward_calls = 0
 
         def weighted(loss, **kwargs):
             self._backward_calls += 1
-            trainer._pressure.activations_are_there()
+            trainer._pressure.note_activations()
             self.stage = "backward"
             backward(loss if self._weight == 1.0 else loss * self._weight, **kwargs)
 
@@ -340,8 +251,8 @@ class StepRunner:
     # ---- after a failure
 
     def _splitting_failed(self, error: Exception) -> bool:
-        """Whether a chunk failed for another reason than memory. The micro-batch runs whole then: chunks of it may
-        be what no model takes, such as patches that belong to other samples."""
+        """Whether a chunk failed for another reason than memory: the model does not accept parts of this batch (image
+        patches that belong to other samples). The micro-batch then runs whole."""
         micro, samples = self.running
         if samples >= micro.samples or self._rule is None or self._trainer.args.world_size > 1:
             return False
@@ -352,104 +263,88 @@ class StepRunner:
         micro.shrink(micro.samples)
         return True
 
-    def _recoverable(self, error: Exception) -> Diagnosis:
-        """What the failure is; raised again unless memory ran out."""
-        found = diagnose(error)
-        if not found.helps_on(self._trainer.args.device):
+    def _check_recoverable(self, error: Exception) -> Diagnosis:
+        """Diagnose a failure; raise it again unless a smaller chunk may help."""
+        diagnosis = diagnose(error)
+        if not diagnosis.helps_on(self._trainer.args.device):
             raise error
         micro, samples = self.running
         last = micro.synced and micro.position + samples == micro.samples
         if self._trainer.args.world_size > 1 and self._gradients_changed and last:
-            self._end_together(found)
-        return found
+            self._end_together(diagnosis)
+        return diagnosis
 
     @property
     def _gradients_changed(self) -> bool:
         return self.stage == "backward" or not self._stage_is_known
 
-    def _shrink(self, model, found: Diagnosis) -> None:
-        """Make the chunk that failed smaller, and start the window again where gradients may have been changed."""
+    def _shrink(self, model, diagnosis: Diagnosis) -> None:
+        """Make the chunk that failed smaller, and restart the window where gradients may have changed."""
         micro, samples = self.running
         if any(tensor_versions(started.inputs) != started.versions for started in self.window.started):
             why = "the loss changes its batch in place, which cannot run again"
-            self._trainer._ending.exhausted(self.stage, found, micro, why)
-        smaller = self._smaller(micro, samples, found)
+            self._trainer._ending.end_run(self.stage, diagnosis, micro, why)
+        smaller = self._smaller(micro, samples, diagnosis)
         if smaller < samples:
             micro.shrink(smaller)
         self._trainer._event(
             "oom_recovered",
             stage=self.stage,
-            cause=found.cause,
-            message=found.message,
+            cause=diagnosis.cause,
+            message=diagnosis.message,
             micro_batch_before=samples,
             micro_batch_after=smaller,
             shapes=tensor_shapes(micro.inputs),
             dataset_indices=self._trainer._dataset_indices(micro),
         )
+        # DDP (torch 2.13) broadcasts buffers in the first forward of a window. A second broadcast would wait for
+        # processes that do not repeat theirs, so its private flag is lowered; DDP raises it again
+        # in the forward whose gradients it reduces.
         if self.window.forward_began and hasattr(model, "require_forward_param_sync"):
-            model.require_forward_param_sync = False  # DDP broadcasts buffers once a window: that is done
+            model.require_forward_param_sync = False
         if not self._gradients_changed:
             self._chunk_state.restore(self._trainer)
             return
         self._restart(model)
 
     def _restart(self, model) -> None:
-        """Begin the window anew."""
+        """Run the window again from its start."""
         model.zero_grad()
         self.window.state.restore(self._trainer)
         for started in self.window.started:
             started.restart()
 
-    def _smaller(self, micro: MicroBatch, samples: int, found: Diagnosis) -> int:
-        """Samples of the next, smaller chunk. What cannot be split is tried once more, after freeing.
+    def _smaller(self, micro: MicroBatch, samples: int, diagnosis: Diagnosis) -> int:
+        """Samples in the next, smaller chunk. What cannot be split is run once more, after freeing memory.
 
         Raises:
-            TrainingOutOfMemory: it was tried again already.
+            TrainingOutOfMemory: that failed before.
         """
         reason = self._recoverability.reason if samples > 1 else ""
-        if self.splits and samples > max(1, self.limit.fewest_rows):
+        if self.splits and samples > max(1, self.limit.min_samples):
             try:
                 self._trainer.split_batch(micro.inputs, 0, 1)
-                return self.limit.lower(samples, micro.elements * samples // micro.samples)
+                return self.limit.halve(samples, micro.elements * samples // micro.samples)
             except InputError as error:
                 self.refuse(str(error))
                 reason = str(error)
-        if micro.tried_again:
-            self._trainer._ending.exhausted(self.stage, found, micro, reason)
-        micro.tried_again = True
+        if micro.retried_whole:
+            self._trainer._ending.end_run(self.stage, diagnosis, micro, reason)
+        micro.retried_whole = True
         return samples
 
-    def _end_together(self, found: Diagnosis) -> None:
-        """A process that failed while gradients were being reduced leaves the others waiting: all end, and what
-        resumes from their checkpoint runs smaller chunks."""
+    def _end_together(self, diagnosis: Diagnosis) -> None:
+        """End all processes: one that failed while gradients were reduced leaves the others waiting in the all-reduce.
+        The limit is halved first, so that the run that resumes starts with smaller chunks."""
         micro, samples = self.running
         if samples > 1 and self.splits:
-            self.limit.lower(samples, micro.elements * samples // micro.samples)
+            self.limit.halve(samples, micro.elements * samples // micro.samples)
         why = "processes that have begun to reduce gradients cannot go back"
-        self._trainer._ending.exhausted("backward", found, micro, why)
-
-    # ---- the optimizer
-
-    def _optimizer_survived(self, messages: list[str]) -> None:
-        one_by_one = use_less(torch_optimizer(self._trainer))
-        self._trainer._event(
-            "oom_recovered",
-            stage="optimizer",
-            message=messages[0],
-            retried=len(messages),
-            one_weight_at_a_time=one_by_one,
-        )
-
-    def _optimizer_failed(self, error: BaseException, wrote: bool) -> None:
-        found = diagnose(error)
-        if found.kind is OomKind.NOT_MEMORY:
-            return
-        why = "its weights are between two steps" if wrote else "no smaller micro-batch helps an optimizer"
-        self._trainer._ending.exhausted("optimizer", found, self.window.started[-1], why, intact=not wrote)
+        self._trainer._ending.end_run("backward", diagnosis, micro, why)
 
 
 def _samples_fetched(trainer) -> int | None:
-    """Samples that the data loader puts into a micro-batch; None where they vary (a budget of tokens)."""
+    """Samples that the data loader puts into a micro-batch; None where they vary (max_tokens_per_batch)."""
     loader = trainer._train_loader
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "batch_size", None) if batches is not None else trainer.args.train_batch_size

@@ -1,4 +1,4 @@
-"""When weights, optimizer states and the step's number belong together: another thread may save them only then."""
+"""When weights, optimizer states and step number are consistent, so that another thread may save them."""
 
 import threading
 from collections.abc import Iterator
@@ -6,18 +6,18 @@ from contextlib import contextmanager
 
 from transformers import TrainerCallback
 
-_LONGEST = 600.0  # seconds that an optimizer may take; an update that raised never ends
+_LONGEST = 600.0  # seconds that an optimizer step may take; an update that raised never releases the lock
 
 
 class Updates(TrainerCallback):
-    """Holds a lock from before the optimizer's step until the step is counted."""
+    """Holds a lock from before the optimizer step until global_step is incremented."""
 
     def __init__(self, trainer) -> None:
         self._trainer = trainer
-        self._lock: threading.Lock | None = None  # only while training: a trainer with one cannot be pickled
+        self._lock: threading.Lock | None = None  # only while training: Ray Tune pickles trainers
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._lock = threading.Lock()  # an earlier training may have ended in the middle of an update
+        self._lock = threading.Lock()  # a new one: an earlier train() may have ended in the middle of an update
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._lock.acquire()
@@ -32,12 +32,12 @@ class Updates(TrainerCallback):
 
     @property
     def running(self) -> bool:
-        """Whether an update has begun that has not ended."""
+        """Whether an update has begun and not ended."""
         return self._lock is not None and self._lock.locked()
 
     @contextmanager
-    def kept_out(self) -> Iterator[bool]:
-        """No update begins while it lasts, and none is running; False where one did not end."""
+    def paused(self) -> Iterator[bool]:
+        """A context in which no update runs; yields False where the running one did not end."""
         lock = self._lock
         free = lock is None or lock.acquire(timeout=_LONGEST)
         try:

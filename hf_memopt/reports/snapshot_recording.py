@@ -80,7 +80,7 @@ class Recording:
         self._phase_names = [name for _, name in phases]
 
 
-def recording_of(snapshot: dict[str, Any]) -> Recording:
+def parse_recording(snapshot: dict[str, Any]) -> Recording:
     """The busiest device's allocations, each with its kind.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A sharded checkpoint as one model that from_pretrained reads, without the devices that wrote it."""
+"""Merges a sharded checkpoint into one that from_pretrained reads, without the devices that wrote it."""
 
 import pickle
 import shutil
@@ -9,8 +9,8 @@ from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.trainer import manifest
 
 _FSDP = "pytorch_model_fsdp_0"  # accelerate's FSDP_MODEL_NAME, of the first model
-_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "merges.*")  # configuration and tokenizer
-_OF_THE_RUN = (
+_MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "merges.*")  # configuration and tokenizer
+_RUN_FILES = (
     "trainer_state.json",
     "training_args.json",
     "model.safetensors.index.json",
@@ -30,26 +30,25 @@ _FAILURES = (
 
 
 def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = False) -> list[str]:
-    """Write the whole weights of a ZeRO or FSDP2 checkpoint as safetensors, with configuration and tokenizer.
+    """Write the unsharded weights of a ZeRO or FSDP2 checkpoint as safetensors, with config and tokenizer.
 
-    Needs host memory for twice all weights in fp32, and no device.
+    Needs host memory for two fp32 copies of the weights, and no device.
 
     Args:
         checkpoint: a `checkpoint-N` folder, or what a final save_model() left.
-        directory: a folder to write to; it must not be there yet, or be empty.
-        trusted: the checkpoint is one's own. ZeRO's and FSDP's shards are pickles, and reading a pickle runs what is
-            in it.
+        directory: an empty or new folder to write to.
+        trusted: the checkpoint is your own. Shards of ZeRO and FSDP are pickles, and loading a pickle runs code in it.
 
     Returns:
-        The files' names.
+        Names of the written files.
 
     Raises:
-        InputError: no sharded checkpoint, not said to be trusted, or one that cannot be read.
+        InputError: no sharded checkpoint, `trusted` not set, or a checkpoint that cannot be read.
     """
     source, target = Path(checkpoint).expanduser(), Path(directory).expanduser().resolve()
-    merge = _reader(source)
+    merge = _choose_merge(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"{target} is there already: name a folder that is empty or new")
+        raise InputError(f"{target} is not an empty folder: name an empty or new one")
     if not trusted:
         raise InputError(
             f"{source} holds pickles, and reading them runs what is in them: add --trusted if the "
@@ -57,22 +56,22 @@ def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = F
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        made = Path(folder) / "model"
-        made.mkdir()
+        merged = Path(folder) / "model"
+        merged.mkdir()
         with as_input_error(f"{source} cannot be read", *_FAILURES):
-            merge(source, made)
-        for pattern in _BESIDE:
+            merge(source, merged)
+        for pattern in _MODEL_FILES:
             for file in source.glob(pattern):
-                if file.name not in _OF_THE_RUN and not (made / file.name).exists():
-                    shutil.copy2(file, made)
+                if file.name not in _RUN_FILES and not (merged / file.name).exists():
+                    shutil.copy2(file, merged)
         if target.exists():
             target.rmdir()
-        made.rename(target)
+        merged.rename(target)
     return sorted(file.name for file in target.iterdir())
 
 
-def _reader(source: Path):
-    """The function that merges such a checkpoint."""
+def _choose_merge(source: Path):
+    """The function that merges this kind of checkpoint."""
     if (source / _FSDP).is_dir():
         return _merge_fsdp
     if (source / "latest").is_file() and list(source.glob("global_step*/*optim_states.pt")):
@@ -86,15 +85,18 @@ def _reader(source: Path):
 
 
 def _merge_zero(source: Path, target: Path) -> None:
-    """DeepSpeed's own writer fails on tied weights, which are one tensor under two names: safetensors wants one.
-    ZeRO-1 and 2 give all weights as views of one tensor, of which it wants the parts."""
+    """Merge ZeRO shards with DeepSpeed, and write them with huggingface_hub.
+
+    DeepSpeed 0.19.8's own safetensors writer fails on tied weights, and on the views of one flat tensor that ZeRO-1
+    and 2 return: safetensors refuses shared storage. So every tensor is cloned, tied ones once.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from huggingface_hub import save_torch_state_dict
 
-    apart: dict = {}  # a weight under two names stays one
+    clones: dict = {}  # tied weights stay one tensor under two names
     merged = get_fp32_state_dict_from_zero_checkpoint(str(source))
     for name, weight in merged.items():
-        merged[name] = apart.setdefault((weight.data_ptr(), weight.shape), weight.clone())
+        merged[name] = clones.setdefault((weight.data_ptr(), weight.shape), weight.clone())
     save_torch_state_dict(merged, target)
 
 

@@ -60,7 +60,7 @@ class Device:
         return asdict(self) | {"utilization": self.utilization}
 
 
-def devices() -> list[Device]:
+def read_devices() -> list[Device]:
     """All of them, the host last."""
     return [*_nvidia(), *_amd(), *_apple(), _host()]
 

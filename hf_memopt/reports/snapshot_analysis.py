@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_memopt.reports.recording import KINDS, Allocation, Recording, recording_of
 from hf_memopt.reports.snapshot_file import read_snapshot
+from hf_memopt.reports.snapshot_recording import KINDS, Allocation, Recording, parse_recording
 
 _OWN = ("site-packages/torch/", "hf_memopt/monitor/", "<built-in", "contextlib.py", "threading.py")
 
@@ -53,7 +53,7 @@ class Snapshot:
         return told
 
 
-def snapshot(file, top: int = 10) -> Snapshot:
+def analyze_snapshot(file, top: int = 10) -> Snapshot:
     """Read a file and say what it tells.
 
     Args:
@@ -63,10 +63,10 @@ def snapshot(file, top: int = 10) -> Snapshot:
     Raises:
         InputError: it cannot be read, or holds something else.
     """
-    return analysed(recording_of(read_snapshot(file)), top)
+    return analyze_recording(parse_recording(read_snapshot(file)), top)
 
 
-def analysed(found: Recording, top: int = 10) -> Snapshot:
+def analyze_recording(found: Recording, top: int = 10) -> Snapshot:
     """What a recording tells."""
     timeline, moment = _timeline(found.allocations)
     alive = [one for one in found.allocations if one.began <= moment < one.ended]

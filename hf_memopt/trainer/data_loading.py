@@ -1,0 +1,64 @@
+"""Batches that the Trainer does not make: within a token budget, or with positions for sequence parallelism."""
+
+from functools import partial
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from transformers.trainer_utils import seed_worker
+
+from hf_memopt.data.lengths import sample_lengths
+from hf_memopt.data.positions import with_positions
+from hf_memopt.errors import InputError
+from hf_memopt.levers.sliding_window import has_window
+from hf_memopt.levers.token_budget import TokenBudgetBatches
+
+
+def sequence_parallel_collator(trainer):
+    """The trainer's collator with the position_ids that Ulysses needs in every batch.
+
+    Raises:
+        InputError: a memory argument needs whole sequences.
+    """
+    names = ["loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size"]
+    if trainer.memory_args.sliding_window and not has_window(type(trainer.model.config.get_text_config())):
+        names.append("sliding_window")
+    for name in names:
+        if getattr(trainer.memory_args, name):
+            raise InputError(f"{name} needs whole sequences, which sequence parallelism divides: leave it out")
+    return with_positions(trainer.data_collator, trainer.get_sp_size())
+
+
+def token_budget_loader(trainer):
+    """A data loader whose batches stay within max_tokens_per_batch, prepared by accelerate.
+
+    Trainer._get_dataloader (transformers 5.23) knows batches of a fixed size only; the arguments below are those that
+    it passes to torch's DataLoader, and its two private methods drop the columns that the model does not take.
+
+    Raises:
+        InputError: the dataset is a stream, or a sample is longer than the budget.
+    """
+    data, budget = trainer.train_dataset, trainer.memory_args.max_tokens_per_batch
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise InputError(f"max_tokens_per_batch={budget} needs every sample's length: a stream has none, leave it out")
+    args, collator = trainer.args, trainer.data_collator
+    lengths = sample_lengths(data)
+    if hasattr(data, "column_names"):
+        data = trainer._remove_unused_columns(data, description="Training")
+    else:
+        collator = trainer._get_collator_with_removed_columns(collator, description="Training")
+    seed = args.seed if args.data_seed is None else args.data_seed
+    sampler = SeedableRandomSampler(data, data_seed=seed)
+    batches = TokenBudgetBatches(sampler, lengths, budget, trainer.batches, seed)
+    loader = torch.utils.data.DataLoader(
+        data,
+        batch_sampler=batches,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        in_order=args.dataloader_in_order,
+        worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    )
+    return trainer.accelerator.prepare(loader)
