@@ -26,7 +26,7 @@ from hf_memopt.levers.replaced import put_back
 from hf_memopt.recipe.callbacks import PhasePeaks
 from hf_memopt.recipe.video import real_inputs
 from hf_memopt.trainer.video_trainer import VideoTrainer
-from hf_memopt.video.batch import VideoCollator
+from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.model_parts import train_parts
 from hf_memopt.video.processor import load_processor
 from hf_memopt.video.samples import Encoder, Limits

@@ -16,8 +16,8 @@ from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.video.bad_videos import BadVideos
-from hf_memopt.video.batch import VideoCollator
 from hf_memopt.video.clips import BadVideo, frame_count
+from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import conversation
 from hf_memopt.video.model_parts import take_videos_of_any_length
 from hf_memopt.video.processor import FramesToPixels, load_processor

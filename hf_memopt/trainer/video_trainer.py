@@ -3,7 +3,7 @@
 from typing import Any
 
 from hf_memopt.trainer.trainer import MemoryTrainer
-from hf_memopt.video.batch import join
+from hf_memopt.video.collator import join
 from hf_memopt.video.model_parts import take_videos_of_any_length
 
 

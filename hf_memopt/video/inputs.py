@@ -8,8 +8,8 @@ import torch
 
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
-from hf_memopt.video.batch import VideoCollator
 from hf_memopt.video.clips import capped_size
+from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.pixels import FAMILIES, Settings
 from hf_memopt.video.processor import FramesToPixels, settings_of
 from hf_memopt.video.samples import cap_pixels

@@ -16,8 +16,8 @@ from hf_memopt.data.tokens import IGNORED
 from hf_memopt.data.turns import read_tools
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.video.bad_videos import BadVideos
-from hf_memopt.video.batch import TOKENS, join
 from hf_memopt.video.clips import BadVideo, Clip, capped_size, glance, name_of, out_of_host_memory, read_clip
+from hf_memopt.video.collator import TOKENS, join
 from hf_memopt.video.conversations import Medium, conversation
 
 
