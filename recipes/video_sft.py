@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None):
         args=job.args,
         train_dataset=train,
         eval_dataset=held_out,
-        data_collator=VideoCollator(processor.tokenizer.pad_token_id, apart=True),
+        data_collator=VideoCollator(processor.tokenizer.pad_token_id, separate_media=True),
         processing_class=processor,
         memory_args=job.memory_args,
     )

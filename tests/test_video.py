@@ -16,12 +16,15 @@ from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.video.bad_videos import BadVideos
-from hf_memopt.video.clips import BadVideo, frame_count
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import conversation
+from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.frame_times import frame_count
+from hf_memopt.video.media import Limits, count_frames
 from hf_memopt.video.model_parts import take_videos_of_any_length
-from hf_memopt.video.processor import FramesToPixels, load_processor
-from hf_memopt.video.samples import Encoder, Limits, VideoSamples, frames_in
+from hf_memopt.video.processor import TorchVideoProcessor, load_processor
+from hf_memopt.video.samples import VideoSamples
+from hf_memopt.video.video_files import BadVideo
 
 FAMILIES = list(video_models.FAMILIES)
 LENGTHS = (1, 5, 150, 491)
@@ -70,9 +73,11 @@ def test_the_tensors_hold_as_many_frames_as_the_formula_says(name, family, files
         encode = Encoder(processor, Limits(max_frames=max_frames), files)
         for length in LENGTHS if max_frames else (1, 5):
             sample = encode(row(f"{length}.mp4"))
-            wanted = frame_count(length, length / 25, max_frames, multiple_of=encode.merged)
-            wanted = max(wanted, encode.merged)  # a single frame is shown as often as the model merges
-            assert frames_in(sample, encode.merged) == wanted, (max_frames, length)
+            wanted = frame_count(length, length / 25, max_frames, multiple_of=encode.media.temporal_patch_size)
+            wanted = max(
+                wanted, encode.media.temporal_patch_size
+            )  # a single frame is shown as often as the model merges
+            assert count_frames(sample, encode.media.temporal_patch_size) == wanted, (max_frames, length)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -131,7 +136,7 @@ def test_too_long_a_sample_loses_frames_first(name, family, files):
     limit = len(whole["input_ids"]) - int((types > 0).sum()) // 2
     shorter = Encoder(processor, Limits(max_frames=16, max_length=limit), files)(row("150.mp4"))
     assert len(shorter["input_ids"]) <= limit
-    assert 1 <= frames_in(shorter, 1) < frames_in(whole, 1)
+    assert 1 <= count_frames(shorter, 1) < count_frames(whole, 1)
     assert (shorter["labels"] != IGNORED).sum() == (whole["labels"] != IGNORED).sum()
     few = Encoder(processor, Limits(max_frames=16, max_video_tokens=limit), files)(row("150.mp4"))
     types = torch.tensor(processor.create_mm_token_type_ids([few["input_ids"].tolist()])[0])
@@ -166,9 +171,9 @@ def test_pixels_stay_below_the_cap(name, family, tmp_path):
 
 def test_a_processor_that_takes_other_frames_is_found_out(family, files, monkeypatch):
     encode = fresh(family, "qwen2_5_vl", files, max_frames=4)
-    call = FramesToPixels.__call__
+    call = TorchVideoProcessor.__call__
     monkeypatch.setattr(
-        FramesToPixels,
+        TorchVideoProcessor,
         "__call__",
         lambda self, videos, **more: call(self, [torch.cat([videos[0], videos[0]])], **more),
     )
@@ -289,7 +294,7 @@ def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
     with pytest.raises(InputError, match=r"unknown video model type 'llama'.*install torchvision"):
         load_processor(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     with pytest.raises(InputError, match="do_normalize=False: install torchvision"):
-        FramesToPixels("qwen2_5_vl", {"do_normalize": False})
+        TorchVideoProcessor("qwen2_5_vl", {"do_normalize": False})
 
 
 def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):

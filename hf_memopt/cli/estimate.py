@@ -70,7 +70,7 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
     from hf_memopt.estimator.smaller import with_sizes
     from hf_memopt.hardware import get_hardware
     from hf_memopt.levers.answer_logits import with_few_logits
-    from hf_memopt.video.inputs import frozen_as_said, video_inputs
+    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
     preset = get_preset(preset_name, method, strategy)
     settings, sizes = without_model_sizes(settings)
@@ -94,7 +94,7 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
         hardware=device,
         task=own.get("task"),
         video=video,
-        frozen=frozen_as_said(clips) if video else (),
+        frozen=frozen_by_settings(clips) if video else (),
         attn_implementation=own.get("attn_implementation"),
         kbit_preparation=bool(own.get("kbit_preparation")),
         quantization_config=quantization_config(preset, quantization, config if video else None),

@@ -35,7 +35,7 @@ def run_plan(
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.planner.plan import plan
-    from hf_memopt.video.inputs import frozen_as_said, video_inputs
+    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
     config = load_config(model)
@@ -64,7 +64,7 @@ def run_plan(
         quantization=packed,
         say=_say,
         video=video,
-        frozen=frozen_as_said(clips) if video else (),
+        frozen=frozen_by_settings(clips) if video else (),
         **own,
     )
     written = _export(found, export_dir, rung) if export_dir and found.ladder else []
@@ -160,7 +160,7 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
     from hf_memopt.estimator.preset_estimates import job_of
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.planner.frames import most_frames
-    from hf_memopt.video.inputs import frozen_as_said, video_inputs
+    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
     preset = get_preset(hardware, method)
     given, lora, quantization, own, memory_args, clips = split_settings(settings)
@@ -177,7 +177,7 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
         given,
         lora,
         video=video,
-        frozen=frozen_as_said(clips),
+        frozen=frozen_by_settings(clips),
         attn_implementation=own.get("attn_implementation"),
         memory_args=memory_args,
         quantization_config=quantization_config(preset, quantization, config),
