@@ -284,7 +284,7 @@ def test_a_processor_is_saved_whole(family, tmp_path):
         assert again.video_processor.settings == processor.video_processor.settings
         assert again.chat_template == processor.chat_template
         saved = json.loads((tmp_path / name / "processor_config.json").read_text())
-        assert saved["video_processor"]["video_processor_type"] == processor.video_processor.family.name
+        assert saved["video_processor"]["video_processor_type"] == processor.video_processor.family.processor
 
 
 def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
@@ -310,7 +310,7 @@ def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     said = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2
     assert len([line for line in said if line.startswith("error: ")]) == 1
-    assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a video") and "Traceback" not in said[-1]
+    assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a readable video") and "Traceback" not in said[-1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
