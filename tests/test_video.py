@@ -1,12 +1,15 @@
 """Videos as samples and batches, in six families: what the tensors hold, what is trained, what is refused."""
 
 import json
+import sys
 
 import numpy
 import pytest
 import torch
 import video_models
 import videos
+from conftest import ROOT
+from conftest import run as run_process
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -15,6 +18,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.program import run
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import conversation
@@ -299,8 +303,6 @@ def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
 
 def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     """Data loaders hand on their workers' errors with a traceback before them."""
-    from hf_memopt.program import run
-
     _, processor = family("qwen2_5_vl")
     encode = Encoder(processor, Limits(max_frames=2), files)
     samples = VideoSamples([row("broken.mp4")], encode, BadVideos(tmp_path / "none.txt"))
@@ -311,6 +313,29 @@ def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     assert ended.value.code == 2
     assert len([line for line in said if line.startswith("error: ")]) == 1
     assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a readable video") and "Traceback" not in said[-1]
+
+
+def test_without_av_the_recipe_names_the_extra_and_estimates_run():
+    hidden = "import sys; sys.modules['av'] = None\n"
+    recipe = f"{hidden}import runpy; runpy.run_path({str(ROOT / 'recipes' / 'video_sft.py')!r}, run_name='__main__')"
+    done = run_process(sys.executable, "-c", recipe)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("need PyAV and Pillow: pip install 'hf_memopt[video]'")
+    done = run_process(sys.executable, "-c", f"{hidden}import hf_memopt.estimator.api")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_one_sentence(capsys):
+    def import_transformers():
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'Trainer'.") from error
+
+    with pytest.raises(SystemExit) as ended:
+        run(import_transformers)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and line.startswith("error: the installed torchvision does not fit")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
