@@ -118,7 +118,7 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 # Tests also need what is optional.
 $(TESTABLE): $(INSTALLED)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8]'
-	# Apart from the rest, for the comparison with its video processors: a build that does not fit torch breaks transformers.
+	# Into a folder of its own, for tests/video_parity.py: a wheel for another torch build breaks transformers.
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 		--target $(VENV)/torchvision torchvision
 	@touch $@

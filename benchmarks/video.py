@@ -26,10 +26,11 @@ from hf_memopt.levers.replaced import put_back
 from hf_memopt.recipe.callbacks import PhasePeaks
 from hf_memopt.recipe.video import real_inputs
 from hf_memopt.trainer.video_trainer import VideoTrainer
-from hf_memopt.video.batch import VideoCollator
+from hf_memopt.video.collator import VideoCollator
+from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.media import Limits
 from hf_memopt.video.model_parts import train_parts
 from hf_memopt.video.processor import load_processor
-from hf_memopt.video.samples import Encoder, Limits
 
 FAMILIES = ("qwen2_5_vl", "smolvlm", "llava_onevision")
 FRAMES = 64
@@ -114,9 +115,11 @@ def measure(folder: Path, sample: dict, ours: bool, outside: bool, memory_args: 
             "callbacks": [peak],
         }
         if ours:
-            trainer = VideoTrainer(memory_args=memory_args, data_collator=VideoCollator(0, apart=True), **given)
+            trainer = VideoTrainer(
+                memory_args=memory_args, data_collator=VideoCollator(0, separate_media=True), **given
+            )
         else:
-            trainer = Trainer(data_collator=VideoCollator(0, masked=True), **given)
+            trainer = Trainer(data_collator=VideoCollator(0, attention_mask=True), **given)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     row = {"measured_bytes": peak.bytes, "tokens": len(sample["input_ids"]), "losses": losses}

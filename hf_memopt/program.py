@@ -8,7 +8,11 @@ import traceback
 from collections.abc import Callable
 
 from hf_memopt.disk import write_failure
+<<<<<<< HEAD
 from hf_memopt.errors import IncompatibleLibrary, InputError, StartAgain, Terminated, TrainingOutOfMemory, one_line
+=======
+from hf_memopt.errors import InputError, StartAgain, Terminated, TrainingOutOfMemory, chain, one_line
+>>>>>>> video
 from hf_memopt.noise import quiet
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
@@ -32,7 +36,7 @@ def run(main: Callable[..., object]) -> None:
     except TrainingOutOfMemory as end:  # which has been logged
         _end(end.exit_code)
     except Exception as error:
-        if (reason := write_failure(error)) is None:
+        if (reason := write_failure(error) or _torchvision_mismatch(error)) is None:
             raise
         print(f"error: {reason}", file=sys.stderr, flush=True)
         _end(2)
@@ -63,7 +67,21 @@ def _until_it_stands(main: Callable[..., object]) -> None:
         free()
 
 
+<<<<<<< HEAD
 def _sentence(error: InputError | IncompatibleLibrary) -> str:
+=======
+def _torchvision_mismatch(error: Exception) -> str | None:
+    """transformers imports torchvision wherever it is installed; a wheel for another torch build fails there."""
+    if not any("operator torchvision::" in str(cause) for cause in chain(error)):
+        return None
+    return (
+        "the installed torchvision does not fit the installed torch, and transformers cannot be imported with it: "
+        "install torchvision from the index that torch came from, or run pip uninstall torchvision"
+    )
+
+
+def _sentence(error: InputError) -> str:
+>>>>>>> video
     """The message alone, where a data loader's worker has put a traceback before it."""
     text = str(error)
     if "Original Traceback" in text:

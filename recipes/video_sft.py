@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.recipe import summary
     from hf_memopt.recipe import video as videos
     from hf_memopt.recipe.resume import checkpoint_to_resume
-    from hf_memopt.video.builtin_model import builtin_video_model
+    from hf_memopt.video.demo_model import builtin_video_model
 
     job = jobs.start(
         __doc__,
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.recipe.video_tier import remember_clips
     from hf_memopt.trainer.video_trainer import VideoTrainer
-    from hf_memopt.video.batch import VideoCollator
+    from hf_memopt.video.collator import VideoCollator
     from hf_memopt.video.processor import load_processor
 
     # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None):
         args=job.args,
         train_dataset=train,
         eval_dataset=held_out,
-        data_collator=VideoCollator(processor.tokenizer.pad_token_id, apart=True),
+        data_collator=VideoCollator(processor.tokenizer.pad_token_id, separate_media=True),
         processing_class=processor,
         memory_args=job.memory_args,
     )

@@ -7,7 +7,7 @@ import pytest
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.job import start
 from hf_memopt.recipe.video import VideoArguments
-from hf_memopt.video.builtin_model import builtin_video_model
+from hf_memopt.video.demo_model import builtin_video_model
 
 MICRO, ACCUMULATION, EFFECTIVE = "per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size"
 

@@ -11,7 +11,10 @@ import pytest
 import videos
 
 from hf_memopt.errors import InputError
-from hf_memopt.video.clips import BadVideo, capped_size, frame_count, glance, read_clip
+from hf_memopt.video.clips import FrameLimits, estimate_pixels, read_clip
+from hf_memopt.video.frame_sizes import capped_size
+from hf_memopt.video.frame_times import frame_count
+from hf_memopt.video.video_files import BadVideo
 
 CODECS = {
     "a.mkv": {},
@@ -37,7 +40,7 @@ def brightness(clip) -> list[int]:
 def test_every_container_and_codec(name, tmp_path):
     """The frames are those that decoding all of the file gives, the first and the last among them."""
     path = videos.write(tmp_path / name, videos.numbered(37), **CODECS[name])
-    clip = read_clip(path, 10)
+    clip = read_clip(path, FrameLimits(10))
     assert clip.total == 37
     assert clip.indices == tuple(numpy.linspace(0, 36, 10).round().astype(int))
     with av.open(str(path)) as container:
@@ -54,7 +57,7 @@ def test_how_many(frames, max_frames, tmp_path_factory):
     if not path.exists():
         videos.write(path, videos.numbered(frames, 16, 16), rate=25)
     for multiple in (1, 2):
-        clip = read_clip(path, max_frames, multiple_of=multiple)
+        clip = read_clip(path, FrameLimits(max_frames, multiple_of=multiple))
         wanted = min(frames, max_frames or frames)
         wanted -= wanted % multiple if wanted >= multiple else 0
         assert len(clip.frames) == len(clip.indices) == wanted
@@ -75,7 +78,7 @@ def test_frames_a_second():
 def test_a_variable_rate_is_sampled_in_time(tmp_path):
     """30 frames in the first second, then 10 over five seconds: half of the clip must not be its first second."""
     times = [index * 33 for index in range(30)] + [1000 + index * 500 for index in range(10)]
-    clip = read_clip(videos.write(tmp_path / "v.mp4", videos.numbered(40), milliseconds=times), 8)
+    clip = read_clip(videos.write(tmp_path / "v.mp4", videos.numbered(40), milliseconds=times), FrameLimits(8))
     assert len(clip.indices) == 8 and clip.indices[0] == 0 and clip.indices[-1] == 39
     assert sum(index < 30 for index in clip.indices) <= 3
     gaps = numpy.diff(clip.timestamps)
@@ -85,7 +88,7 @@ def test_a_variable_rate_is_sampled_in_time(tmp_path):
 def test_rotated_clips_stand_upright(tmp_path):
     frame = numpy.zeros((48, 64, 3), numpy.uint8)
     frame[:, :32] = 255  # bright on the left
-    clip = read_clip(videos.write(tmp_path / "r.mp4", [frame] * 4, rotation=90))
+    clip = read_clip(videos.write(tmp_path / "r.mp4", [frame] * 4, rotation=90), FrameLimits())
     assert clip.frames.shape == (4, 3, 64, 48)
     top, bottom = clip.frames[:, :, :32].mean(), clip.frames[:, :, 32:].mean()
     assert bottom > top + 100  # counterclockwise: what was left is below
@@ -93,8 +96,8 @@ def test_rotated_clips_stand_upright(tmp_path):
 
 def test_large_frames_are_scaled_to_the_cap(tmp_path):
     path = videos.write(tmp_path / "l.mp4", videos.numbered(4, 360, 640))
-    assert read_clip(path, max_pixels=50176, side_multiple=28).frames.shape[2:] == (168, 280)
-    assert read_clip(path, max_pixels=10**6).frames.shape[2:] == (360, 640)
+    assert read_clip(path, FrameLimits(max_pixels=50176, side_multiple=28)).frames.shape[2:] == (168, 280)
+    assert read_clip(path, FrameLimits(max_pixels=10**6)).frames.shape[2:] == (360, 640)
     for height, width in ((224, 224), (239, 250), (1080, 1920), (30, 3000), (5, 7)):
         for multiple in (2, 28, 32):
             high, wide = capped_size(height, width, 60_000, multiple)
@@ -110,7 +113,7 @@ def test_damaged_files_give_what_decodes(tmp_path):
         container={"movflags": "frag_keyframe+empty_moov"},
     ).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
-    clip = read_clip(tmp_path / "cut.mp4", 8)
+    clip = read_clip(tmp_path / "cut.mp4", FrameLimits(8))
     assert len(clip.frames) == 8 and 20 < clip.total < 60
     shades = brightness(clip)
     assert shades == sorted(shades)
@@ -119,7 +122,7 @@ def test_damaged_files_give_what_decodes(tmp_path):
     middle = len(torn) // 2
     torn[middle : middle + 400] = bytes(range(200)) * 2
     (tmp_path / "torn.mp4").write_bytes(torn)
-    assert len(read_clip(tmp_path / "torn.mp4", 8).frames) == 8
+    assert len(read_clip(tmp_path / "torn.mp4", FrameLimits(8)).frames) == 8
 
 
 @pytest.mark.parametrize("kind", ["empty.mp4", "text.mp4", "half.mp4", "sound.m4a", "gone.mp4", "folder.mp4"])
@@ -136,16 +139,16 @@ def test_what_is_no_video_is_named(kind, tmp_path):
         videos.audio(path)
     elif kind == "folder.mp4":
         path.mkdir()
-    for reads in (read_clip, glance):
+    for reads in (read_clip, estimate_pixels):
         with pytest.raises(BadVideo, match=kind) as caught:
-            reads(path)
+            reads(path, FrameLimits())
         assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_frames", 0), ("fps", -1.0), ("max_pixels", 0)])
 def test_limits_that_cannot_be(name, value, tmp_path):
     with pytest.raises(InputError, match="must be above 0"):
-        read_clip(tmp_path / "any.mp4", **{name: value})
+        read_clip(tmp_path / "any.mp4", FrameLimits(**{name: value}))
 
 
 def test_no_more_frames_than_chosen_are_held(tmp_path):
@@ -155,11 +158,11 @@ def test_no_more_frames_than_chosen_are_held(tmp_path):
     )
     script = (
         "import sys, av, numpy\n"
-        "from hf_memopt.video.clips import read_clip\n"
+        "from hf_memopt.video.clips import FrameLimits, read_clip\n"
         "def high():\n"
         "    return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "before = high()\n"
-        "clip = read_clip(sys.argv[1], 8)\n"
+        "clip = read_clip(sys.argv[1], FrameLimits(8))\n"
         "print(len(clip.frames), (high() - before) // 1024)"
     )
     if not Path("/proc/self/status").exists():
@@ -172,9 +175,9 @@ def test_no_more_frames_than_chosen_are_held(tmp_path):
 
 def test_glance_knows_the_size_without_decoding(tmp_path):
     path = videos.write(tmp_path / "g.mp4", videos.numbered(50, 48, 64))
-    assert glance(path, 10) == 10 * 48 * 64
-    assert glance(path, None, max_pixels=1000) == 50 * 1000
-    assert Fraction(glance(path, 100, fps=2.0)) == 10 * 48 * 64
+    assert estimate_pixels(path, FrameLimits(10)) == 10 * 48 * 64
+    assert estimate_pixels(path, FrameLimits(None, max_pixels=1000)) == 50 * 1000
+    assert Fraction(estimate_pixels(path, FrameLimits(100, fps=2.0))) == 10 * 48 * 64
 
 
 class Pipe:
@@ -205,14 +208,14 @@ def test_glance_counts_where_the_header_does_not_say(codec, tmp_path):
     path = unknown_duration(tmp_path / "live.webm", codec)
     with av.open(str(path)) as container:
         assert container.duration is None and not container.streams.video[0].frames
-    assert glance(path, None) == 74 * 48 * 64
-    assert glance(path, 100, fps=2.0) == pytest.approx(14 * 48 * 64, abs=48 * 64)
-    assert read_clip(path, None).total == 74
+    assert estimate_pixels(path, FrameLimits(None)) == 74 * 48 * 64
+    assert estimate_pixels(path, FrameLimits(100, fps=2.0)) == pytest.approx(14 * 48 * 64, abs=48 * 64)
+    assert read_clip(path, FrameLimits(None)).total == 74
 
 
 def test_glance_counts_raw_streams(tmp_path):
     path = videos.write(tmp_path / "raw.h264", videos.numbered(50), format="h264")
-    assert glance(path, None) == 50 * 48 * 64
+    assert estimate_pixels(path, FrameLimits(None)) == 50 * 48 * 64
 
 
 def test_frames_beyond_host_memory_are_refused_before_decoding(tmp_path, monkeypatch):
@@ -225,11 +228,11 @@ def test_frames_beyond_host_memory_are_refused_before_decoding(tmp_path, monkeyp
     with pytest.raises(
         InputError, match=r"long\.mp4: 300 frames of 640 × 360 .*198 MiB.*--max_frames 1\d\d"
     ) as caught:
-        read_clip(path, None)
+        read_clip(path, FrameLimits(None))
     assert not isinstance(caught.value, BadVideo) and len(str(caught.value).splitlines()) == 1
     fitting = int(str(caught.value).split("--max_frames ")[1].split()[0].strip(","))
-    assert len(read_clip(path, fitting).frames) == fitting
-    assert len(read_clip(path, None, max_pixels=10_000).frames) == 300
+    assert len(read_clip(path, FrameLimits(fitting)).frames) == fitting
+    assert len(read_clip(path, FrameLimits(None, max_pixels=10_000)).frames) == 300
 
 
 @pytest.mark.parametrize("limit_mib", [700, 300])
@@ -238,14 +241,15 @@ def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
     path = videos.write(tmp_path / "long.mp4", videos.numbered(600, 720, 1280), options={"preset": "ultrafast"})
     script = (
         "import resource, sys, av, numpy, psutil\n"
-        "from hf_memopt.video.clips import BadVideo, read_clip\n"
+        "from hf_memopt.video.clips import FrameLimits, read_clip\n"
+        "from hf_memopt.video.video_files import BadVideo\n"
         "from hf_memopt.errors import InputError\n"
         "import av.video.reformatter\n"
         "held = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "limit = held + int(sys.argv[2]) * 2**20\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "try:\n"
-        "    read_clip(sys.argv[1], int(sys.argv[3]))\n"
+        "    read_clip(sys.argv[1], FrameLimits(int(sys.argv[3])))\n"
         "except BadVideo as error:\n"
         "    print('bad', error)\n"
         "except InputError as error:\n"

@@ -12,8 +12,9 @@ from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import IGNORED, answered, packed, packed_answers
 from hf_memopt.errors import InputError
 from hf_memopt.video.conversations import conversation
+from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.media import Limits
 from hf_memopt.video.processor import load_processor
-from hf_memopt.video.samples import Encoder, Limits
 
 ASK = {"role": "user", "content": "Two plus two?"}
 SAY = {"role": "assistant", "content": "Four."}

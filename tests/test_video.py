@@ -1,12 +1,15 @@
 """Videos as samples and batches, in six families: what the tensors hold, what is trained, what is refused."""
 
 import json
+import sys
 
 import numpy
 import pytest
 import torch
 import video_models
 import videos
+from conftest import ROOT
+from conftest import run as run_process
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -15,13 +18,17 @@ from hf_memopt.errors import InputError
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.program import run
 from hf_memopt.video.bad_videos import BadVideos
-from hf_memopt.video.batch import VideoCollator
-from hf_memopt.video.clips import BadVideo, frame_count
+from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import conversation
+from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.frame_times import frame_count
+from hf_memopt.video.media import Limits, count_frames
 from hf_memopt.video.model_parts import take_videos_of_any_length
-from hf_memopt.video.processor import FramesToPixels, load_processor
-from hf_memopt.video.samples import Encoder, Limits, VideoSamples, frames_in
+from hf_memopt.video.processor import TorchVideoProcessor, load_processor
+from hf_memopt.video.samples import VideoSamples
+from hf_memopt.video.video_files import BadVideo
 
 FAMILIES = list(video_models.FAMILIES)
 LENGTHS = (1, 5, 150, 491)
@@ -70,9 +77,11 @@ def test_the_tensors_hold_as_many_frames_as_the_formula_says(name, family, files
         encode = Encoder(processor, Limits(max_frames=max_frames), files)
         for length in LENGTHS if max_frames else (1, 5):
             sample = encode(row(f"{length}.mp4"))
-            wanted = frame_count(length, length / 25, max_frames, multiple_of=encode.merged)
-            wanted = max(wanted, encode.merged)  # a single frame is shown as often as the model merges
-            assert frames_in(sample, encode.merged) == wanted, (max_frames, length)
+            wanted = frame_count(length, length / 25, max_frames, multiple_of=encode.media.temporal_patch_size)
+            wanted = max(
+                wanted, encode.media.temporal_patch_size
+            )  # a single frame is shown as often as the model merges
+            assert count_frames(sample, encode.media.temporal_patch_size) == wanted, (max_frames, length)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -131,7 +140,7 @@ def test_too_long_a_sample_loses_frames_first(name, family, files):
     limit = len(whole["input_ids"]) - int((types > 0).sum()) // 2
     shorter = Encoder(processor, Limits(max_frames=16, max_length=limit), files)(row("150.mp4"))
     assert len(shorter["input_ids"]) <= limit
-    assert 1 <= frames_in(shorter, 1) < frames_in(whole, 1)
+    assert 1 <= count_frames(shorter, 1) < count_frames(whole, 1)
     assert (shorter["labels"] != IGNORED).sum() == (whole["labels"] != IGNORED).sum()
     few = Encoder(processor, Limits(max_frames=16, max_video_tokens=limit), files)(row("150.mp4"))
     types = torch.tensor(processor.create_mm_token_type_ids([few["input_ids"].tolist()])[0])
@@ -166,9 +175,9 @@ def test_pixels_stay_below_the_cap(name, family, tmp_path):
 
 def test_a_processor_that_takes_other_frames_is_found_out(family, files, monkeypatch):
     encode = fresh(family, "qwen2_5_vl", files, max_frames=4)
-    call = FramesToPixels.__call__
+    call = TorchVideoProcessor.__call__
     monkeypatch.setattr(
-        FramesToPixels,
+        TorchVideoProcessor,
         "__call__",
         lambda self, videos, **more: call(self, [torch.cat([videos[0], videos[0]])], **more),
     )
@@ -279,7 +288,7 @@ def test_a_processor_is_saved_whole(family, tmp_path):
         assert again.video_processor.settings == processor.video_processor.settings
         assert again.chat_template == processor.chat_template
         saved = json.loads((tmp_path / name / "processor_config.json").read_text())
-        assert saved["video_processor"]["video_processor_type"] == processor.video_processor.family.name
+        assert saved["video_processor"]["video_processor_type"] == processor.video_processor.family.processor
 
 
 def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
@@ -289,13 +298,11 @@ def test_a_family_that_is_not_known_needs_torchvision(family, tmp_path):
     with pytest.raises(InputError, match=r"unknown video model type 'llama'.*install torchvision"):
         load_processor(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     with pytest.raises(InputError, match="do_normalize=False: install torchvision"):
-        FramesToPixels("qwen2_5_vl", {"do_normalize": False})
+        TorchVideoProcessor("qwen2_5_vl", {"do_normalize": False})
 
 
 def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     """Data loaders hand on their workers' errors with a traceback before them."""
-    from hf_memopt.program import run
-
     _, processor = family("qwen2_5_vl")
     encode = Encoder(processor, Limits(max_frames=2), files)
     samples = VideoSamples([row("broken.mp4")], encode, BadVideos(tmp_path / "none.txt"))
@@ -305,7 +312,30 @@ def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     said = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2
     assert len([line for line in said if line.startswith("error: ")]) == 1
-    assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a video") and "Traceback" not in said[-1]
+    assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a readable video") and "Traceback" not in said[-1]
+
+
+def test_without_av_the_recipe_names_the_extra_and_estimates_run():
+    hidden = "import sys; sys.modules['av'] = None\n"
+    recipe = f"{hidden}import runpy; runpy.run_path({str(ROOT / 'recipes' / 'video_sft.py')!r}, run_name='__main__')"
+    done = run_process(sys.executable, "-c", recipe)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("need PyAV and Pillow: pip install 'hf_memopt[video]'")
+    done = run_process(sys.executable, "-c", f"{hidden}import hf_memopt.estimator.api")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_one_sentence(capsys):
+    def import_transformers():
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'Trainer'.") from error
+
+    with pytest.raises(SystemExit) as ended:
+        run(import_transformers)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and line.startswith("error: the installed torchvision does not fit")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,7 +16,7 @@ def test_pixels_and_samples_equal_transformers_own(tmp_path):
         pytest.skip("`make test` installs torchvision there")
     for frames in (5, 30):
         videos.write(tmp_path / f"{frames}.mp4", videos.numbered(frames, 60, 80))
-    path = f"{TORCHVISION}:{ROOT / 'tests'}"
+    path = f"{TORCHVISION}:{ROOT}:{ROOT / 'tests'}"
     done = run(sys.executable, ROOT / "tests" / "video_parity.py", tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["168", "6"]

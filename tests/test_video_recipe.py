@@ -18,11 +18,12 @@ from hf_memopt.levers.replaced import put_back
 from hf_memopt.recipe.callbacks import PhasePeaks
 from hf_memopt.recipe.video import answer, real_inputs
 from hf_memopt.trainer.video_trainer import VideoTrainer
-from hf_memopt.video.batch import VideoCollator
-from hf_memopt.video.clips import BadVideo
+from hf_memopt.video.collator import VideoCollator
+from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.media import Limits
 from hf_memopt.video.model_parts import train_parts, vision_parts
 from hf_memopt.video.processor import load_processor
-from hf_memopt.video.samples import Encoder, Limits
+from hf_memopt.video.video_files import BadVideo
 
 QUIET = {
     "use_cpu": True,
@@ -331,9 +332,9 @@ def trained(folder, name, samples, kind, model, memory=None, peak=None, **fields
     pad = 0
     given = {"model": model, "args": args, "train_dataset": Copies(samples), "callbacks": [peak] if peak else []}
     if kind is Trainer:
-        trainer = Trainer(data_collator=VideoCollator(pad, masked=True), **given)
+        trainer = Trainer(data_collator=VideoCollator(pad, attention_mask=True), **given)
     else:
-        trainer = kind(memory_args=memory, data_collator=VideoCollator(pad, apart=True), **given)
+        trainer = kind(memory_args=memory, data_collator=VideoCollator(pad, separate_media=True), **given)
     return trainer
 
 

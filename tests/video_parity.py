@@ -20,9 +20,10 @@ import transformers  # noqa: E402
 import video_models  # noqa: E402
 from transformers import AutoConfig, AutoProcessor  # noqa: E402
 
-from hf_memopt.video.pixels import FAMILIES, pixels_of  # noqa: E402
-from hf_memopt.video.processor import _without_torchvision, load_processor  # noqa: E402
-from hf_memopt.video.samples import Encoder, Limits  # noqa: E402
+from hf_memopt.video.encoder import Encoder  # noqa: E402
+from hf_memopt.video.media import Limits  # noqa: E402
+from hf_memopt.video.pixels import FAMILIES, prepare_frames  # noqa: E402
+from hf_memopt.video.processor import _load_without_torchvision, load_processor  # noqa: E402
 
 SIZES = ((120, 160), (360, 640), (641, 359), (20, 300))
 
@@ -50,7 +51,7 @@ def compare_pixels() -> int:
     count = 0
     for name, family in FAMILIES.items():
         for given in ({}, other_settings(name)):
-            theirs = getattr(transformers, family.name)(**given)
+            theirs = getattr(transformers, family.processor)(**given)
             saved = {key: value for key, value in theirs.to_dict().items() if value is not None}
             settings = {**family.defaults, **json.loads(json.dumps(saved, default=int))}
             for height, width in SIZES:
@@ -61,7 +62,7 @@ def compare_pixels() -> int:
                     wanted = dict(theirs([clip], return_tensors="pt", do_sample_frames=False, video_metadata=[about]))
                     wanted.pop("video_metadata", None)
                     wanted = {key: torch.as_tensor(value) for key, value in wanted.items()}
-                    assert same(pixels_of(family, settings, clip), wanted), (name, given, height, width, frames)
+                    assert same(prepare_frames(family, settings, clip), wanted), (name, given, height, width, frames)
                     count += 1
     return count
 
@@ -81,8 +82,8 @@ def compare_samples(clips: Path) -> int:
             config = AutoConfig.from_pretrained(folder)
             theirs = load_processor(folder, config)
             assert type(theirs) is type(AutoProcessor.from_pretrained(folder))
-            assert type(theirs.video_processor).__name__ == FAMILIES[name].name
-            ours = _without_torchvision(folder, config, False)
+            assert type(theirs.video_processor).__name__ == FAMILIES[name].processor
+            ours = _load_without_torchvision(folder, config, False)
             found, wanted = (Encoder(one, Limits(max_frames=7), clips)(row) for one in (ours, theirs))
             assert same(found, wanted), name
     return len(video_models.FAMILIES)

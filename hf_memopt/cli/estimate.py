@@ -66,7 +66,7 @@ def resolve_job(options: JobOptions):
     from hf_memopt.estimator.preset_estimates import job_of
     from hf_memopt.estimator.smaller import with_sizes
     from hf_memopt.hardware import get_hardware
-    from hf_memopt.video.inputs import frozen_as_said, video_inputs
+    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
     preset = get_preset(options.preset, options.method, options.strategy)
     texts, sizes = split_model_sizes(options.settings)
@@ -88,7 +88,7 @@ def resolve_job(options: JobOptions):
         hardware=get_hardware(options.hardware) if options.hardware else preset.hardware,
         task=own.get("task"),
         video=video,
-        frozen=frozen_as_said(settings.video) if video else (),
+        frozen=frozen_by_settings(settings.video) if video else (),
         attn_implementation=own.get("attn_implementation"),
         kbit_preparation=bool(own.get("kbit_preparation")),
         quantization_config=quantization_config(preset, settings.quantization, config if video else None),

@@ -138,11 +138,21 @@ def _encode(text: str, spans: list[tuple[int, int]], tokenizer, length: int, add
     tokens = tokenizer(
         text, truncation=True, max_length=length, return_offsets_mapping=True, add_special_tokens=add_special_tokens
     )
-    labels = [
-        token if any(first < end and start < last for start, end in spans) else IGNORED
-        for token, (first, last) in zip(tokens["input_ids"], tokens["offset_mapping"], strict=True)
-    ]
+    labels = label_spans(tokens["input_ids"], tokens["offset_mapping"], spans)
     return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "labels": labels}
+
+
+def label_spans(ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
+    """Labels: the id of every token that overlaps one of the spans, IGNORED for the others.
+
+    Args:
+        offsets: start and end of each token, in characters.
+        spans: start and end of each answer, in characters.
+    """
+    return [
+        token if any(start < last and first < end for first, last in spans) else IGNORED
+        for token, (start, end) in zip(ids, offsets, strict=True)
+    ]
 
 
 def _reader(rows, form: str, tokenizer, plain: bool, source: str):

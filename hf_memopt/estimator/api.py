@@ -37,7 +37,7 @@ from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.levers.token_budget import samples_within
-from hf_memopt.video.inputs import VideoInputs, values_of
+from hf_memopt.video.inputs import VideoInputs, value_tensors
 
 _PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
 _MOST_LAYERS = 16
@@ -136,7 +136,7 @@ class Job:
             engine=self.engine,
             evaluated=evaluates(self.fields),
             memory_args=self.memory_args,
-            values={} if self.video is None else values_of(self._videos),
+            values={} if self.video is None else value_tensors(self._videos),
             rank=self.rank,
         )
 

@@ -28,7 +28,7 @@ from hf_memopt.estimator.tracing.fake_copy import fake_copy
 from hf_memopt.estimator.tracing.trace import TracedJob, repeated_layers
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.token_budget import samples_within
-from hf_memopt.video.inputs import values_of
+from hf_memopt.video.inputs import value_tensors
 from hf_memopt.video.model_parts import frozen_parts
 
 _ROWS_LOOKED_AT = 10_000
@@ -129,7 +129,7 @@ def estimate_trainer(
             evaluated=evaluates(fields) and trainer.eval_dataset is not None,
             kept_logits=kept_batches,
             trainer=trainer,
-            values=values_of(tensors) if sees else {},
+            values=value_tensors(tensors) if sees else {},
             rank=neediest_rank(fields, job.engine, world_size),
         )
 

@@ -75,7 +75,7 @@ def _most(job: Job, cap: int | None, room: int, note: Callable[[str], None]) -> 
             tried[frames] = estimate_job(_with_frames(job, frames), on_all_cores)
         return tried[frames].device_bytes
 
-    merged = job.video.merged(job.config)
+    merged = job.video.temporal_patch_size(job.config)
     most = min(_MOST, _positions(job)) // merged * merged
     for frames in _FIRST:
         needed(max(1, min(frames, most)))
@@ -99,9 +99,7 @@ def _with_frames(job: Job, frames: int) -> Job:
 
 def _tokens(job: Job, frames: int) -> int:
     """Tokens of a sample."""
-    video = dataclasses.replace(job.video, frames=frames)
-    _, steps, per_step, closing = video.clip(job.config)
-    return video.text_tokens(job.config, steps) + steps * per_step + closing
+    return dataclasses.replace(job.video, frames=frames).seq_len(job.config)
 
 
 def _positions(job: Job) -> int:

@@ -252,8 +252,7 @@ def _tokens(job: Job, clip: Clip) -> int:
     video = replace(
         job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
     )
-    _, steps, per_step, closing = video.clip(job.config)
-    return video.text_tokens(job.config, steps) + steps * per_step + closing
+    return video.seq_len(job.config)
 
 
 def _load(job: Job, clip: Clip) -> int:

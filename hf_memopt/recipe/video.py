@@ -15,10 +15,12 @@ from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.job import Job, load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
-from hf_memopt.video.batch import TOKENS, VideoCollator
+from hf_memopt.video.collator import TOKENS, VideoCollator
+from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.inputs import VideoInputs
+from hf_memopt.video.media import Limits
 from hf_memopt.video.moving_shapes import moving_shapes
-from hf_memopt.video.samples import Encoder, Limits, VideoSamples
+from hf_memopt.video.samples import VideoSamples
 
 _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 

@@ -43,7 +43,7 @@ from hf_memopt.recipe.resume import checkpoint_to_resume
 from hf_memopt.units import gib
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.pixels import FAMILIES
-from hf_memopt.video.processor import settings_of
+from hf_memopt.video.processor import read_video_settings
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ class _Wanted:
 
     def _clip(self, frames: int, pixels: int | None) -> VideoInputs:
         side = math.isqrt(pixels or 448 * 448)
-        return VideoInputs(frames, side, side, pixels, settings=settings_of(self.job.model_name))
+        return VideoInputs(frames, side, side, pixels, settings=read_video_settings(self.job.model_name))
 
     def _tokens(self, frames: int, pixels: int | None) -> int:
         """Tokens of a sample."""

@@ -3,12 +3,12 @@
 from typing import Any
 
 from hf_memopt.trainer.trainer import MemoryTrainer
-from hf_memopt.video.batch import join
+from hf_memopt.video.collator import join
 from hf_memopt.video.model_parts import take_videos_of_any_length
 
 
 class VideoTrainer(MemoryTrainer):
-    """A MemoryTrainer for VideoCollator(apart=True).
+    """A MemoryTrainer for VideoCollator(separate_media=True).
 
     Media stay with their sample until the batch runs, so that a micro-batch that does not fit can be cut between
     samples, and only the pixels of what runs are on the device.

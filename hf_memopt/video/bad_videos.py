@@ -1,42 +1,42 @@
-"""Files that give no frames: counted, listed, and skipped as far as may be."""
+"""Files without decodable frames: counted, listed, and skipped up to a limit."""
 
 import logging
 from pathlib import Path
 
 from hf_memopt.errors import one_line
-from hf_memopt.video.clips import BadVideo
+from hf_memopt.video.video_files import BadVideo
 
 logger = logging.getLogger(__name__)
 
 
 class BadVideos:
-    """Files that give no frames, listed in a text file that all processes and workers of a run share.
+    """Bad files, listed in a text file that all processes and data loader workers of a run share.
 
     Args:
-        path: of the list; made with its first line.
-        most: that may be skipped.
+        path: of the list, written with its first line.
+        max_bad_videos: how many files may be skipped.
     """
 
-    def __init__(self, path: str | Path, most: int = 0) -> None:
-        self.path, self.most = Path(path), most
+    def __init__(self, path: str | Path, max_bad_videos: int = 0) -> None:
+        self.path, self.max_bad_videos = Path(path), max_bad_videos
 
     def listed(self) -> list[str]:
-        """What was wrong with each, once."""
+        """One line per bad file: its name and what is wrong with it."""
         return list(dict.fromkeys(self.path.read_text(encoding="utf-8").splitlines())) if self.path.exists() else []
 
     def skip(self, error: BadVideo) -> None:
-        """Count one more.
+        """List a bad file.
 
         Raises:
-            BadVideo: there are more than may be.
+            BadVideo: it is one more than may be skipped.
         """
         line = one_line(error)
-        known = self.listed()
-        if line in known:
+        listed = self.listed()
+        if line in listed:
             return
-        if len(known) >= self.most:
-            more = f"; with {len(known)} before it more than max_bad_videos={self.most}" if known else ""
-            raise BadVideo(f"{line}{more}. Take it out of the data, or raise max_bad_videos to skip it") from error
+        if len(listed) >= self.max_bad_videos:
+            more = f"; {len(listed)} before it already reach max_bad_videos={self.max_bad_videos}" if listed else ""
+            raise BadVideo(f"{line}{more}. Remove it from the data, or raise max_bad_videos to skip it") from error
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -1,20 +1,38 @@
-"""The batch of a video job, from its settings or from a sample: its tensors, and how many tokens each part takes."""
+"""The batch of a video job for estimates: its tensors without bytes, and how many tokens each part takes."""
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
-from hf_memopt.video.batch import VideoCollator
-from hf_memopt.video.clips import capped_size
+from hf_memopt.video.collator import VideoCollator
+from hf_memopt.video.frame_sizes import capped_size
 from hf_memopt.video.pixels import FAMILIES, Settings
-from hf_memopt.video.processor import FramesToPixels, settings_of
-from hf_memopt.video.samples import cap_pixels
+from hf_memopt.video.processor import TorchVideoProcessor, lower_shortest_edge, read_video_settings
 
-_VIDEO, _TEXT, _FEW = 2, 0, 4096  # elements: of what is no pixels
+_TEXT_ID = 0  # stands for any token of the text
+_VIDEO_TYPE = 2  # of mm_token_type_ids: transformers' ProcessorMixin.create_mm_token_type_ids
+# Elements: floating-point tensors below this are no pixels, and models compute with their values (second_per_grid_ts).
+_MAX_VALUE_ELEMENTS = 4096
+
+
+class ClipShape(NamedTuple):
+    """What a model gets of one clip.
+
+    Attributes:
+        tensors: the model's media inputs; pixels are on the meta device.
+        steps: in time.
+        step_tokens: tokens of each step.
+        closing_tokens: tokens after the last step.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    steps: int
+    step_tokens: int
+    closing_tokens: int
 
 
 @dataclass(frozen=True)
@@ -24,10 +42,10 @@ class VideoInputs:
     Attributes:
         frames: of a clip.
         height, width: of a frame in the file, pixels.
-        max_pixels_per_frame: height × width that a frame keeps.
+        max_pixels_per_frame: height × width after scaling.
         prompt_tokens, answer_tokens: of the text around the clip.
-        settings: the checkpoint's configuration of its video processor.
-        sample: a genuine one, in place of all that.
+        settings: the checkpoint's video processor settings.
+        sample: a real sample; all other fields are then ignored.
     """
 
     frames: int = 100
@@ -40,136 +58,143 @@ class VideoInputs:
     sample: dict[str, torch.Tensor] | None = None
 
     def batch(self, config, micro_batch: int) -> dict[str, torch.Tensor]:
-        """One micro-batch; its pixels have a shape alone."""
-        sample = self.sample or self._made(config)
+        """One micro-batch; its pixels are on the meta device."""
+        sample = self.sample or self._make_sample(config)
         return VideoCollator(0)([sample] * micro_batch)
 
-    def _made(self, config) -> dict[str, torch.Tensor]:
-        media, steps, per_step, closing = self.clip(config)
-        family = FAMILIES[config.model_type]
-        place = getattr(config, "video_token_id", None)
-        place = config.image_token_id if place is None or config.model_type == "smolvlm" else place
-        step = [_TEXT] * family.text + [place] * per_step
-        ids = [_TEXT] * self.prompt_tokens + step * steps + [place] * closing + [_TEXT] * self.answer_tokens
-        ids = torch.tensor(ids)
+    def _make_sample(self, config) -> dict[str, torch.Tensor]:
+        tensors, steps, step_tokens, closing_tokens = self.clip(config)
+        video_id = getattr(config, "video_token_id", None)
+        if video_id is None or config.model_type == "smolvlm":  # whose frames are images to the model
+            video_id = config.image_token_id
+        step = [_TEXT_ID] * FAMILIES[config.model_type].text_tokens + [video_id] * step_tokens
+        ids = torch.tensor(
+            [_TEXT_ID] * self.prompt_tokens
+            + step * steps
+            + [video_id] * closing_tokens
+            + [_TEXT_ID] * self.answer_tokens
+        )
         labels = torch.full_like(ids, IGNORED)
         labels[-self.answer_tokens :] = 1
-        sample = {"input_ids": ids, "labels": labels, **media}
+        sample = {"input_ids": ids, "labels": labels, **tensors}
         if config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-            sample["mm_token_type_ids"] = (ids == place).long() * _VIDEO
+            sample["mm_token_type_ids"] = (ids == video_id).long() * _VIDEO_TYPE
         return sample
 
-    def clip(self, config) -> tuple[dict[str, torch.Tensor], int, int, int]:
-        """A clip's tensors, its steps in time, the tokens of each, and tokens that close it.
+    def clip(self, config) -> ClipShape:
+        """The tensors and tokens of a clip.
 
         Raises:
-            InputError: a family that is not known.
+            InputError: an unknown model family.
         """
-        kind = config.model_type
-        if kind not in FAMILIES:
-            raise choose("video model type", kind, FAMILIES)
-        processor = FramesToPixels(kind, self.settings)
-        settings = processor.settings = {**processor.settings, "use_token_compression": False}
-        cap_pixels(_Only(processor), self.max_pixels_per_frame)
-        settings = processor.settings
-        merged = processor.temporal_patch_size
-        frames = -(-self.frames // merged) * merged
+        model_type = config.model_type
+        if model_type not in FAMILIES:
+            raise choose("video model type", model_type, FAMILIES)
+        # Token compression depends on the pixels; without it, memory is an upper bound.
+        processor = TorchVideoProcessor(model_type, {**self.settings, "use_token_compression": False})
+        lower_shortest_edge(_VideoPart(processor), self.max_pixels_per_frame)
+        settings, family = processor.settings, processor.family
+        frames = -(-self.frames // processor.temporal_patch_size) * processor.temporal_patch_size
         multiple = settings.get("patch_size", 1) * settings.get("merge_size", 2)
         size = capped_size(self.height, self.width, self.max_pixels_per_frame, multiple)
-        size = processor.family.sizes(settings, frames, *size)[-1]
-        tensors = processor.family.lay_out(settings, torch.empty(frames, 3, *size, device="meta"))
-        return _taken(config, tensors, settings, frames)
+        size = family.resize_steps(settings, frames, *size)[-1]
+        tensors = family.layout(settings, torch.empty(frames, 3, *size, device="meta"))
+        return _model_inputs(config, tensors, settings, frames)
 
-    def merged(self, config) -> int:
-        """Frames that the model merges in time."""
-        return FramesToPixels(config.model_type, self.settings).temporal_patch_size
+    def temporal_patch_size(self, config) -> int:
+        """Frames that the model merges into one step in time."""
+        return TorchVideoProcessor(config.model_type, self.settings).temporal_patch_size
 
-    def text_tokens(self, config, steps: int) -> int:
-        """Tokens around a clip, and those that the processor writes at each step."""
-        return self.prompt_tokens + self.answer_tokens + FAMILIES[config.model_type].text * steps
+    def seq_len(self, config) -> int:
+        """Tokens of a sample: text, clip, and what the processor writes beside each step."""
+        _, steps, step_tokens, closing_tokens = self.clip(config)
+        step_tokens += FAMILIES[config.model_type].text_tokens
+        return self.prompt_tokens + self.answer_tokens + step_tokens * steps + closing_tokens
 
     def halved(self) -> "VideoInputs | None":
-        """With half the frames; None where that cannot be."""
+        """With half the frames; None where that is impossible."""
         return replace(self, frames=self.frames // 2) if self.sample is None and self.frames > 1 else None
 
     def summary(self, config) -> str:
-        """The clip in words: frames, the pixels that the model sees, tokens."""
-        media, steps, per_step, closing = self.clip(config)
-        patches = next(value for name, value in media.items() if name.startswith("pixel_values"))
-        rows = (
-            f"{patches.shape[0]:,} patches"
-            if patches.dim() == 2
-            else f"{patches.shape[-2]} × {patches.shape[-1]} pixels each"
-        )
-        return f"{self.frames} frames of {self.width} × {self.height} → {rows} → {steps * per_step + closing:,} tokens"
+        """One line for people: frames, the pixels that the model sees, tokens."""
+        tensors, steps, step_tokens, closing_tokens = self.clip(config)
+        pixels = next(tensor for name, tensor in tensors.items() if name.startswith("pixel_values"))
+        if pixels.dim() == 2:
+            seen = f"{pixels.shape[0]:,} patches"
+        else:
+            seen = f"{pixels.shape[-2]} × {pixels.shape[-1]} pixels each"
+        tokens = steps * step_tokens + closing_tokens
+        return f"{self.frames} frames of {self.width} × {self.height} → {seen} → {tokens:,} tokens"
 
 
 @dataclass
-class _Only:
-    """A processor that has a video part alone."""
+class _VideoPart:
+    """A processor without an image processor."""
 
-    video_processor: FramesToPixels
+    video_processor: TorchVideoProcessor
     image_processor: Any = None
 
 
-def _taken(config, tensors: dict, settings: Settings, frames: int):
-    """What the processor of a family makes of its clip's tensors, and the tokens that the model sees."""
-    kind = config.model_type
+def _model_inputs(config, tensors: dict[str, torch.Tensor], settings: Settings, frames: int) -> ClipShape:
+    """What a family's processor makes of its video processor's tensors."""
     if "video_grid_thw" in tensors:
         steps, rows, columns = tensors["video_grid_thw"][0].tolist()
-        if kind == "qwen2_5_vl":
+        if config.model_type == "qwen2_5_vl":
             tensors["second_per_grid_ts"] = torch.tensor([1.0])
-        return tensors, steps, rows * columns // settings["merge_size"] ** 2, 0
-    if kind == "internvl":
-        return {"pixel_values": tensors["pixel_values_videos"][0]}, frames, config.image_seq_length, 0
-    vision = config.vision_config
-    side = vision.image_size // vision.patch_size
-    if kind == "smolvlm":
-        return tensors, frames, side**2 // config.scale_factor**2, 0
-    return tensors, frames, math.ceil(side / 2) ** 2, 1
+        return ClipShape(tensors, steps, rows * columns // settings["merge_size"] ** 2, 0)
+    if config.model_type == "internvl":
+        return ClipShape({"pixel_values": tensors["pixel_values_videos"][0]}, frames, config.image_seq_length, 0)
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    if config.model_type == "smolvlm":
+        return ClipShape(tensors, frames, side**2 // config.scale_factor**2, 0)
+    return ClipShape(tensors, frames, math.ceil(side / 2) ** 2, 1)  # LLaVA-OneVision pools 2 × 2, and adds a newline
 
 
-def video_inputs(model, config, given: dict[str, Any]) -> VideoInputs | None:
-    """What `max_frames`, `frame_size`, `max_pixels_per_frame` and `answer_tokens` say; None where they say nothing.
+def video_inputs(model, config, settings: dict[str, Any]) -> VideoInputs | None:
+    """VideoInputs from `--set`'s `max_frames`, `frame_size`, `max_pixels_per_frame` and `answer_tokens`.
 
     Args:
-        model: a folder or hub id whose processor is asked, or a bundled architecture's name.
+        model: a folder or hub id whose processor settings are read, or a bundled architecture's name.
+
+    Returns:
+        None where neither `max_frames` nor `frame_size` is set.
 
     Raises:
-        InputError: a value that cannot be.
+        InputError: an invalid value.
     """
-    if not given.keys() & {"max_frames", "frame_size"}:
+    if not settings.keys() & {"max_frames", "frame_size"}:
         return None
-    frames = given.get("max_frames", VideoInputs.frames)
-    numbers = {"max_frames": frames, "answer_tokens": given.get("answer_tokens", VideoInputs.answer_tokens)}
-    for name, value in numbers.items():
+    counts = {
+        "max_frames": settings.get("max_frames", VideoInputs.frames),
+        "answer_tokens": settings.get("answer_tokens", VideoInputs.answer_tokens),
+    }
+    for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name}={value} must be a number of at least 1: how many there are decides the memory")
-    width, height = frame_size(given.get("frame_size", f"{VideoInputs.width}x{VideoInputs.height}"))
+            raise InputError(f"{name}={value} must be an integer of at least 1: memory depends on it")
+    width, height = parse_frame_size(settings.get("frame_size", f"{VideoInputs.width}x{VideoInputs.height}"))
     video = VideoInputs(
-        frames=frames,
+        frames=counts["max_frames"],
         height=height,
         width=width,
-        max_pixels_per_frame=given.get("max_pixels_per_frame"),
-        answer_tokens=numbers["answer_tokens"],
-        settings=settings_of(str(model)),
+        max_pixels_per_frame=settings.get("max_pixels_per_frame"),
+        answer_tokens=counts["answer_tokens"],
+        settings=read_video_settings(str(model)),
     )
-    video.clip(config)  # a model that sees nothing is refused here
+    video.clip(config)  # refuses models that take no videos
     return video
 
 
-def frozen_as_said(given: dict[str, Any]) -> tuple[str, ...]:
-    """The parts that are not trained: the vision tower, unless something else is said."""
-    return tuple(
-        part for part, usual in (("vision", True), ("projector", False)) if given.get(f"freeze_{part}", usual)
-    )
+def frozen_by_settings(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The parts that are not trained by `freeze_vision` (default true) and `freeze_projector` (default false)."""
+    defaults = {"vision": True, "projector": False}
+    return tuple(part for part, default in defaults.items() if settings.get(f"freeze_{part}", default))
 
 
-def frame_size(text: str) -> tuple[int, int]:
+def parse_frame_size(text: str) -> tuple[int, int]:
     """Width and height of "640x360".
 
     Raises:
-        InputError: it is not written so.
+        InputError: any other form.
     """
     parts = str(text).lower().replace("×", "x").split("x")
     if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
@@ -177,10 +202,10 @@ def frame_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def values_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a batch that a model asks for their values: all but pixels."""
+def value_tensors(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a batch whose values decide shapes in the model: all but pixels."""
     return {
         name: tensor
         for name, tensor in batch.items()
-        if tensor.device.type != "meta" and (not tensor.is_floating_point() or tensor.numel() < _FEW)
+        if tensor.device.type != "meta" and (not tensor.is_floating_point() or tensor.numel() < _MAX_VALUE_ELEMENTS)
     }

@@ -1,108 +1,128 @@
-"""The processor of a video model: transformers' own, with or without torchvision."""
+"""A video model's processor: transformers' own with torchvision, else the same class around pixels.py."""
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from transformers.utils import PushToHubMixin, cached_file
+from transformers.utils import PushToHubMixin, cached_file, is_torchvision_available
 
 from hf_memopt.errors import InputError, as_input_error, choose
-from hf_memopt.video.pixels import FAMILIES, pixels_of
+from hf_memopt.video.pixels import FAMILIES, prepare_frames
 
+_INSTALL = "install torchvision: pip install 'hf_memopt[video]'"
 _FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-_FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_center_crop": False}
+_REQUIRED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_center_crop": False}
 
 
 def load_processor(name: str, config, trust_remote_code: bool = False):
-    """A genuine transformers processor, of AutoProcessor where torchvision is there.
-
-    Elsewhere the same class is made around this project's own frames-to-pixels, which need torch alone, and
-    transformers' image processors for Pillow.
+    """AutoProcessor's processor. Without torchvision, the same class around TorchVideoProcessor.
 
     Raises:
-        InputError: neither is possible for this model.
+        InputError: the checkpoint has no processor for videos, or only one that needs torchvision.
     """
     with as_input_error(f"processor {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
-        if importlib.util.find_spec("torchvision"):
-            from transformers import AutoProcessor
+        if not is_torchvision_available():
+            return _load_without_torchvision(name, config, trust_remote_code)
+        from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-            if not hasattr(processor, "video_processor"):
-                raise InputError(f"processor {name!r} takes no videos: use recipes/sft.py for language models")
-            return processor
-        return _without_torchvision(name, config, trust_remote_code)
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if not hasattr(processor, "video_processor"):
+            raise InputError(f"processor {name!r} takes no videos: use recipes/sft.py for language models")
+        return processor
 
 
-def _without_torchvision(name: str, config, trust_remote_code: bool):
+def _load_without_torchvision(name: str, config, trust_remote_code: bool):
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    kind = config.model_type
-    if kind not in FAMILIES:
-        raise InputError(f"{choose('video model type', kind, FAMILIES)} For others install torchvision")
-    whole, settings = _json(name, _FILES[0]), settings_of(name)
-    made_of = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
-    nested = (*made_of.get_attributes(), "processor_class", "auto_map", "chat_template")
-    own = {key: value for key, value in (whole or {}).items() if key not in nested}
+    model_type = config.model_type
+    if model_type not in FAMILIES:
+        raise InputError(f"{choose('video model type', model_type, FAMILIES)} For others {_INSTALL}")
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    nested = (*processor_class.get_attributes(), "processor_class", "auto_map", "chat_template")
+    fields = {key: value for key, value in (_read_json(name, _FILES[0]) or {}).items() if key not in nested}
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     parts = {
         "image_processor": AutoImageProcessor.from_pretrained(
             name, backend="pil", trust_remote_code=trust_remote_code
         ),
         "tokenizer": tokenizer,
-        "video_processor": FramesToPixels(kind, settings),
+        "video_processor": TorchVideoProcessor(model_type, read_video_settings(name)),
         "chat_template": _chat_template(name, tokenizer),
     }
-    # Its constructor asks that the video processor be of the class that needs torchvision.
-    with mock.patch.object(made_of, "check_argument_for_proper_class", lambda *_: None):
-        return made_of(**parts, **own)
+    # transformers 5.23: ProcessorMixin.__init__ insists that a video processor derives from BaseVideoProcessor, whose
+    # module imports torchvision. Needed as long as that base class does.
+    with mock.patch.object(processor_class, "check_argument_for_proper_class", lambda *_: None):
+        return processor_class(**parts, **fields)
 
 
-def settings_of(name: str) -> dict:
-    """What a checkpoint, in a folder or on the hub, says of its video processor; nothing where it cannot be asked."""
+def read_video_settings(name: str) -> dict[str, Any]:
+    """A checkpoint's video processor settings, from a folder or the hub; empty where it has none or is unreachable."""
     if not Path(name).exists() and "/" not in str(name):
         return {}
     try:
-        whole, alone, images = (_json(name, file) for file in _FILES)
+        whole, video, image = (_read_json(name, file) for file in _FILES)
     except (OSError, ValueError):
         return {}
-    return (whole or {}).get("video_processor") or alone or images or {}
+    return (whole or {}).get("video_processor") or video or image or {}
+
+
+def lower_shortest_edge(processor, max_pixels: int | None) -> None:
+    """Lower the size to which a processor scales small frames and images up, which may exceed `max_pixels`."""
+    if not max_pixels:
+        return
+    for part in filter(None, (processor.video_processor, getattr(processor, "image_processor", None))):
+        settings = settings_dict(part)
+        size = dict(settings.get("size") or {})
+        if settings.get("patch_size") and size.get("shortest_edge") and size.get("longest_edge"):
+            # A quarter: processors round sides up from there.
+            size["shortest_edge"] = min(size["shortest_edge"], max_pixels // 4)
+            settings["size"] = size
+
+
+def settings_dict(part) -> dict[str, Any]:
+    """The settings of an image or video processor, to read and change: transformers' processors keep attributes."""
+    return part.settings if isinstance(part, TorchVideoProcessor) else vars(part)
 
 
 def _chat_template(name: str, tokenizer) -> str | None:
     file = cached_file(name, "chat_template.jinja", _raise_exceptions_for_missing_entries=False)
     if file:
         return Path(file).read_text(encoding="utf-8")
-    return (_json(name, "chat_template.json") or {}).get("chat_template") or tokenizer.chat_template
+    return (_read_json(name, "chat_template.json") or {}).get("chat_template") or tokenizer.chat_template
 
 
-def _json(name: str, file: str) -> dict | None:
+def _read_json(name: str, filename: str) -> dict | None:
     """A JSON file of a checkpoint, in a folder or on the hub; None where it has none."""
-    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    return json.loads(Path(found).read_text(encoding="utf-8")) if found else None
+    path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
+    return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
 
 
-class FramesToPixels(PushToHubMixin):
-    """A video processor of transformers' shape, for clips whose frames are chosen already.
+class TorchVideoProcessor(PushToHubMixin):
+    """Stands in for transformers' video processor, with torch alone; frames are sampled before.
+
+    Args:
+        model_type: a key of FAMILIES.
+        settings: the checkpoint's video processor configuration.
 
     Raises:
-        InputError: the checkpoint prepares frames in a way that this class does not know.
+        InputError: the checkpoint prepares frames in a way that pixels.py does not implement.
     """
 
     model_input_names = ("pixel_values_videos",)
     valid_kwargs = None
     _auto_class = None
 
-    def __init__(self, kind: str, settings: dict):
-        self.family = FAMILIES[kind]
+    def __init__(self, model_type: str, settings: dict[str, Any]) -> None:
+        self.family = FAMILIES[model_type]
         settings = {**self.family.defaults, **{key: value for key, value in settings.items() if value is not None}}
-        for key, usual in _FIXED.items():
-            if settings.get(key, usual) != usual:
-                raise InputError(f"the video processor says {key}={settings[key]}: install torchvision for it")
+        for key, required in _REQUIRED.items():
+            if settings.get(key, required) != required:
+                raise InputError(f"the video processor says {key}={settings[key]}: {_INSTALL}")
         if "video_sampling" in settings:
             settings["size"] = settings["video_sampling"]["video_size"]
         self.settings = settings
@@ -110,14 +130,14 @@ class FramesToPixels(PushToHubMixin):
         self.temporal_patch_size = settings.get("temporal_patch_size", 1)
         self.num_frames = self.fps = None
 
-    def __call__(self, videos, video_metadata, **_):
-        """Tensors of one clip, and what transformers' processors call its metadata."""
+    def __call__(self, videos, video_metadata, **_) -> dict[str, Any]:
+        """The model's tensors for one clip, and its metadata as transformers' processors return it."""
         from transformers.video_utils import VideoMetadata
 
-        (frames,), (about,) = videos, video_metadata
-        frames = torch.as_tensor(frames)
-        return {**pixels_of(self.family, self.settings, frames), "video_metadata": [VideoMetadata(**about)]}
+        (frames,), (metadata,) = videos, video_metadata
+        tensors = prepare_frames(self.family, self.settings, torch.as_tensor(frames))
+        return {**tensors, "video_metadata": [VideoMetadata(**metadata)]}
 
-    def to_dict(self) -> dict:
-        """What a checkpoint says of its video processor."""
-        return {**copy.deepcopy(self.settings), "video_processor_type": self.family.name}
+    def to_dict(self) -> dict[str, Any]:
+        """The video processor configuration that a checkpoint saves."""
+        return {**copy.deepcopy(self.settings), "video_processor_type": self.family.processor}

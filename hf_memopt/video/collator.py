@@ -1,0 +1,98 @@
+"""Samples of video models as one batch, with any number and size of clips."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_memopt.data.tokens import IGNORED
+
+TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class VideoCollator:
+    """Pads tokens to the longest sample, and joins media into the tensors that the model takes.
+
+    Causal attention never looks at the padding on the right, so no mask is needed; transformers would expand one to
+    (tokens × tokens), which grows with the square of the frames.
+
+    Args:
+        pad_token_id: of the tokenizer.
+        pad_to_multiple_of: tokens.
+        separate_media: keep each sample's media to itself, under "media" (a list of dictionaries). VideoTrainer joins
+            them when the batch runs, which lets it split a micro-batch between samples.
+        attention_mask: add one nevertheless, for attention that is not causal.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int = 8
+    separate_media: bool = False
+    attention_mask: bool = False
+
+    def __call__(self, samples: list[dict]) -> dict[str, Any]:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORED, "mm_token_type_ids": 0}
+        batch: dict[str, Any] = {
+            name: torch.stack([_pad(sample[name], length, padding[name]) for sample in samples])
+            for name in TOKENS
+            if name in samples[0]
+        }
+        if self.attention_mask:  # from the lengths: pad_token_id may also be the end-of-text token
+            lengths = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+            batch["attention_mask"] = (torch.arange(length)[None] < lengths).long()
+        media = [{name: value for name, value in sample.items() if name not in TOKENS} for sample in samples]
+        return batch | ({"media": media} if self.separate_media else join(media))
+
+
+def _pad(values: torch.Tensor, length: int, padding: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, length - len(values)), value=padding)
+
+
+def join(parts: list[dict], in_one_sample: bool = False) -> dict[str, Any]:
+    """The media tensors of several media, or of several samples, as the model takes them.
+
+    Patches and frames are concatenated. Videos of unequal length that a model takes as (videos, frames, …) become a
+    list. A model that takes (samples, frames, …), recognized by its `pixel_attention_mask`, gets one row per sample,
+    padded with zeros, which it drops.
+
+    Args:
+        in_one_sample: the parts are media of one sample.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    row_per_sample = "pixel_attention_mask" in names  # SmolVLM
+    joined = {}
+    for name in names:
+        tensors = [tensor for part in parts if name in part for tensor in _as_list(part[name])]
+        if not row_per_sample:
+            joined[name] = _concatenate(name, tensors)
+        elif in_one_sample:
+            joined[name] = torch.cat(tensors, dim=1)
+        else:
+            blank = tensors[0].new_zeros(1, 1, *tensors[0].shape[2:])  # a sample without media
+            joined[name] = _pad_and_concatenate([part.get(name, blank) for part in parts])
+    return joined
+
+
+def _as_list(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _concatenate(name: str, tensors: list[torch.Tensor]):
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return torch.cat(tensors)
+    if name == "pixel_values_videos":
+        return tensors
+    return _pad_and_concatenate(tensors)  # images split into unequal numbers of tiles
+
+
+def _pad_and_concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenated along the first dimension, zero-padded along the second."""
+    length = max(tensor.shape[1] for tensor in tensors)
+    return torch.cat([_pad_rows(tensor, length) for tensor in tensors])
+
+
+def _pad_rows(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    missing = length - tensor.shape[1]
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing)) if missing else tensor

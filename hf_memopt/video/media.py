@@ -1,0 +1,213 @@
+"""Videos and images as a model's tensors."""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hf_memopt.errors import InputError, one_line
+from hf_memopt.video.clips import Clip, FrameLimits, estimate_pixels, read_clip
+from hf_memopt.video.conversations import Medium
+from hf_memopt.video.frame_sizes import capped_size
+from hf_memopt.video.processor import lower_shortest_edge, settings_dict
+from hf_memopt.video.video_files import BadVideo, display_name, out_of_host_memory
+
+# What a processor returns beside a medium's own tensors.
+_TEXT_OUTPUTS = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "text_replacement_offsets",
+    "video_metadata",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sample may take.
+
+    Attributes:
+        max_frames: of a video; None for no limit.
+        fps: frames per second to take at most; None for all.
+        max_pixels_per_frame: height × width of a frame or an image; None for the model's own.
+        max_video_tokens: tokens of all media of a sample.
+        max_length: tokens of a sample.
+
+    Raises:
+        InputError: a limit that is not positive.
+    """
+
+    max_frames: int | None = 100
+    fps: float | None = None
+    max_pixels_per_frame: int | None = None
+    max_video_tokens: int | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value <= 0:
+                raise InputError(f"{name}={value} must be above 0, or left out for no limit")
+
+
+@dataclass(frozen=True)
+class EncodedMedium:
+    """A medium's tensors, and the text that takes its placeholder's place.
+
+    Attributes:
+        kind: "video" or "image".
+        frames: in the tensors; 0 for an image.
+    """
+
+    kind: str
+    text: str
+    tensors: dict[str, torch.Tensor]
+    frames: int = 0
+
+
+@dataclass(frozen=True)
+class MediaEncoder:
+    """Encodes media with a processor.
+
+    Args:
+        processor: of load_processor(); its smallest size is lowered where max_pixels_per_frame asks for that.
+        folder: of relative paths.
+    """
+
+    processor: Any
+    limits: Limits
+    folder: Path
+
+    def __post_init__(self) -> None:
+        lower_shortest_edge(self.processor, self.limits.max_pixels_per_frame)
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames that the model merges into one step in time."""
+        return getattr(self.processor.video_processor, "temporal_patch_size", None) or 1
+
+    @property
+    def side_multiple(self) -> int:
+        """The sides of frames are multiples of this."""
+        settings = settings_dict(self.processor.video_processor)
+        return (settings.get("patch_size") or 1) * (settings.get("merge_size") or 2)
+
+    def encode(self, medium: Medium, max_frames: int | None) -> EncodedMedium:
+        """A medium's tensors and text.
+
+        Raises:
+            BadVideo: the file is missing or cannot be decoded.
+        """
+        kind, source = medium
+        if kind == "image":
+            return self._encode_image(source)
+        return self._encode_clip(read_clip(self.open_source(source), self._frame_limits(max_frames)))
+
+    def estimate_pixels(self, source) -> float:
+        """Roughly the pixels of a video's frames, from its header.
+
+        Raises:
+            BadVideo: the file is missing or no video.
+        """
+        return estimate_pixels(self.open_source(source), self._frame_limits(self.limits.max_frames))
+
+    def _frame_limits(self, max_frames: int | None) -> FrameLimits:
+        limits = self.limits
+        return FrameLimits(
+            max_frames, limits.fps, self.temporal_patch_size, limits.max_pixels_per_frame, self.side_multiple
+        )
+
+    def _encode_clip(self, clip: Clip) -> EncodedMedium:
+        """A clip's tensors. Clips shorter than the temporal patch size repeat their last frame."""
+        frames, rate = clip.frames, clip.rate
+        # transformers' processors divide indices by the rate to write timestamps into the prompt: give them indices
+        # that come out as the real times, also where the file's rate varies.
+        indices = [round(second * rate) for second in clip.timestamps]
+        if missing := -len(frames) % self.temporal_patch_size:
+            frames = numpy.concatenate([frames, numpy.repeat(frames[-1:], missing, axis=0)])
+            indices += indices[-1:] * missing
+        metadata = {
+            "total_num_frames": max(clip.total, len(frames)),
+            "fps": rate,
+            "duration": clip.duration,
+            "frames_indices": indices,
+            "height": frames.shape[2],
+            "width": frames.shape[3],
+        }
+        videos = [torch.from_numpy(frames)]
+        return self._process("video", len(frames), videos=videos, video_metadata=[metadata], do_sample_frames=False)
+
+    def _encode_image(self, source) -> EncodedMedium:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+
+        source = self.open_source(source)
+        try:
+            image = ImageOps.exif_transpose(Image.open(source)).convert("RGB")
+        except MemoryError as error:
+            raise out_of_host_memory(source, error) from error
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise BadVideo(f"{display_name(source)}: not a readable image ({one_line(error)})") from error
+        height, width = capped_size(image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple)
+        return self._process("image", 0, images=[image.resize((width, height))])
+
+    def _process(self, kind: str, frames: int, **media) -> EncodedMedium:
+        """The processor's output for one medium alone: a prompt that is nothing but its placeholder."""
+        placeholder = getattr(self.processor, f"{kind}_token")
+        output = self.processor(text=[placeholder], return_tensors="pt", return_text_replacement_offsets=True, **media)
+        text = output["text_replacement_offsets"][0][0]["replacement"]
+        names = sorted(output.keys() - _TEXT_OUTPUTS)
+        return EncodedMedium(kind, text, {name: _as_tensor(output[name]) for name in names}, frames)
+
+    def open_source(self, source) -> Path | io.BytesIO:
+        """The path of a file, or a buffer with the bytes that a dataset embeds.
+
+        Raises:
+            BadVideo: there is no such file.
+        """
+        if isinstance(source, dict):
+            source = source.get("bytes") or source.get("path")
+        if isinstance(source, bytes):
+            return io.BytesIO(source)
+        path = Path(source).expanduser()
+        path = path if path.is_absolute() else self.folder / path
+        if not path.is_file():
+            raise BadVideo(f"{path}: no such file")
+        return path
+
+    def check(self, media: list[EncodedMedium]) -> None:
+        """Assert the limits on the tensors themselves: processors have frame limits of their own.
+
+        Raises:
+            RuntimeError: a processor took other frames than it was given, or larger ones than the cap.
+        """
+        max_frames, max_pixels = self.limits.max_frames, self.limits.max_pixels_per_frame
+        patch = self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
+        for medium in media:
+            if medium.kind == "video":
+                frames = count_frames(medium.tensors, self.temporal_patch_size)
+                above = max_frames is not None and frames > max(max_frames, self.temporal_patch_size)
+                if frames != medium.frames or above:
+                    raise RuntimeError(
+                        f"{frames} frames in the tensors, {medium.frames} given, max_frames={max_frames}"
+                    )
+            for name in ("video_grid_thw", "image_grid_thw") if max_pixels else ():
+                for _, rows, columns in medium.tensors.get(name, torch.empty(0, 3)).tolist():
+                    if rows * columns * patch**2 > max(max_pixels, self.side_multiple**2):
+                        size = f"{rows * patch} × {columns * patch}"
+                        raise RuntimeError(f"{medium.kind} of {size}, max_pixels_per_frame={max_pixels}")
+
+
+def count_frames(tensors: dict[str, torch.Tensor], temporal_patch_size: int) -> int:
+    """Frames in the tensors of one video."""
+    if "video_grid_thw" in tensors:
+        return int(tensors["video_grid_thw"][:, 0].sum()) * temporal_patch_size
+    pixels = tensors.get("pixel_values_videos", tensors.get("pixel_values"))
+    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+
+
+def _as_tensor(value) -> torch.Tensor:
+    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(numpy.asarray(value))
+    return value.float() if value.dtype is torch.float64 else value
