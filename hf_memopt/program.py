@@ -8,11 +8,15 @@ import traceback
 from collections.abc import Callable
 
 from hf_memopt.disk import write_failure
-<<<<<<< HEAD
-from hf_memopt.errors import IncompatibleLibrary, InputError, StartAgain, Terminated, TrainingOutOfMemory, one_line
-=======
-from hf_memopt.errors import InputError, StartAgain, Terminated, TrainingOutOfMemory, chain, one_line
->>>>>>> video
+from hf_memopt.errors import (
+    IncompatibleLibrary,
+    InputError,
+    StartAgain,
+    Terminated,
+    TrainingOutOfMemory,
+    chain,
+    one_line,
+)
 from hf_memopt.noise import quiet
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
@@ -67,9 +71,6 @@ def _until_it_stands(main: Callable[..., object]) -> None:
         free()
 
 
-<<<<<<< HEAD
-def _sentence(error: InputError | IncompatibleLibrary) -> str:
-=======
 def _torchvision_mismatch(error: Exception) -> str | None:
     """transformers imports torchvision wherever it is installed; a wheel for another torch build fails there."""
     if not any("operator torchvision::" in str(cause) for cause in chain(error)):
@@ -80,8 +81,7 @@ def _torchvision_mismatch(error: Exception) -> str | None:
     )
 
 
-def _sentence(error: InputError) -> str:
->>>>>>> video
+def _sentence(error: InputError | IncompatibleLibrary) -> str:
     """The message alone, where a data loader's worker has put a traceback before it."""
     text = str(error)
     if "Original Traceback" in text:

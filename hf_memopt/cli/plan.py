@@ -48,7 +48,6 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
         folder_for(options.export)
     import_libraries()
     from hf_memopt.planner.plan import plan
-<<<<<<< HEAD
 
     settings = parse_settings(options.settings)
     if settings.quantization and options.method not in ("qlora", "any"):
@@ -78,10 +77,7 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
 def _model_arguments(model: str, settings: JobSettings) -> dict[str, Any]:
     """Those of plan()'s arguments that depend on whether the model takes videos."""
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.video.inputs import frozen_as_said, video_inputs
-=======
     from hf_memopt.video.inputs import frozen_by_settings, video_inputs
->>>>>>> video
 
     config = load_config(model)
     video = video_inputs(model, config, settings.video)
@@ -90,40 +86,13 @@ def _model_arguments(model: str, settings: JobSettings) -> dict[str, Any]:
         changed = settings.quantization if preset.method == "qlora" else {}
         return quantization_config(preset, changed, config if video else None)
 
-<<<<<<< HEAD
     return {
         "memory_args": settings.video_memory_args(config) if video else settings.memory_args,
         "quantization": quantize,
         "video": video,
-        "frozen": frozen_as_said(settings.video) if video else (),
+        "frozen": frozen_by_settings(settings.video) if video else (),
         **settings.own,
     }
-=======
-    found = plan(
-        model,
-        hardware,
-        effective_batch_size,
-        seq_len,
-        method,
-        strategy,
-        memory=_bytes(memory_gib),
-        host_memory=_bytes(host_gib),
-        training=given,
-        lora=lora,
-        memory_args=memory_args,
-        quantization=packed,
-        say=_say,
-        video=video,
-        frozen=frozen_by_settings(clips) if video else (),
-        **own,
-    )
-    written = _export(found, export_dir, rung) if export_dir and found.ladder else []
-    if as_json:
-        print_json(found.to_dict() | {"exported": written})
-    else:
-        _print_plan(found, written)
-    return 0 if found.ladder else 1
->>>>>>> video
 
 
 def _bytes(size: float | None) -> int | None:
@@ -179,7 +148,6 @@ def _print_plan(made, written: list[str]) -> None:
         print(f"wrote {', '.join(written)}")
 
 
-<<<<<<< HEAD
 def _print_profiles(ladder) -> None:
     """What each profile sets and is predicted to need."""
     rows = [
@@ -222,54 +190,6 @@ def run_frames(options: FramesOptions, as_json: bool) -> int:
         raise InputError(
             f"--frames {options.frames}: the only value is max; for the memory of so many frames, run "
             f"`hf-memopt estimate --set max_frames={options.frames}`"
-=======
-def run_frames(model, frames, hardware, method, settings, as_json) -> int:
-    """Print the most frames by the size of a frame; 0 if any fit, 1 if none do."""
-    if frames != "max":
-        raise InputError(
-            f"--frames {frames}: only max is known; `hf-memopt estimate --set max_frames={frames}` tells "
-            "what so many need"
-        )
-    if hardware != "auto" and hardware not in list_presets():
-        raise choose("hardware", hardware, list_presets())
-    method = "full" if method == "any" else method
-    import_libraries()
-    from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.preset_estimates import job_of
-    from hf_memopt.levers.answer_logits import with_few_logits
-    from hf_memopt.planner.frames import most_frames
-    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
-
-    preset = get_preset(hardware, method)
-    given, lora, quantization, own, memory_args, clips = split_settings(settings)
-    config = load_config(model)
-    video = video_inputs(model, config, {"max_frames": 1, **clips})
-    memory_args = with_few_logits(memory_args, config)  # as the recipe does
-    preset = replace(preset, dtype=own.get("dtype", preset.dtype))
-    given = {"per_device_train_batch_size": 1, **given}
-    job = job_of(
-        preset,
-        model,
-        None,
-        1,
-        given,
-        lora,
-        video=video,
-        frozen=frozen_by_settings(clips),
-        attn_implementation=own.get("attn_implementation"),
-        memory_args=memory_args,
-        quantization_config=quantization_config(preset, quantization, config),
-    )
-    rows = []
-    for fit in most_frames(job, note=lambda text: print(f"estimating {text}", file=sys.stderr)):
-        rows.append(
-            {
-                "max_pixels_per_frame": fit.max_pixels_per_frame,
-                "max_frames": fit.max_frames,
-                "seq_len": fit.seq_len,
-                "estimate": fit.estimate.to_dict(),
-            }
->>>>>>> video
         )
     if options.hardware != "auto" and options.hardware not in list_presets():
         raise choose("hardware", options.hardware, list_presets())
@@ -298,7 +218,7 @@ def _video_job(options: FramesOptions):
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.preset_estimates import job_of
     from hf_memopt.levers.answer_logits import with_few_logits
-    from hf_memopt.video.inputs import frozen_as_said, video_inputs
+    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
     preset = get_preset(options.hardware, "full" if options.method == "any" else options.method)
     settings = parse_settings(options.settings)
@@ -313,7 +233,7 @@ def _video_job(options: FramesOptions):
         {"per_device_train_batch_size": 1, **settings.training},
         settings.lora,
         video=video,
-        frozen=frozen_as_said(settings.video),
+        frozen=frozen_by_settings(settings.video),
         attn_implementation=settings.own.get("attn_implementation"),
         memory_args=with_few_logits(settings.memory_args, config),  # as the recipe does
         quantization_config=quantization_config(preset, settings.quantization, config),
