@@ -193,8 +193,8 @@ def truth() -> str:
     explanation = (
         "A memory budget stands for the card. With the allocator limited to it, every profile that is predicted to "
         "fit trains, evaluates, saves and resumes. The choice that needs the least memory is also run with 2 % less "
-        "than predicted. Finally, every choice is estimated in full: the last column compares the FLOPs per step of the "
-        "planner's choice with those of the best choice that fits."
+        "than predicted. Finally, every choice is estimated in full: the last column compares the FLOPs per step of "
+        "the planner's choice with those of the best choice that fits."
     )
     return f"{explanation}\n\n{table(heads, lines)}\n\n{measured('planner_cpu', data)}"
 
