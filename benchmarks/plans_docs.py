@@ -115,7 +115,7 @@ def settings() -> str:
 
 
 def tables() -> str:
-    """The guides' tables beside predictions."""
+    """The guides' tables and predictions."""
     parts = []
     for name, caption in (
         ("small test", "A test with 34,083,904 weights, forward and backward (here a Llama of about that size, SGD):"),
