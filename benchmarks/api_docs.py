@@ -1,4 +1,4 @@
-"""Fields and their help, for docs/api.md, from the dataclasses."""
+"""Tables of docs/api.md and docs/training.md: fields, defaults and help, from the dataclasses."""
 
 from dataclasses import MISSING, fields
 from typing import get_type_hints
@@ -7,21 +7,21 @@ from levers_docs import table
 
 
 def memory_arguments() -> str:
-    """A line a field of MemoryArguments."""
+    """One row per field of MemoryArguments."""
     from hf_memopt import MemoryArguments
 
     return _fields(MemoryArguments)
 
 
 def recipe_arguments() -> str:
-    """A line an argument of the recipes."""
+    """One row per argument of the recipes."""
     from hf_memopt.recipe.arguments import RecipeArguments
 
     return _fields(RecipeArguments)
 
 
 def _fields(kind: type) -> str:
-    types = get_type_hints(kind)  # a parser of arguments changes the fields' own
+    types = get_type_hints(kind)  # HfArgumentParser rewrites the types on the fields themselves
     lines = [
         [
             f"`{item.name}`",
@@ -39,7 +39,7 @@ def _type(kind) -> str:
 
 
 def profiles() -> str:
-    """A line a memory profile."""
+    """One row per memory profile."""
     from hf_memopt.levers.arguments import PROFILES
 
     lines = [

@@ -7,8 +7,8 @@ GIB = 2**30
 
 
 def engines() -> str:
-    """Real processes of every engine beside one process and beside the estimate."""
-    found = results("engines")
+    """Real processes of every engine, compared with one process and with the estimate."""
+    data = results("engines")
     lines = [
         [
             row["strategy"],
@@ -17,43 +17,43 @@ def engines() -> str:
             f"{100 * row['largest_error']:+.3f} %",
             f"{row['largest_loss_difference']:g}",
         ]
-        for row in found["rows"]
+        for row in data["rows"]
     ]
     heads = [
         "strategy",
         "processes",
-        "MB of the rank that needs most",
-        "estimate off by, of any rank at most",
-        "losses off one process's by",
+        "MB on the peak rank",
+        "largest error of the estimate, any rank",
+        "largest loss difference from one process",
     ]
-    return f"{table(heads, lines)}\n\n{measured('engines', found)}"
+    return f"{table(heads, lines)}\n\n{measured('engines', data)}"
 
 
 def predicted() -> str:
     """Cluster presets under every engine."""
-    found = results("clusters")
+    data = results("clusters")
     parts = []
-    for told in dict.fromkeys((row["preset"], row["method"], row["model"]) for row in found["rows"]):
+    for job in dict.fromkeys((row["preset"], row["method"], row["model"]) for row in data["rows"]):
         lines = []
-        for row in found["rows"]:
-            if (row["preset"], row["method"], row["model"]) != told:
+        for row in data["rows"]:
+            if (row["preset"], row["method"], row["model"]) != job:
                 continue
             if "refused" in row:
                 lines.append([row["strategy"], "refused", row["refused"]])
                 continue
-            fits = "" if row["device_bytes"] <= row["capacity_bytes"] else ", too much"
-            there = f"{row['device_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.1f}{fits}"
-            lines.append([row["strategy"], there, f"{row['host_bytes'] / GIB:.0f}"])
-        name, method, model = told
+            fits = "" if row["device_bytes"] <= row["capacity_bytes"] else ", does not fit"
+            need = f"{row['device_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.1f}{fits}"
+            lines.append([row["strategy"], need, f"{row['host_bytes'] / GIB:.0f}"])
+        name, method, model = job
         parts.append(f"`{name}`, {method}, `{model}`:")
-        parts.append(table(["strategy", "GiB a device", "GiB of host memory a process"], lines))
-    return "\n\n".join([*parts, _source(found)])
+        parts.append(table(["strategy", "GiB per device", "GiB of host memory per process"], lines))
+    return "\n\n".join([*parts, _source(data)])
 
 
 def offloading() -> str:
-    """What offloading is predicted to cost, beside what guides say."""
-    found = results("offloading")
-    places = list(dict.fromkeys(place for row in found["rows"] for place in row["times_as_long"]))
+    """The predicted cost of offloading, and what guides say."""
+    data = results("offloading")
+    places = list(dict.fromkeys(place for row in data["rows"] for place in row["times_as_long"]))
     lines = [
         [
             f"`{row['model']}` on `{row['hardware']}`",
@@ -61,17 +61,17 @@ def offloading() -> str:
             f"{row['tokens_of_a_device']:,}",
             *(f"{row['times_as_long'][place]:.2f} ×" if place in row["times_as_long"] else "" for place in places),
         ]
-        for row in found["rows"]
+        for row in data["rows"]
     ]
     lines.append(["guides say", "", "", "2–3 ×, 10–20 ×", "5–10 ×", "5–10 ×"])
-    heads = ["job", "without", "tokens a device and step", *places]
-    return f"{table(heads, lines)}\n\n{_source(found)}"
+    heads = ["job", "without offloading", "tokens per device and step", *places]
+    return f"{table(heads, lines)}\n\n{_source(data)}"
 
 
-def _source(found: dict) -> str:
-    """When predictions were made, with what, and their file."""
-    versions, file = found["versions"], f"{found['benchmark']}.json"
-    made = f"Predicted {found['date']} with torch {versions['torch']}, transformers {versions['transformers']}"
+def _source(data: dict) -> str:
+    """Date and versions of the predictions, and their file."""
+    versions, file = data["versions"], f"{data['benchmark']}.json"
+    made = f"Predicted {data['date']} with torch {versions['torch']}, transformers {versions['transformers']}"
     return f"{made}: [{file}](../benchmarks/results/{file})."
 
 

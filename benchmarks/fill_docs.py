@@ -1,4 +1,4 @@
-"""Write measured, predicted and recomputed numbers into README.md and docs/: make docs, or this file run alone."""
+"""Fill measured, predicted and computed numbers into README.md and docs/: `make docs`, or run this file."""
 
 import re
 from pathlib import Path
@@ -30,18 +30,18 @@ _TABLES = {
 
 
 def pages() -> list[Path]:
-    """README.md and everything below docs/."""
+    """README.md and everything under docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(path: Path) -> str:
-    """A page with its tables and numbers made anew.
+    """A page with its tables and numbers regenerated.
 
     Raises:
-        KeyError: it names a number that figures.py does not have.
+        KeyError: the page names a number that figures.py does not have.
     """
     text = levers_docs.filled(path, _TABLES.get(str(path.relative_to(ROOT)), {}))
-    return _INLINE.sub(lambda found: f"<!-- ={found[1]} -->{FIGURES[found[1]]()}<!-- = -->", text)
+    return _INLINE.sub(lambda match: f"<!-- ={match[1]} -->{FIGURES[match[1]]()}<!-- = -->", text)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def rows() -> list[dict]:
 
 
 def items() -> str:
-    """A heading a guide and a section, a line an item."""
+    """One heading per guide and section, one row per item."""
     parts = [summary()]
     for guide in guides():
         parts.append(f"## {guide['name']}")
@@ -30,18 +30,18 @@ def items() -> str:
 
 
 def summary() -> str:
-    """How many items are in which state."""
-    found = Counter(row["state"] for row in rows())
-    counts = ", ".join(f"{found[state]} {state}" for state in STATES if found[state])
-    return f"{sum(found.values())} items: {counts}."
+    """How many items are in each state."""
+    states = Counter(row["state"] for row in rows())
+    counts = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
+    return f"{sum(states.values())} items: {counts}."
 
 
 def state(row: dict) -> str:
-    """What the page says of a row: its state, why, and what shows it."""
-    shown = [_link(name) for name in row.get("tested_by", ())]
+    """State of a row, why, and the tests or command that show it."""
+    evidence = [_link(name) for name in row.get("tested_by", ())]
     if "command" in row:
-        shown.append(f"`{row['command']}`")
-    parts = [f"{row['state']}: {row['why']}" if "why" in row else row["state"], ", ".join(shown)]
+        evidence.append(f"`{row['command']}`")
+    parts = [f"{row['state']}: {row['why']}" if "why" in row else row["state"], ", ".join(evidence)]
     return "; ".join(filter(None, parts)) if "why" in row else ": ".join(filter(None, parts))
 
 

@@ -14,8 +14,8 @@ CLAIMS = {
     "activation_compression=int8": "50 % of activations",
     "activation_compression=int8, activation_checkpointing": "70–80 % of activations",
     "bf16": "50 % of weights and activations",
-    "optim=adamw_8bit": "8 instead of 12 bytes a weight",
-    "adam_mini": "6 instead of 12 bytes a weight",
+    "optim=adamw_8bit": "8 instead of 12 bytes per weight",
+    "adam_mini": "6 instead of 12 bytes per weight",
 }
 
 
@@ -25,11 +25,11 @@ def results(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def source(name: str, found: dict) -> str:
+def source(name: str, data: dict) -> str:
     """Where a table comes from."""
-    versions, hardware = found["versions"], found["hardware"]
+    versions, hardware = data["versions"], data["hardware"]
     return (
-        f"Measured {found['date']} on {hardware['device']}, {hardware['cores']} cores, torch {versions['torch']}, "
+        f"Measured {data['date']} on {hardware['device']}, {hardware['cores']} cores, torch {versions['torch']}, "
         f"transformers {versions['transformers']}: [{name}.json](../benchmarks/results/{name}.json)."
     )
 
@@ -44,7 +44,7 @@ def number(row: dict, name: str, form: str) -> str:
 
 
 def levers() -> str:
-    found = results("levers")
+    data = results("levers")
     rows = [
         [
             row["lever"],
@@ -55,14 +55,14 @@ def levers() -> str:
             f"{row['predicted_error']:+.2%}",
             CLAIMS.get(row["lever"], ""),
         ]
-        for row in found["rows"]
+        for row in data["rows"]
     ]
-    heads = ["lever", "of the peak", "of the time", "gradient off by", "held-out loss ×", "estimate", "guides say"]
-    return f"{table(heads, rows)}\n\n{source('levers', found)}"
+    heads = ["lever", "peak", "step time", "gradient error", "held-out loss ×", "estimate error", "guides say"]
+    return f"{table(heads, rows)}\n\n{source('levers', data)}"
 
 
 def optimizers() -> str:
-    found = results("optimizers")
+    data = results("optimizers")
     rows = [
         [
             row["optim"],
@@ -71,16 +71,16 @@ def optimizers() -> str:
             f"{row['held_out_loss']:.3f}",
             f"{row['learning_rate']:.1e}",
         ]
-        for row in found["rows"]
+        for row in data["rows"]
         if row["works"]
     ]
-    failed = "\n".join(f"* `{row['optim']}`: {row['why']}" for row in found["rows"] if not row["works"])
-    heads = ["optimizer", "state bytes a weight", "of the step's time", "held-out loss", "at a rate of"]
-    return f"{table(heads, rows)}\n\nWhat did not run there:\n\n{failed}\n\n{source('optimizers', found)}"
+    failed = "\n".join(f"* `{row['optim']}`: {row['why']}" for row in data["rows"] if not row["works"])
+    heads = ["optimizer", "state bytes per weight", "step time ×", "held-out loss", "learning rate"]
+    return f"{table(heads, rows)}\n\nThese did not run:\n\n{failed}\n\n{source('optimizers', data)}"
 
 
 def presets() -> str:
-    found = results("preset_peak")
+    data = results("preset_peak")
     rows = [
         [
             row["job"].removeprefix("preset "),
@@ -88,18 +88,18 @@ def presets() -> str:
             f"{row['micro_batch']} of {row['effective_batch']}",
             f"{row['of_plain']:.1%}",
         ]
-        for row in found["rows"]
+        for row in data["rows"]
     ]
-    heads = ["preset", "and", "micro-batch of effective batch", "of a plain Trainer's peak"]
-    return f"{table(heads, rows)}\n\n{source('preset_peak', found)}"
+    heads = ["preset", "plus", "micro-batch of effective batch", "peak, relative to a plain Trainer"]
+    return f"{table(heads, rows)}\n\n{source('preset_peak', data)}"
 
 
-def filled(page: Path, made: dict[str, Callable[[], str]]) -> str:
-    """A page with the tables between its marks made anew."""
+def filled(page: Path, tables: dict[str, Callable[[], str]]) -> str:
+    """A page with the tables between its markers regenerated."""
     text = page.read_text(encoding="utf-8")
-    for name, make in made.items():
+    for name, make in tables.items():
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text = marked.sub(lambda found, make=make: f"{found[1]}{make()}\n{found[2]}", text)
+        text = marked.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
     return text
 
 

@@ -20,10 +20,10 @@ def rows_of(name: str) -> list[dict]:
 
 
 def source() -> str:
-    found = results("plans")
+    data = results("plans")
     return (
-        f"Predicted {found['date']} with torch {found['versions']['torch']}, transformers "
-        f"{found['versions']['transformers']}: [plans.json](../benchmarks/results/plans.json)."
+        f"Predicted {data['date']} with torch {data['versions']['torch']}, transformers "
+        f"{data['versions']['transformers']}: [plans.json](../benchmarks/results/plans.json)."
     )
 
 
@@ -58,22 +58,28 @@ def practical() -> str:
                 )
         first = next(row for row in rows_of("plan") if row["title"] == title)
         parts.append(
-            f"`{first['model']}` on `{first['hardware']}`, {first['effective_batch_size']} samples a step of "
-            f"{first['tokens']} tokens:"
+            f"`{first['model']}` on `{first['hardware']}`, {first['effective_batch_size']} samples of "
+            f"{first['tokens']} tokens per step:"
         )
-        heads = ["method: rungs", "settings", "GiB a device", "GiB of host a process", "at the peak, GiB"]
+        heads = [
+            "method: profiles",
+            "settings",
+            "GiB per device",
+            "GiB of host memory per process",
+            "at the peak, GiB",
+        ]
         parts.append(table(heads, lines))
         rejected = [
-            one
+            rejection
             for row in rows_of("plan")
             if row["title"] == title
-            for one in row["rejected"]
-            if one["settings"] in ("full fine-tuning", "LoRA", "QLoRA")
+            for rejection in row["rejected"]
+            if rejection["settings"] in ("full fine-tuning", "LoRA", "QLoRA")
         ]
-        parts += [f"Left out: {one['reason']}." for one in rejected]
+        parts += [f"Ruled out: {row['reason']}." for row in rejected]
         changes = [change for row in rows_of("plan") if row["title"] == title for change in row["nearest"]]
         if changes:
-            parts.append(f"What would fit there: {'; '.join(changes)}.")
+            parts.append(f"What would fit: {'; '.join(changes)}.")
     return "\n\n".join([*parts, source()])
 
 
@@ -91,17 +97,17 @@ def settings() -> str:
     ]
     split = rows_of("split")[0]
     total = split["weights_bytes"] + split["gradients_bytes"] + split["states_bytes"]
-    heads = ["settings", "guide says, GB", "predicted, GB", "of, GB", "fits"]
+    heads = ["settings", "guide, GB", "predicted, GB", "capacity, GB", "fits"]
     return "\n\n".join(
         [
             table(heads, lines),
             (
-                "The guide's own split of 405B (tensor parallelism 8 × pipeline 4 × data 4, ZeRO-1) would hold, by "
+                "The guide's own parallelism for 405B (tensor 8 × pipeline 4 × data 4, ZeRO-1) would hold, by "
                 f"arithmetic, {gb(split['weights_bytes'])} GB of bf16 weights, {gb(split['gradients_bytes'])} GB of "
-                f"bf16 gradients and {gb(split['states_bytes'])} GB of fp32 masters and Adam states a device: "
-                f"{gb(total)} GB before activations, more than the card has. fp8 products do not change that, since "
-                "masters and states stay in fp32. Neither tensor nor pipeline parallelism of Megatron's kind can be "
-                "reached from the Hugging Face Trainer."
+                f"bf16 gradients and {gb(split['states_bytes'])} GB of fp32 masters and Adam states per device: "
+                f"{gb(total)} GB before activations, more than the card has. fp8 matmuls do not change that, since "
+                "masters and states stay in fp32. The Hugging Face Trainer supports neither tensor nor pipeline "
+                "parallelism of Megatron's kind."
             ),
             source(),
         ]
@@ -109,13 +115,13 @@ def settings() -> str:
 
 
 def tables() -> str:
-    """The guides' tables beside predictions."""
+    """The guides' tables and predictions."""
     parts = []
-    for name, told in (
-        ("small test", "A test of 34,083,904 weights, forward and backward (a Llama of about as many here, SGD):"),
-        ("platforms", "Settings by platform, for weights of 0.5 GB (SmolLM2-135M here, AdamW over fp32 weights):"),
-        ("512M on 44 GB", "512M weights on four L40S (Qwen3-0.6B here, DDP, all layers recomputed):"),
-        ("2B video", "A video model of 2B before and after (Qwen2.5-VL-3B here, LoRA, frozen tower, 224 × 224):"),
+    for name, caption in (
+        ("small test", "A test with 34,083,904 weights, forward and backward (here a Llama of about that size, SGD):"),
+        ("platforms", "Settings by platform, for 0.5 GB of weights (here SmolLM2-135M, AdamW, fp32 weights):"),
+        ("512M on 44 GB", "512M weights on four L40S (here Qwen3-0.6B, DDP, checkpointing in all layers):"),
+        ("2B video", "A 2B video model before and after (here Qwen2.5-VL-3B, LoRA, frozen tower, 224 × 224):"),
     ):
         lines = [
             [
@@ -127,8 +133,8 @@ def tables() -> str:
             ]
             for row in rows_of(name)
         ]
-        heads = ["settings", "guide says, GB", "tensors, GB", "device, GB", "fits its card"]
-        parts += [told, table(heads, lines)]
+        heads = ["settings", "guide, GB", "allocated, GB", "device, GB", "fits its card"]
+        parts += [caption, table(heads, lines)]
     lines = [
         [
             row["title"],
@@ -142,8 +148,8 @@ def tables() -> str:
     ]
     heads = [
         "engine",
-        "guide says, GB",
-        "2 + 2 + 4 bytes a weight, GB",
+        "guide, GB",
+        "2 + 2 + 4 bytes per weight, GB",
         "DeepSpeed's formula, GB",
         "weights",
         "gradients",
@@ -151,18 +157,18 @@ def tables() -> str:
         "at the peak",
     ]
     parts += [
-        "ZeRO, 7B (Llama-2-7B) on 8 devices. The guide counts 4 bytes a weight of states; DeepSpeed keeps 12 (an "
-        "fp32 master and two states), and the peak has activations, logits and buckets too:",
+        "ZeRO, 7B (Llama-2-7B) on 8 devices. The guide counts 4 bytes of states per weight; DeepSpeed keeps 12 (an "
+        "fp32 master and two states), and the peak includes activations, logits and buckets:",
         table(heads, lines),
     ]
     return "\n\n".join([*parts, source()])
 
 
 def truth() -> str:
-    """Plans under a budget of bytes, lived through."""
-    found = results("planner_cpu")
+    """Plans under a memory budget, compared with real runs."""
+    data = results("planner_cpu")
     lines = []
-    for row in found["rows"]:
+    for row in data["rows"]:
         off = max((rung["predicted_bytes"] / rung["measured_bytes"] - 1 for rung in row["rungs"]), key=abs)
         lines.append(
             [
@@ -170,7 +176,7 @@ def truth() -> str:
                 f"{row['budget_bytes'] / 1e6:.0f}",
                 f"{sum(rung['survived'] for rung in row['rungs'])} of {len(row['rungs'])}",
                 f"{off:+.2%}",
-                "fails" if row["under_the_smallest_fails"] else "lives",
+                "fails" if row["under_the_smallest_fails"] else "runs",
                 row["chosen"],
                 f"{row['operations_chosen'] / row['operations_best']:.3f}",
             ]
@@ -178,19 +184,19 @@ def truth() -> str:
     heads = [
         "model",
         "budget, MB",
-        "rungs that lived",
-        "estimate off by, at most",
-        "2 % below the least",
-        "maximum",
-        "operations of the best",
+        "profiles that ran",
+        "largest error of the estimate",
+        "with 2 % too little",
+        "profile maximum",
+        "FLOPs, relative to the best",
     ]
-    told = (
-        "A budget of bytes stands for the card; an allocator that ends there trains, evaluates, saves and resumes "
-        "every rung that is said to fit. The choice that needs least is run with 2 % less than it is predicted to "
-        "need. Last, every choice was estimated one by one: the floating-point operations of a step of the "
-        "planner's against the best that fits."
+    explanation = (
+        "A memory budget stands for the card. With the allocator limited to it, every profile that is predicted to "
+        "fit trains, evaluates, saves and resumes. The choice that needs the least memory is also run with 2 % less "
+        "than predicted. Finally, every choice is estimated in full: the last column compares the FLOPs per step of "
+        "the planner's choice with those of the best choice that fits."
     )
-    return f"{told}\n\n{table(heads, lines)}\n\n{measured('planner_cpu', found)}"
+    return f"{explanation}\n\n{table(heads, lines)}\n\n{measured('planner_cpu', data)}"
 
 
 TABLES = {"truth": truth, "practical": practical, "settings": settings, "tables": tables}

@@ -7,7 +7,7 @@ from hf_memopt.presets.preset import Preset
 
 
 def presets() -> str:
-    """A line a preset: hardware, files, batch of full fine-tuning, command."""
+    """One row per preset: hardware, file, batch of full fine-tuning, command."""
     lines = []
     for name in list_presets():
         preset = get_preset(name)
@@ -32,10 +32,10 @@ def presets() -> str:
 
 
 def _config(preset: Preset) -> str:
-    """The shipped YAML of a preset: its own, or its engine's."""
+    """The shipped YAML of a preset: its own, or that of its engine."""
     folder = ROOT / "accelerate_configs"
-    own = [f"{preset.name}.yaml", f"{preset.name}_{preset.strategy}.yaml", f"{preset.name.rpartition('_')[0]}.yaml"]
-    return next(name for name in own if (folder / name).is_file())
+    names = [f"{preset.name}.yaml", f"{preset.name}_{preset.strategy}.yaml", f"{preset.name.rpartition('_')[0]}.yaml"]
+    return next(name for name in names if (folder / name).is_file())
 
 
 TABLES = {"presets": presets}

@@ -9,8 +9,8 @@ from hf_memopt.planner.video_tiers import guide_row
 from hf_memopt.presets.video_tiers import all_tiers
 
 _MEASURES = {
-    "vision out of autograd": "tower out of autograd",
-    "answer-only logits": "logits of answers alone",
+    "vision out of autograd": "tower outside autograd",
+    "answer-only logits": "logits for answers only",
     "both": "both, as the recipe trains",
 }
 _FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "smolvlm": "SmolVLM", "llava_onevision": "LLaVA-OneVision"}
@@ -19,17 +19,17 @@ _METHODS = {"qlora": "QLoRA", "lora": "LoRA", "full": "full"}
 
 
 def memory() -> str:
-    """What is left of a plain Trainer's peak, of each family."""
+    """Share of the plain Trainer's peak that remains, per family."""
     families = results("video")["rows"]
     lines = [
-        [told, *(f"{100 * family['measures'][measure]['of_plain']:.1f} %" for family in families.values())]
-        for measure, told in _MEASURES.items()
+        [label, *(f"{100 * family['measures'][measure]['of_plain']:.1f} %" for family in families.values())]
+        for measure, label in _MEASURES.items()
     ]
-    return table(["of the plain Trainer's peak", *(_FAMILIES[name] for name in families)], lines)
+    return table(["share of the plain Trainer's peak", *(_FAMILIES[name] for name in families)], lines)
 
 
 def tiers() -> str:
-    """What is predicted to fit each card, by method and model, beside the founding guide's tier for its memory."""
+    """What is predicted to fit each card, by method and model, and the founding guide's row for its memory."""
     rows = {(row["preset"], row["method"], row["model"]): row for row in all_tiers()}
     kinds = [(method, model) for method in ("qlora", "lora", "full") for model in _MODELS]
     lines = []
