@@ -4,7 +4,7 @@ import logging
 import re
 from typing import Any
 
-from hf_memopt.errors import InputError, one_line
+from hf_memopt.errors import InputError, as_input_error
 
 logger = logging.getLogger(__name__)
 
@@ -46,35 +46,75 @@ class Chat:
     def text_and_answers(
         self, messages: list[dict], tools: list[dict] | None = None, where: str = "row"
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, and the spans of what the assistant says, its end marker included.
+        """The template's text, and the (start, end) of each answer in it, in characters.
 
-        Each span is found by rendering the conversation up to and after the answer. Some templates rewrite earlier
-        turns (they drop reasoning); then only the last answer has a certain place, and only it is trained.
+        Where the template marks what the assistant generates ({% generation %}), these are the answers, else those of
+        answers_by_prefix(). benchmarks/libraries.py compares the two on TRL's training templates: they agree on most;
+        prefixes miss answers where the prompt for an answer opens a thinking block (DeepSeek, Nemotron) or earlier
+        turns are rewritten (gpt-oss, Phi). Few models' own templates have marks.
 
         Args:
             where: names the row in errors.
 
         Raises:
-            InputError: the template does not take the messages, or leaves something of them out.
+            InputError: the template does not accept the messages, or omits a part of them.
         """
         self.check(messages, tools, where)
-        whole = self._render(messages, tools, where)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", self._source):
+            return self._render_marked(messages, tools, where)
+        text = self._render(messages, tools, where)
+        return text, self.answers_by_prefix(text, messages, tools, where)
+
+    def answers_by_prefix(
+        self, text: str, messages: list[dict], tools: list[dict] | None = None, where: str = "row"
+    ) -> list[tuple[int, int]]:
+        """Each answer's span, end marker included: from the text of the conversation before it to that after it.
+
+        Some templates rewrite earlier turns (they drop reasoning). Only the last answer can then be located.
+
+        Args:
+            text: the template's text of all messages.
+        """
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._render(messages[:index], tools, where, prompt=True)
                 after = self._render(messages[: index + 1], tools, where)
-                if after.startswith(before) and whole.startswith(after):
+                if after.startswith(before) and text.startswith(after):
                     spans.append((len(before), len(after)))
-        return whole, spans
+        return spans
 
     def _render(self, messages: list[dict], tools, where: str, prompt: bool = False) -> str:
-        try:
+        with as_input_error(f"{where}: the chat template does not accept its messages", Exception):
             return self.processor.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt
             )
-        except Exception as error:  # a template is somebody's program: what it raises is its own
-            raise InputError(f"{where}: the chat template does not take its messages ({one_line(error)})") from error
+
+    def _render_marked(self, messages: list[dict], tools, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the spans within {% generation %}.
+
+        apply_chat_template(return_assistant_tokens_mask=True) turns these spans into a mask of tokens. The characters
+        are needed here, because a video's tokens are inserted before the text is tokenized.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        with as_input_error(f"{where}: the chat template does not accept its messages", Exception):
+            (text,), (spans,) = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self._template(tools),
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )
+        return text, [(start, end) for start, end in spans if start < end]
+
+    def _template(self, tools) -> str:
+        """The template that apply_chat_template() uses."""
+        template: Any = self.processor.chat_template
+        if isinstance(template, dict):
+            return template["tool_use"] if tools is not None and "tool_use" in template else template["default"]
+        return template
 
     def check(self, messages: list[dict], tools: list[dict] | None, where: str) -> None:
         """Raise where the template does not write all of a row. Rows that hold nothing new cost next to nothing.

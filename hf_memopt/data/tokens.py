@@ -1,5 +1,6 @@
 """From rows to token ids: packed blocks for pretraining, answers with masked questions for fine-tuning."""
 
+import bisect
 import logging
 from collections.abc import Iterable
 
@@ -94,42 +95,54 @@ def packed_answers(rows, columns: str, tokenizer, length: int, source: str = "")
         InputError: no row keeps an answer.
     """
 
+    return pack_samples(answered(rows, columns, tokenizer, length, source), length, tokenizer.pad_token_id)
+
+
+def pack_samples(samples, length: int, pad_token_id: int):
+    """Samples with `input_ids` and `labels`, packed into blocks; see packed_answers()."""
+
     def block(batch):
-        blocks = _filled(list(zip(batch["input_ids"], batch["labels"], strict=True)), length)
+        blocks = pack_best_fit(list(zip(batch["input_ids"], batch["labels"], strict=True)), length)
         return {
-            "input_ids": [_padded([ids for ids, _ in block], length, tokenizer.pad_token_id) for block in blocks],
+            "input_ids": [_concatenate([ids for ids, _ in block], length, pad_token_id) for block in blocks],
             # The first token of a row would be predicted from the row before it.
-            "labels": [_padded([[IGNORED, *labels[1:]] for _, labels in block], length, IGNORED) for block in blocks],
-            "position_ids": [_positions([len(ids) for ids, _ in block], length) for block in blocks],
+            "labels": [
+                _concatenate([[IGNORED, *labels[1:]] for _, labels in block], length, IGNORED) for block in blocks
+            ],
+            "position_ids": [position_ids([len(ids) for ids, _ in block], length) for block in blocks],
         }
 
-    kept = answered(rows, columns, tokenizer, length, source)
-    names = list(next(iter(kept)))
-    return kept.map(block, batched=True, remove_columns=names, **_describe(kept)("packing"))
+    return samples.map(block, batched=True, remove_columns=list(next(iter(samples))), **_describe(samples)("packing"))
 
 
-def _filled(rows: list[tuple], length: int) -> list[list[tuple]]:
-    """Rows in blocks of at most `length` tokens: the longest first, each into the fullest block that has room."""
+def pack_best_fit(rows: list[tuple], length: int) -> list[list[tuple]]:
+    """Rows in blocks of at most `length` tokens by best-fit decreasing: longest first, into the fullest that fits.
+
+    trl.pack_dataset(strategy="bfd") makes as many blocks with as much padding (benchmarks/libraries.py), and works on
+    Arrow columns in about half the time. It is not used: trl is an optional dependency, packing takes seconds once a
+    run, and blocks of one length with position_ids, whose memory an estimate knows, would still be made here.
+    """
     blocks: list[list[tuple]] = []
-    room: list[int] = []
+    free: list[tuple[int, int]] = []  # (tokens left, index) of every block, sorted
     for row in sorted(rows, key=lambda row: -len(row[0])):
         size = len(row[0])
-        fitting = [number for number, left in enumerate(room) if left >= size]
-        chosen = min(fitting, key=room.__getitem__) if fitting else len(blocks)
-        if chosen == len(blocks):
+        fitting = bisect.bisect_left(free, (size, 0))
+        if fitting == len(free):
             blocks.append([])
-            room.append(length)
-        blocks[chosen].append(row)
-        room[chosen] -= size
+            tokens_left, index = length, len(blocks) - 1
+        else:
+            tokens_left, index = free.pop(fitting)
+        blocks[index].append(row)
+        bisect.insort(free, (tokens_left - size, index))
     return blocks
 
 
-def _padded(parts: list[list[int]], length: int, filling: int) -> list[int]:
+def _concatenate(parts: list[list[int]], length: int, padding: int) -> list[int]:
     joined = [token for part in parts for token in part]
-    return joined + [filling] * (length - len(joined))
+    return joined + [padding] * (length - len(joined))
 
 
-def _positions(sizes: list[int], length: int) -> list[int]:
+def position_ids(sizes: list[int], length: int) -> list[int]:
     return [place for size in (*sizes, length - sum(sizes)) for place in range(size)]
 
 

@@ -1,7 +1,13 @@
 """Optimizer states and step in host memory, for one device: gradients go there, updated weights come back.
 
 Several devices have this from DeepSpeed (the zero2_offload_cpu and zero3_offload_cpu presets); this is the same for a
-single one, without an engine. The host keeps a copy of the weights beside the states, of their own type.
+single one, without an engine. The host keeps a copy of the weights beside the states, in the weights' dtype.
+
+torchao 0.18's CPUOffloadOptimizer overlaps transfers with the backward pass, but does not fit the Trainer. Its hook
+copies each gradient to the host during the backward pass, so clipping (max_grad_norm=1.0 by default), which comes
+after, scales gradients that the step no longer reads. With accumulation it copies every micro-batch's. It needs CUDA
+or XPU when constructed, so an estimate cannot trace it, and it keeps one optimizer per weight, whose state_dict() is
+not that of a torch optimizer.
 """
 
 import logging
