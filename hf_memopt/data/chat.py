@@ -1,4 +1,4 @@
-"""A model's chat template: the text of a conversation, where its answers lie, and whether all of it is written."""
+"""A model's chat template: the text of a conversation, the spans of its answers, and whether it drops anything."""
 
 import logging
 import re
@@ -8,9 +8,9 @@ from hf_memopt.errors import InputError, as_input_error
 
 logger = logging.getLogger(__name__)
 
-# Roles that a template may write by their name alone; any other must stand in its text.
-_USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
-# One thing under several names, which transformers fills from each other. Templates drop it from earlier turns.
+# Templates may print these roles without naming them ("<|{{ role }}|>"); any other role must occur in the source.
+_COMMON_ROLES = ("system", "user", "assistant", "tool", "developer")
+# Synonyms, which transformers fills from each other. Templates drop them from earlier turns.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _METADATA = (
     "id",
@@ -28,12 +28,12 @@ _METADATA = (
     "toxic",
     "redacted",
 )
-_TOOLS = ("", "tools")  # in place of a role and its key
+_TOOLS = ("", "tools")  # in the place of (role, key)
 _LETTER = {"type": "text", "text": "x"}
 
 
 class Chat:
-    """A chat template that is asked, once for each role and key, whether it writes what the role's messages hold.
+    """A chat template that is checked once per (role, key): does its text change when that key's value changes?
 
     Args:
         processor: a tokenizer, or a processor with one.
@@ -41,7 +41,7 @@ class Chat:
 
     def __init__(self, processor) -> None:
         self.processor = processor
-        self._written: set[tuple[str, str]] = set()
+        self._checked: set[tuple[str, str]] = set()
 
     def text_and_answers(
         self, messages: list[dict], tools: list[dict] | None = None, where: str = "row"
@@ -117,66 +117,66 @@ class Chat:
         return template
 
     def check(self, messages: list[dict], tools: list[dict] | None, where: str) -> None:
-        """Raise where the template does not write all of a row. Rows that hold nothing new cost next to nothing.
+        """Check that the template writes all of a row. Rows without new roles and keys cost next to nothing.
 
         Raises:
             InputError: see text_and_answers().
         """
         if messages and messages[0]["role"] == "assistant":
-            raise InputError(f"{where}: begins with an answer: put what it answers before it, or take it out")
-        held = {(message["role"], key) for message in messages for key in message if key != "role"}
-        new = sorted((held | ({_TOOLS} if tools else set())) - self._written)
-        whole = self._render(messages, tools, where) if new else ""
+            raise InputError(f"{where}: begins with an answer: put the question before it, or remove the answer")
+        present = {(message["role"], key) for message in messages for key in message if key != "role"}
+        new = sorted((present | ({_TOOLS} if tools else set())) - self._checked)
+        text = self._render(messages, tools, where) if new else ""
         for role, key in new:
             if (role, key) == _TOOLS:
-                self._check_tools(messages, whole, where)
+                self._check_tools(messages, text, where)
             else:
-                self._check(messages, role, key, tools, whole, where)
+                self._check_key(messages, role, key, tools, text, where)
 
-    def _check_tools(self, messages: list[dict], whole: str, where: str) -> None:
-        if self._render(messages, None, where) == whole:
-            raise InputError(f"{where}: the chat template does not use tools, so that the column would be lost")
-        self._written.add(_TOOLS)
+    def _check_tools(self, messages: list[dict], text: str, where: str) -> None:
+        if self._render(messages, None, where) == text:
+            raise InputError(f"{where}: the chat template does not use tools: the column would be ignored")
+        self._checked.add(_TOOLS)
 
-    def _check(self, messages: list[dict], role: str, key: str, tools, whole: str, where: str) -> None:
+    def _check_key(self, messages: list[dict], role: str, key: str, tools, text: str, where: str) -> None:
         if key == "content":
-            if role not in _USUAL_ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self._source):
-                raise InputError(f"{where}: the role {role!r} is not one that the chat template knows")
+            if role not in _COMMON_ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self._source):
+                raise InputError(f"{where}: the role {role!r} is unknown to the chat template")
             changed = [_longer(message) if message["role"] == role else message for message in messages]
-            if changed == messages:  # nothing but empty messages: another row will tell
+            if changed == messages:  # only empty messages: a later row decides
                 return
         else:
             changed = [_without(message, key) if message["role"] == role else message for message in messages]
         if key in _REASONING:
             written = re.search(rf"\b({'|'.join(_REASONING)})\b", self._source) is not None
         else:
-            written = self._differs(changed, tools, whole)
+            written = self._differs(changed, tools, text)
         if not written and key in _METADATA:
-            logger.warning("messages have the key %r, which is not used", key)
+            logger.warning("messages have the key %r, which the chat template does not use", key)
         elif not written and key == "content":
             raise InputError(f"{where}: the chat template does not write messages of the role {role!r}")
         elif not written:
             raise InputError(
-                f"{where}: a message of role {role!r} has {key!r}, which the chat template does not write: take it "
-                "out, or use a model whose template does"
+                f"{where}: a message of role {role!r} has {key!r}, which the chat template does not write: "
+                "remove it, or use a model whose template does"
             )
-        self._written.add((role, key))
+        self._checked.add((role, key))
 
-    def _differs(self, changed: list[dict], tools, whole: str) -> bool:
+    def _differs(self, changed: list[dict], tools, text: str) -> bool:
         try:
-            return self._render(changed, tools, "") != whole
-        except InputError:  # the template insists on what was taken away
+            return self._render(changed, tools, "") != text
+        except InputError:  # the template requires what was removed
             return True
 
     @property
     def _source(self) -> str:
-        """The template's text; of several, all."""
+        """The template's source; of several templates, all sources joined."""
         template: Any = self.processor.chat_template
         return "".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 def _longer(message: dict) -> dict:
-    """The message with a letter more, unless it is empty."""
+    """The message with one more letter, unless it is empty."""
     content = message["content"]
     if not content:
         return message
