@@ -25,14 +25,15 @@ _MAX_HELD_OUT_OF_STREAM = 200  # rows, where held_out is a fraction: the length 
 
 
 def load_rows(
-    source,
-    config=None,
-    split="train",
-    held_out_split=None,
-    held_out=0.05,
-    streaming=False,
-    buffer=10_000,
-    seed=42,
+    source: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    held_out_split: str | None = None,
+    held_out: float = 0.05,
+    streaming: bool = False,
+    buffer: int = 10_000,
+    seed: int = 42,
     ignore: Sequence[str] = (),
     with_media: bool = False,
 ):

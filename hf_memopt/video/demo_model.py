@@ -35,12 +35,31 @@ def builtin_video_model() -> Path:
 
 def _make(folder: Path) -> None:
     import torch
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(_config(tokenizer), trust_remote_code=False).save_pretrained(folder)
+    settings = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": _SIZE},
+        "video_processor": {
+            "video_processor_type": "Qwen2VLVideoProcessor",
+            "size": _SIZE,
+            "cap_pixels_per_frame": False,
+        },
+    }
+    (folder / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+
+
+def _config(tokenizer):
+    from transformers import Qwen2_5_VLConfig
+
     token_id = tokenizer.convert_tokens_to_ids
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": 64,
@@ -72,20 +91,6 @@ def _make(folder: Path) -> None:
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config, trust_remote_code=False).save_pretrained(folder)
-    settings = {
-        "processor_class": "Qwen2_5_VLProcessor",
-        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": _SIZE},
-        "video_processor": {
-            "video_processor_type": "Qwen2VLVideoProcessor",
-            "size": _SIZE,
-            "cap_pixels_per_frame": False,
-        },
-    }
-    (folder / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
 
 
 def _tokenizer():
