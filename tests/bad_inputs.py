@@ -366,11 +366,11 @@ ROW_FILES: dict[str, dict[str, tuple[bytes, str | None]]] = {
     },
     ".parquet": {
         "empty": (b"", "is empty"),
-        "truncated": (b"PAR1" + bytes(64), "not a whole parquet file"),
-        "binary": (bytes(range(256)) * 8, "not a whole parquet file"),
-        "text": (_TEXT.encode(), "not a whole parquet file"),
+        "truncated": (b"PAR1" + bytes(64), "not a complete parquet file"),
+        "binary": (bytes(range(256)) * 8, "not a complete parquet file"),
+        "text": (_TEXT.encode(), "not a complete parquet file"),
     },
-    ".xlsx": {"an unknown ending": (b"PK", "unknown ending '.xlsx'")},
+    ".xlsx": {"an unknown suffix": (b"PK", "unknown suffix '.xlsx'")},
 }
 
 

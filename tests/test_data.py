@@ -104,7 +104,7 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_out(tokenizer, caplog
     long = {"prompt": "word " * 300, "completion": "lost"}
     kept = _encoded([long, {"prompt": "a", "completion": "word " * 300}], tokenizer, length=64)
     assert len(kept) == 1 and len(kept[0]["input_ids"]) == 64
-    assert "1 of 2 rows left out" in caplog.text
+    assert "1 of 2 rows dropped" in caplog.text
     with pytest.raises(InputError, match="raise max_length"):
         _encoded([long], tokenizer, length=64)
 
@@ -186,7 +186,7 @@ def test_bad_data_is_one_sentence(make, message, streaming, tmp_path):
 
 
 def test_other_bad_data(jsonl, tmp_path):
-    with pytest.raises(InputError, match="unknown ending"):
+    with pytest.raises(InputError, match="unknown suffix"):
         (tmp_path / "rows.xls").write_text("x")
         load_rows(str(tmp_path / "rows.xls"))
     with pytest.raises(InputError, match="has no split 'test'"):

@@ -9,19 +9,19 @@ from test_memory_trainer import QUIET, llama
 from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
 from hf_memopt import estimate, estimate_trainer
-from hf_memopt.data.tokens import IGNORED, _filled, _positions, answered, packed_answers
+from hf_memopt.data.tokens import IGNORED, answered, pack_best_fit, packed_answers, position_ids
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_every_row_is_in_one_block(sizes):
     rows = [([number] * size, [number] * size) for number, size in enumerate(sizes)]
-    blocks = _filled(rows, 50)
+    blocks = pack_best_fit(rows, 50)
     assert sorted(ids[0] for block in blocks for ids, _ in block) == list(range(len(sizes)))
     assert all(sum(len(ids) for ids, _ in block) <= 50 for block in blocks)
     # Two blocks that are less than half full would have been one.
     assert sum(sum(len(ids) for ids, _ in block) <= 25 for block in blocks) <= 1
-    assert len(_positions([len(ids) for ids, _ in blocks[0]], 50)) == 50
+    assert len(position_ids([len(ids) for ids, _ in blocks[0]], 50)) == 50
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -38,7 +38,7 @@ def test_the_loss_is_that_of_the_rows_alone(attention):
     together = model(
         input_ids=torch.cat([*rows, filling])[None],
         labels=torch.cat([*labels, filling + IGNORED])[None],
-        position_ids=torch.tensor([_positions([7, 12, 4], 28)]),
+        position_ids=torch.tensor([position_ids([7, 12, 4], 28)]),
         num_items_in_batch=items,
     ).loss
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (alone, together)]
@@ -69,7 +69,7 @@ def test_the_estimator_counts_the_masks(tmp_path):
         {
             "input_ids": torch.full((length,), 5),
             "labels": torch.full((length,), 5),
-            "position_ids": torch.tensor(_positions([20, 20], length)),
+            "position_ids": torch.tensor(position_ids([20, 20], length)),
         }
     ] * 16
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, optim="adamw_torch", **QUIET)

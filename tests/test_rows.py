@@ -164,6 +164,22 @@ def test_history_of_instructions(encoded):
         encoded({**FORMS["alpaca"], "history": ["One plus one?"]})
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_generation_marks_of_a_template_are_its_answers(encoded, marked):
+    """A template that rewrites earlier turns has all of its answers by its own marks, and the last one without."""
+    start, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>\n"
+        "{% if loop.last %}<|system|>{% endif %}"
+        f"{start}{{{{ message.content }}}}<|end|>{end}\n"
+        "{% else %}<|user|>\n{{ message.content }}<|end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n<|system|>{% endif %}"
+    )
+    messages = [{"role": role, "content": f"the {role}"} for role in ("user", "assistant") * 2]
+    ((_, answers),) = encoded({"messages": messages}, template=template)
+    assert answers == ("the assistant<|end|>the assistant<|end|>" if marked else "the assistant<|end|>\n")
+
+
 def test_parts_of_text_are_joined(encoded):
     parts = [{"type": "text", "text": "Two plus "}, "two?"]
     ((text, said),) = encoded({"messages": [{"role": "user", "content": parts}, SAY]})

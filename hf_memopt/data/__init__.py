@@ -1,1 +1,1 @@
-"""Texts to train on: the embedded corpus, files and hub data sets, packing, answer-only labels."""
+"""Training text: the embedded corpus, files and hub datasets, chat templates, packing, answer-only labels."""

@@ -1,4 +1,4 @@
-"""The model that recipes train where none is named: 4.2 million random weights, a tokenizer fitted to the corpus."""
+"""The recipes' default model: 4.2 million random weights, and a tokenizer trained on the embedded corpus."""
 
 import hashlib
 import os
@@ -12,9 +12,9 @@ from hf_memopt.files import cache_folder
 
 VOCABULARY = 4096
 MAX_POSITIONS = 512
-_VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
+_VERSION = 1  # raise it when anything below changes: it invalidates cached folders
 
-# One turn: a role marker, the content, an end marker that is also the end of every text.
+# One turn: a role marker, the content, and an end marker that is also the end-of-text token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n"
@@ -24,16 +24,16 @@ CHAT_TEMPLATE = (
 
 
 def builtin_model() -> Path:
-    """The folder of the language model: config, weights and tokenizer.
+    """The folder with config, weights and tokenizer.
 
-    Made on first use, then kept in the cache: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt.
+    Created on first use in the cache: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt.
     """
     key = hashlib.sha256(f"{_VERSION} {sys.version}".encode()).hexdigest()[:12]  # the corpus comes with the Python
     return cached(f"builtin-{key}", _make)
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder of the cache, made if it is not there. Two processes that make it at once make the same."""
+    """A folder in the cache, created by `make` if missing. Processes that race create the same content; one wins."""
     cache = cache_folder()
     folder = cache / name
     if not folder.is_dir():

@@ -1,6 +1,6 @@
-"""What a row's columns mean: the forms that are trained on, and the columns that would change it and are refused.
+"""What a row's columns mean: supported forms, and columns that are refused since ignoring them would change training.
 
-Any other column (id, source, score, …) cannot change what is trained: it is announced once, and not used.
+Any other column (id, source, score, …) is ignored, with one warning.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Form:
     optional: tuple[str, ...] = (*SYSTEM, "tools")
 
 
-# Best first: a row that fits several is read as the first of them.
+# In order of preference, for rows that match several forms.
 FORMS = {
     "messages": Form(("messages",)),
     "conversations": Form(("conversations",)),
@@ -36,14 +36,14 @@ FORMS = {
 }
 
 _NEEDS_VIDEO_RECIPE = "recipes/video_sft.py trains on videos and images, in the columns `videos` and `images`"
-_NO_AUDIO = "no recipe trains on sound"
-_NOT_ANSWERS = "this recipe trains on answers alone, and preferences are no answers"
+_NO_AUDIO = "no recipe trains on audio"
+_NOT_ANSWERS = "this recipe trains on answers, and preference data needs another"
 _WEIGHTS = "every token of an answer counts the same"
 _OTHER_FORM = "it belongs to rows with `instruction` and `output`"
 _TEMPLATE = "it is not passed to the chat template"
 _TOKENIZED = "rows are tokenized here"
 _FRAMES = "frames are evenly spaced over the whole clip"
-# What parts of a clip, and keys beside it (qwen-vl-utils), are set by for all rows at once.
+# Per-clip sampling keys of qwen-vl-utils and others -> the option that sets them for all rows.
 SAMPLING = {
     **dict.fromkeys(("fps", "video_fps", "sample_fps"), f"{_FRAMES}: use --video_fps"),
     **dict.fromkeys(("nframes", "num_frames", "max_frames", "min_frames"), f"{_FRAMES}: use --max_frames"),
@@ -57,7 +57,7 @@ SAMPLING = {
         f"{_FRAMES}: cut the clip out of its file",
     ),
 }
-# Columns that mean something to other trainers -> why they are not used here.
+# Columns that other trainers use -> why they are refused here.
 _REFUSED = {
     **dict.fromkeys(
         (
@@ -100,18 +100,18 @@ _REFUSED = {
     **dict.fromkeys((*SYSTEM, "tools"), "a text has no messages: use `messages`, or put it into the text"),
     "objects": "boxes and references are not put into the text",
 }
-_HARMLESS_FOR_TEXT = ("label", "labels", "documents", "input", "history")  # of a classification set, for one
+_HARMLESS_FOR_TEXT = ("label", "labels", "documents", "input", "history")  # of classification datasets, for example
 
 
 def find_form(names: Iterable[str]) -> str | None:
-    """The first form whose columns are all there."""
+    """The first form whose needed columns are all present."""
     names = set(names)
     return next((name for name, form in FORMS.items() if names.issuperset(form.needed)), None)
 
 
 @functools.cache
 def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) -> dict[str, str]:
-    """Those of the columns that a row must leave empty, and why.
+    """The columns that a row must leave empty, and why.
 
     Args:
         with_media: the recipe trains on videos and images.
@@ -120,7 +120,7 @@ def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) ->
     used = {*FORMS[form].needed, *FORMS[form].optional, *(MEDIA if with_media else ())}
     if form == "text":
         used |= {*_HARMLESS_FOR_TEXT}
-    for other in FORMS.values():  # a data set that says the same in two forms
+    for other in FORMS.values():  # datasets that carry the same rows in two forms
         if set(other.needed) <= set(names):
             used |= {*other.needed, *other.optional} - {*SYSTEM, "tools"}
     return {name: refused[name] for name in names if name in refused and name not in used}
@@ -133,12 +133,12 @@ def find_unused(names: Iterable[str], form: str, with_media: bool = False) -> li
 
 
 def is_empty(value) -> bool:
-    """Whether a value says nothing; Arrow fills what a row lacks with None."""
+    """Whether a value is missing or empty; Arrow fills missing values with None."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def check_columns(row: dict, form: str, where: str, with_media: bool = False) -> None:
-    """Raise where a row fills a column of find_refused().
+    """Check that a row leaves the columns of find_refused() empty.
 
     Raises:
         InputError: names row and column.
@@ -155,6 +155,6 @@ def row_number(indices, index: int) -> int:
     """A row's number in its file.
 
     Args:
-        indices: of a Dataset (`_indices`): where its rows stand in the file, if some of them were picked or shuffled.
+        indices: `_indices` of a Dataset, its rows' numbers in the file if it was shuffled or split; else None.
     """
     return index if indices is None else indices.column(0)[index].as_py()

@@ -1,6 +1,6 @@
-"""Real text that every Python installation carries: the standard library's documentation.
+"""Real text in every Python installation: the standard library's documentation.
 
-Nothing is downloaded and nothing is imported from the modules that are read; docstrings come from parsed source.
+Nothing is downloaded; docstrings are parsed from source files, whose modules are not imported.
 """
 
 import ast
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# Tests, demos, platform glue and vendored packages carry no documentation worth reading.
+# Tests, demos and vendored packages: no documentation worth training on.
 _SKIPPED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo", "ensurepip"}
 
 

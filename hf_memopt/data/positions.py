@@ -1,4 +1,4 @@
-"""Batches whose tokens several processes share (Ulysses): every token says where in its sample it stands."""
+"""Batches for sequence parallelism (Ulysses): explicit positions, and a length divisible by the processes."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ _PADDING = {"labels": IGNORED}  # everything else is padded with zeros
 
 
 def with_positions(collate: Callable, processes: int) -> Callable:
-    """A collator whose batches have position_ids and a length that the processes can share.
+    """A collator that adds position_ids and pads to a multiple of `processes`.
 
     Args:
-        collate: makes batches of tensors (samples, tokens), padded on the right.
-        processes: that share a batch's tokens.
+        collate: returns tensors (samples, tokens), padded on the right.
+        processes: that split each sample's tokens.
     """
 
     def collate_with_positions(rows):

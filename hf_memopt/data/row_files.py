@@ -1,7 +1,7 @@
-"""Rows of a local file with their lines: what `datasets` reads, read again to say what is wrong with it.
+"""Rows of a local file with their line numbers, to say what is wrong with a file that `datasets` cannot read.
 
-`datasets` reports a broken file as "An error occurred while generating the dataset", with neither line nor reason. Its
-own readers stay in use, since they are fast; this one runs when they fail, or when a row has to be named.
+`datasets` reports "An error occurred while generating the dataset", with neither line nor reason. Its readers are fast
+and stay in use; these run when it fails, or when an error names a row.
 """
 
 import csv
@@ -13,15 +13,15 @@ from typing import Any
 from hf_memopt.errors import InputError, brief, one_line
 
 Row = dict[str, Any]
-_EXAMPLE = 'write one object a line, such as {"messages": […]} or {"text": "…"}'
+_EXAMPLE = 'write one object per line, such as {"messages": […]} or {"text": "…"}'
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """A file's rows with their lines, counted from 1; None in parquet and in a JSON list.
+    """A file's rows with their line numbers from 1; None in parquet files and JSON lists.
 
     Raises:
-        InputError: names the line that is at fault, what it holds, and what is accepted.
+        InputError: with the line, its content, and what is accepted.
     """
     try:
         yield from _READERS[path.suffix](path)
@@ -30,29 +30,29 @@ def numbered_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 def explain(path: Path, error: BaseException) -> InputError:
-    """Why a file cannot be read.
+    """The error for a file that `datasets` cannot read.
 
     Args:
-        error: what `datasets` raised.
+        error: raised by `datasets`.
     """
     count = 0
     try:
         for _ in numbered_rows(path):
             count += 1
-    except InputError as found:
-        return found
+    except InputError as explained:
+        return explained
     if count == 0:
         return InputError(f"data set {str(path)!r} is empty: the file has no rows")
     return InputError(f"{path}: cannot be read as {path.suffix.removeprefix('.')}: {_root_cause(error)}")
 
 
 def line_of(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
-    """The line of the first row that a function of its number and itself says yes to; None where there is none."""
+    """The line of the first row for which is_wanted(row number, row) is true; None where there is none."""
     try:
         for number, (line, row) in enumerate(numbered_rows(path)):
             if is_wanted(number, row):
                 return line
-    except InputError:  # beyond a line that `datasets` reads and this reader does not, lines are not certain
+    except InputError:  # a line that `datasets` accepts and this reader does not: later numbers are uncertain
         pass
     return None
 
@@ -64,10 +64,10 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines as text.
+    """Numbered lines, decoded.
 
     Raises:
-        InputError: one is not UTF-8.
+        InputError: a line is not UTF-8.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -93,12 +93,12 @@ def _json_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
             return
         row = _parsed(path, number, line)
         if not isinstance(row, dict | None):
-            raise InputError(f"{path}: line {number} holds {brief(row)}, which is no row: {_EXAMPLE}")
+            raise InputError(f"{path}: line {number} holds {brief(row)}, not an object: {_EXAMPLE}")
         yield number, row or {}
 
 
 def _json_list(path: Path) -> Iterator[tuple[None, Row]]:
-    """The rows of a file that is one list, whose items' lines are not known; an item alone is a text."""
+    """The rows of a file that is one JSON list, whose line numbers are unknown; a bare string is a text."""
     text = "".join(line for _, line in _lines(path))
     for row in _parsed(path, 1, text):
         yield None, row if isinstance(row, dict) else {"text": row}
@@ -116,7 +116,7 @@ def _parsed(path: Path, number: int, text: str) -> Any:
         raise InputError(f"{path}: line {number} is not JSON ({one_line(error)}): {_EXAMPLE}") from error
     if "\\ud" in text.lower() and not _encodes(value):
         raise InputError(
-            f"{path}: line {number} has half a surrogate pair (\\ud…), which is no character: take it out"
+            f"{path}: line {number} has half a surrogate pair (\\ud…), which is not a character: remove it"
         )
     return value
 
@@ -130,7 +130,7 @@ def _encodes(value: Any) -> bool:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(2**31 - 1)  # a cell holds a whole text; the default is 128 KiB
+    csv.field_size_limit(2**31 - 1)  # cells hold whole documents; the default is 128 KiB
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     header: list[str] = []
     try:
@@ -151,16 +151,16 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _text_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Paragraphs, by the lines that they begin on."""
-    first, held = 0, []
+    """Paragraphs, numbered by their first line."""
+    first, paragraph = 0, []
     for number, line in _lines(path):
         if line.strip("\r\n"):
-            first, held = first or number, [*held, line]
-        elif held:
-            yield first, {"text": "".join(held).strip("\r\n")}
-            first, held = 0, []
-    if held:
-        yield first, {"text": "".join(held).strip("\r\n")}
+            first, paragraph = first or number, [*paragraph, line]
+        elif paragraph:
+            yield first, {"text": "".join(paragraph).strip("\r\n")}
+            first, paragraph = 0, []
+    if paragraph:
+        yield first, {"text": "".join(paragraph).strip("\r\n")}
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[None, Row]]:
@@ -174,7 +174,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[None, Row]]:
                     yield None, row
     except (pyarrow.ArrowException, ValueError) as error:
         raise InputError(
-            f"{path}: not a whole parquet file ({one_line(error)[:200]}): copy or write it again"
+            f"{path}: not a complete parquet file ({one_line(error)[:200]}): copy or write it again"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Where a row stands, for messages about it."""
+"""The place of a row in its file, for error messages."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +10,13 @@ from hf_memopt.data.turns import without_nones
 
 @dataclass(frozen=True)
 class Place:
-    """A row's place. Its line is looked up when the place is written out: only a row at fault is ever named.
+    """A row's place. Its line number is looked up in __str__, since only rows with errors are printed.
 
     Attributes:
-        source: the data set's name or file.
-        number: of the row in its file; of a stream, in the order that it is read, which is not the file's.
-        row: of a stream, the row itself, by which its line is found.
-        kind: what the message calls it.
+        source: dataset name or file.
+        number: of the row in its file; in a stream, in reading order, which shuffling changes.
+        row: the row itself, in a stream: its line is found by comparing.
+        kind: what the message calls a row.
     """
 
     source: str

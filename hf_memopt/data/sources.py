@@ -1,4 +1,4 @@
-"""Where the rows come from: the embedded corpus, local files or a hub data set, split into training and held out."""
+"""Rows from the embedded corpus, local files or a hub dataset, split into training and held-out rows."""
 
 import itertools
 import logging
@@ -13,7 +13,7 @@ from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
 logger = logging.getLogger(__name__)
 
-# Ending -> (builder of `datasets`, its options). A blank line separates the texts of a .txt file.
+# Suffix -> (builder of `datasets`, its options). A blank line separates the texts of a .txt file.
 _FORMATS = {
     ".jsonl": ("json", {}),
     ".json": ("json", {}),
@@ -21,18 +21,19 @@ _FORMATS = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "paragraph"}),
 }
-_HELD_OUT_OF_STREAM = 200  # rows, at most, where held_out is a share
+_MAX_HELD_OUT_OF_STREAM = 200  # rows, where held_out is a fraction: the length is unknown
 
 
 def load_rows(
-    source,
-    config=None,
-    split="train",
-    held_out_split=None,
-    held_out=0.05,
-    streaming=False,
-    buffer=10_000,
-    seed=42,
+    source: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    held_out_split: str | None = None,
+    held_out: float = 0.05,
+    streaming: bool = False,
+    buffer: int = 10_000,
+    seed: int = 42,
     ignore: Sequence[str] = (),
     with_media: bool = False,
 ):
@@ -41,16 +42,16 @@ def load_rows(
     Args:
         source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files or of
             save_to_disk; None or an embedded corpus ("builtin:documents", "builtin:questions").
-        config: the hub data set's configuration.
+        config: the hub dataset's configuration name.
         split: the split to train on.
-        held_out_split: the split to evaluate on; without one, `held_out` of the training rows are set aside.
-        held_out: a share below 1, or a number of rows.
+        held_out_split: the split to evaluate on; without one, `held_out` of the training rows.
+        held_out: a fraction below 1, or a number of rows.
         streaming: read while training, through a shuffle buffer of `buffer` rows, for data larger than memory.
         ignore: columns to leave out.
         with_media: the recipe trains on videos and images.
 
     Raises:
-        InputError: nothing there, no rows, or no columns that are known.
+        InputError: the source does not exist, is empty, or has no supported columns.
     """
     splits = _open(source, config, streaming)
     for name in filter(None, (split, held_out_split)):
@@ -58,19 +59,19 @@ def load_rows(
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
     rows, test = (_without(splits.get(name), ignore, source) for name in (split, held_out_split))
     form = _columns(rows, source)
-    _announce(find_unused(_column_names(rows, source), form, with_media), source)
+    _warn_unused(find_unused(_column_names(rows, source), form, with_media), source)
     if streaming:
-        train, test = _set_aside_streaming(rows, test, held_out, buffer, seed, source)
+        train, test = _hold_out_streaming(rows, test, held_out, buffer, seed, source)
     else:
-        train, test = _set_aside(rows, test, held_out, seed, source)
+        train, test = _hold_out(rows, test, held_out, seed, source)
     return train, test, form
 
 
 def _without(rows, ignore: Sequence[str], source):
-    """The rows without some columns.
+    """The rows without the ignored columns.
 
     Raises:
-        InputError: there is no such column.
+        InputError: a name that is not a column.
     """
     if rows is None or not ignore:
         return rows
@@ -81,7 +82,7 @@ def _without(rows, ignore: Sequence[str], source):
     return rows.remove_columns(list(ignore))
 
 
-def _announce(unused: list[str], source) -> None:
+def _warn_unused(unused: list[str], source) -> None:
     if unused and os.environ.get("RANK", "0") == "0":
         logger.warning("data set %r: columns not used: %s", str(source), ", ".join(unused))
 
@@ -109,12 +110,12 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
     """The rows of a local file.
 
     Raises:
-        InputError: names the line that cannot be read.
+        InputError: with the line that cannot be read.
     """
     from datasets import load_dataset
 
     if path.suffix not in _FORMATS:
-        raise InputError(f"{path}: unknown ending {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
+        raise InputError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
     if path.stat().st_size == 0:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
     builder, options = _FORMATS[path.suffix]
@@ -123,7 +124,7 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
             options = {**options, **_csv_options(path)}
         splits = load_dataset(builder, data_files=str(path), streaming=streaming, **options)
         if streaming:
-            return {name: _guarded(rows, path) for name, rows in splits.items()}
+            return {name: _stream_with_lines(rows, path) for name, rows in splits.items()}
         return {name: _exact(rows, path) for name, rows in splits.items()} if builder == "json" else splits
     except InputError:
         raise
@@ -132,29 +133,33 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
 
 
 def _exact(rows, path: Path):
-    """Rows of a JSON file as they stand in it."""
-    rows.data.table.validate(full=True)  # Arrow's JSON reader takes bytes that are not UTF-8 for text
+    """Rows of a JSON file, exactly as written."""
+    rows.data.table.validate(full=True)  # Arrow's JSON reader accepts invalid UTF-8
     return read_exactly(path, rows.features) if find_mixed(rows.features) else rows
 
 
 def _csv_options(path: Path) -> dict:
-    """CSV has no types: pandas would read the answer `5` as a number, `None` as nothing, and `NA` too."""
+    """All columns as text: pandas would read the answer `5` as a number, `None` and `NA` as missing values."""
     from datasets import Features, Value
 
     first = next(iter(numbered_rows(path)), (0, {}))[1]
     return {"features": Features(dict.fromkeys(first, Value("string"))), "keep_default_na": False} if first else {}
 
 
-def _guarded(rows, path: Path):
-    """A stream that names the line at which it breaks, which may be hours after it was opened."""
+def _stream_with_lines(rows, path: Path):
+    """A stream whose errors name the line; they may come hours after it was opened."""
     from datasets import IterableDataset
 
-    rows = rows._resolve_features()  # by its first rows: datasets 5.2 knows those of a JSON list only when asked
+    rows = rows._resolve_features()  # from its first rows: datasets 5.2 leaves those of a JSON list open
     mixed = find_mixed(rows.features) if path.suffix in (".json", ".jsonl") else ()
     if not mixed:
         arguments = {"rows": rows, "path": path}
         return IterableDataset.from_generator(_explained, features=rows.features, gen_kwargs=arguments)
-    arguments = {"path": path, "names": tuple(rows.features), "mixed": mixed}  # a list would be taken for shards
+    arguments = {
+        "path": path,
+        "names": tuple(rows.features),
+        "mixed": mixed,
+    }  # tuples: `datasets` splits lists into shards
     features = exact_features(rows.features, mixed)
     return IterableDataset.from_generator(exact_rows, features=features, gen_kwargs=arguments)
 
@@ -182,7 +187,7 @@ def _embedded(source: str):
 
 
 def _column_names(rows, source) -> list[str]:
-    """The columns; a stream may tell them only by its first row."""
+    """The columns; of some streams, known from the first row only."""
     if rows.column_names is not None:
         return rows.column_names
     try:
@@ -205,7 +210,7 @@ def _columns(rows, source) -> str:
     return form
 
 
-def _set_aside(rows, test, held_out: float, seed: int, source):
+def _hold_out(rows, test, held_out: float, seed: int, source):
     if len(rows) == 0:
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     if test is not None:
@@ -219,14 +224,13 @@ def _set_aside(rows, test, held_out: float, seed: int, source):
     return parts["train"], parts["test"]
 
 
-def _set_aside_streaming(rows, test, held_out: float, buffer: int, seed: int, source):
-    """The first rows of a stream are held out, since its length is not known; the rest pass through the buffer.
+def _hold_out_streaming(rows, test, held_out: float, buffer: int, seed: int, source):
+    """Holds out the first rows of a stream, whose length is unknown, and shuffles the others in a buffer.
 
     Raises:
-        InputError: the stream ends before there is a row to train on. An epoch without rows would be begun again
-            and again until max_steps.
+        InputError: no row is left to train on; the Trainer would start empty epochs forever.
     """
-    count = int(held_out) if held_out >= 1 else (_HELD_OUT_OF_STREAM if held_out else 0)
+    count = int(held_out) if held_out >= 1 else (_MAX_HELD_OUT_OF_STREAM if held_out else 0)
     count = 0 if test is not None else count
     seen = sum(1 for _ in itertools.islice(rows, count + 1))
     if seen == 0:

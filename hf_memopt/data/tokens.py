@@ -1,5 +1,6 @@
-"""From rows to token ids: packed blocks for pretraining, answers with masked questions for fine-tuning."""
+"""Rows as token ids: packed blocks for pretraining, labels on the answers for fine-tuning."""
 
+import bisect
 import logging
 from collections.abc import Iterable
 
@@ -11,7 +12,7 @@ from hf_memopt.errors import InputError, brief
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the label that PyTorch's cross entropy leaves out
+IGNORED = -100  # ignore_index of PyTorch's cross entropy
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}{{ eos_token }}\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -19,10 +20,10 @@ _PLAIN_TEMPLATE = (
 
 
 def packed(rows, columns: str, tokenizer, length: int, source: str = ""):
-    """Texts laid end to end, each closed by the end-of-text token, and cut into blocks of `length` tokens.
+    """Texts, each followed by the end-of-text token, concatenated and split into blocks of `length` tokens.
 
-    No position is padding. What is left over of each 1,000 texts is dropped. Labels equal the input ids (the model
-    shifts them).
+    There is no padding; the remainder of every 1,000 texts is dropped. Labels equal the input ids (the model shifts
+    them).
 
     Raises:
         InputError: the texts together are shorter than one block.
@@ -39,7 +40,7 @@ def packed(rows, columns: str, tokenizer, length: int, source: str = ""):
         return {"input_ids": blocks, "labels": [list(ids) for ids in blocks]}
 
     if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has no end-of-text token (eos_token), which packing puts between texts")
+        raise InputError("the tokenizer has no end-of-text token (eos_token), which packing needs between texts")
     plain = _prepare_template(rows, columns, tokenizer)
     text = _reader(rows, columns, tokenizer, plain, source)
     described = _describe(rows)
@@ -47,17 +48,17 @@ def packed(rows, columns: str, tokenizer, length: int, source: str = ""):
         tokenize, batched=True, with_indices=True, remove_columns=rows.column_names, **described("tokenizing")
     )
     blocks = tokenized.map(block, batched=True, remove_columns=["ids"], **described("packing"))
-    if _has_none(blocks):
+    if _is_empty(blocks):
         raise InputError(
-            f"data set {source!r} is shorter than one block of {length} tokens; lower max_length or add text"
+            f"data set {source!r} is shorter than one block of {length} tokens: lower max_length, or add text"
         )
     return blocks
 
 
 def answered(rows, columns: str, tokenizer, length: int, source: str = ""):
-    """Rows as token ids whose labels are the answers alone; all else is ignored by the loss.
+    """Rows as token ids, with labels on the answers only.
 
-    A row is cut after `length` tokens, and left out if no answer remains.
+    A row is truncated to `length` tokens, and dropped if no answer token remains.
 
     Raises:
         InputError: no row keeps an answer.
@@ -73,68 +74,79 @@ def answered(rows, columns: str, tokenizer, length: int, source: str = ""):
     kept = encoded.filter(
         lambda row: any(label != IGNORED for label in row["labels"]), **described("checking answers")
     )
-    if _has_none(kept):
-        raise InputError(f"no row of data set {source!r} has an answer within {length} tokens; raise max_length")
+    if _is_empty(kept):
+        raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
     if hasattr(kept, "__len__") and len(kept) < len(encoded):
         logger.warning(
-            "%d of %d rows left out: no answer within max_length=%d", len(encoded) - len(kept), len(encoded), length
+            "%d of %d rows dropped: no answer within max_length=%d", len(encoded) - len(kept), len(encoded), length
         )
     return kept
 
 
 def packed_answers(rows, columns: str, tokenizer, length: int, source: str = ""):
-    """What answered() gives, several rows to a block of `length` tokens, with next to no padding.
+    """The rows of answered(), several in a block of `length` tokens, with little padding.
 
-    `position_ids` begin anew with each row, by which transformers' attention keeps rows apart: with masks, or as rows
-    of their own where flash attention runs. (Not beside a cache, which the Trainer turns off.) Each 1,000 rows are put
-    into as few blocks as fit them in order of length. What is left of a block is padding, and counts as a row without
-    labels.
+    `position_ids` restart with each row. From them transformers' attention keeps rows apart: by a block-diagonal mask,
+    or as sequences of their own in flash attention. (Only without a KV cache, which the Trainer disables.) Every 1,000
+    rows are packed by pack_best_fit(). Padding fills a block up, as a row without labels.
 
     Raises:
         InputError: no row keeps an answer.
     """
 
+    return pack_samples(answered(rows, columns, tokenizer, length, source), length, tokenizer.pad_token_id)
+
+
+def pack_samples(samples, length: int, pad_token_id: int):
+    """Samples with `input_ids` and `labels`, packed into blocks; see packed_answers()."""
+
     def block(batch):
-        blocks = _filled(list(zip(batch["input_ids"], batch["labels"], strict=True)), length)
+        blocks = pack_best_fit(list(zip(batch["input_ids"], batch["labels"], strict=True)), length)
         return {
-            "input_ids": [_padded([ids for ids, _ in block], length, tokenizer.pad_token_id) for block in blocks],
+            "input_ids": [_concatenate([ids for ids, _ in block], length, pad_token_id) for block in blocks],
             # The first token of a row would be predicted from the row before it.
-            "labels": [_padded([[IGNORED, *labels[1:]] for _, labels in block], length, IGNORED) for block in blocks],
-            "position_ids": [_positions([len(ids) for ids, _ in block], length) for block in blocks],
+            "labels": [
+                _concatenate([[IGNORED, *labels[1:]] for _, labels in block], length, IGNORED) for block in blocks
+            ],
+            "position_ids": [position_ids([len(ids) for ids, _ in block], length) for block in blocks],
         }
 
-    kept = answered(rows, columns, tokenizer, length, source)
-    names = list(next(iter(kept)))
-    return kept.map(block, batched=True, remove_columns=names, **_describe(kept)("packing"))
+    return samples.map(block, batched=True, remove_columns=list(next(iter(samples))), **_describe(samples)("packing"))
 
 
-def _filled(rows: list[tuple], length: int) -> list[list[tuple]]:
-    """Rows in blocks of at most `length` tokens: the longest first, each into the fullest block that has room."""
+def pack_best_fit(rows: list[tuple], length: int) -> list[list[tuple]]:
+    """Rows in blocks of at most `length` tokens by best-fit decreasing: longest first, into the fullest that fits.
+
+    trl.pack_dataset(strategy="bfd") makes as many blocks with as much padding (benchmarks/libraries.py), and works on
+    Arrow columns in about half the time. It is not used: trl is an optional dependency, packing takes seconds once a
+    run, and blocks of one length with position_ids, whose memory an estimate knows, would still be made here.
+    """
     blocks: list[list[tuple]] = []
-    room: list[int] = []
+    free: list[tuple[int, int]] = []  # (tokens left, index) of every block, sorted
     for row in sorted(rows, key=lambda row: -len(row[0])):
         size = len(row[0])
-        fitting = [number for number, left in enumerate(room) if left >= size]
-        chosen = min(fitting, key=room.__getitem__) if fitting else len(blocks)
-        if chosen == len(blocks):
+        fitting = bisect.bisect_left(free, (size, 0))
+        if fitting == len(free):
             blocks.append([])
-            room.append(length)
-        blocks[chosen].append(row)
-        room[chosen] -= size
+            tokens_left, index = length, len(blocks) - 1
+        else:
+            tokens_left, index = free.pop(fitting)
+        blocks[index].append(row)
+        bisect.insort(free, (tokens_left - size, index))
     return blocks
 
 
-def _padded(parts: list[list[int]], length: int, filling: int) -> list[int]:
+def _concatenate(parts: list[list[int]], length: int, padding: int) -> list[int]:
     joined = [token for part in parts for token in part]
-    return joined + [filling] * (length - len(joined))
+    return joined + [padding] * (length - len(joined))
 
 
-def _positions(sizes: list[int], length: int) -> list[int]:
+def position_ids(sizes: list[int], length: int) -> list[int]:
     return [place for size in (*sizes, length - sum(sizes)) for place in range(size)]
 
 
 def _encode(text: str, spans: list[tuple[int, int]], tokenizer, length: int, add_special_tokens: bool) -> dict:
-    """Token ids and labels; a token is a label if any of its characters is an answer's."""
+    """Token ids, and labels on the tokens that overlap an answer."""
     tokens = tokenizer(
         text, truncation=True, max_length=length, return_offsets_mapping=True, add_special_tokens=add_special_tokens
     )
@@ -156,7 +168,7 @@ def label_spans(ids: list[int], offsets: list[tuple[int, int]], spans: list[tupl
 
 
 def _reader(rows, form: str, tokenizer, plain: bool, source: str):
-    """A function (row, its place among the rows) -> its text, and the character spans of the answers in it."""
+    """A function (row, index) -> the row's text, and the (start, end) of its answers in characters."""
     chat = Chat(tokenizer)
     numbers = getattr(rows, "_indices", None)
     streamed = not hasattr(rows, "__len__")
@@ -176,7 +188,7 @@ def _reader(rows, form: str, tokenizer, plain: bool, source: str):
 
 
 def _plain_text(row: dict, form: str, end: str | None, where: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text, all of which is trained, or a prompt and its completion, as they are."""
+    """A plain text, all of it trained, or a prompt and its completion without a template."""
     if form == "text":
         text = row["text"]
         if not isinstance(text, str):
@@ -193,11 +205,10 @@ def _plain_text(row: dict, form: str, end: str | None, where: str) -> tuple[str,
 
 
 def _prepare_template(rows, columns: str, tokenizer) -> bool:
-    """Whether the rows are plain text, which takes the tokenizer's special tokens; a chat template writes its own.
+    """Whether the rows are plain text, which gets the tokenizer's special tokens; chat templates write their own.
 
-    A prompt and a completion that are texts are laid end to end, unless there is a system column: only a chat has a
-    system message. A tokenizer that needs a template and has none gets a plain one, which is announced and saved with
-    the model.
+    A prompt and a completion that are texts are concatenated, unless there is a system column: only chats have system
+    messages. A tokenizer without a template gets a plain one, with a warning; it is saved with the model.
     """
     if columns == "text":
         return True
@@ -205,7 +216,7 @@ def _prepare_template(rows, columns: str, tokenizer) -> bool:
     if columns == "prompt/completion" and isinstance(first.get("prompt"), str):
         if not any(name in first for name in SYSTEM):
             return True
-        logger.warning("prompt and completion have a system message: they are written as a chat")
+        logger.warning("prompt and completion have a system message: the chat template is used")
     if not tokenizer.chat_template:
         logger.warning("the tokenizer has no chat template: turns are written as 'User: …', 'Assistant: …'")
         tokenizer.chat_template = _PLAIN_TEMPLATE
@@ -218,11 +229,11 @@ def _rows(batch: dict[str, list]) -> Iterable[dict]:
         yield dict(zip(names, values, strict=True))
 
 
-def _has_none(samples) -> bool:
-    """Whether no sample came out. A stream is read up to its first: without one, its epochs would never end."""
+def _is_empty(samples) -> bool:
+    """Whether there is no sample. Of a stream the first one is read: the Trainer would repeat empty epochs forever."""
     return len(samples) == 0 if hasattr(samples, "__len__") else next(iter(samples), None) is None
 
 
 def _describe(rows):
-    """Progress bars exist for data sets of known length only."""
+    """Arguments of `map` for a progress bar, which streams do not have."""
     return (lambda text: {"desc": text}) if hasattr(rows, "__len__") else (lambda text: {})

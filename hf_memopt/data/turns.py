@@ -1,4 +1,4 @@
-"""Rows in the forms that people have, as messages for a chat template, with the system message and the tools."""
+"""Rows of any supported form as messages for a chat template, with system message and tools."""
 
 import json
 from typing import Any
@@ -8,25 +8,25 @@ from hf_memopt.errors import InputError, brief
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
-# Keys by which others choose what is trained (OpenAI, axolotl, ms-swift).
-_CHOOSES_LOSS = ("weight", "train", "training", "loss", "loss_scale")
+# Per-message loss switches of OpenAI, axolotl and ms-swift.
+_LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
 
 
 def read_messages(row: dict, form: str, where: str) -> list[dict]:
-    """A row's messages with `role`, `content` (a text or a list of parts) and what else they hold.
+    """A row's messages, with `role`, `content` (a text or a list of parts) and any other keys.
 
     Args:
         form: a name in columns.FORMS that has messages.
         where: names the row in errors.
 
     Raises:
-        InputError: the row is not what its form says.
+        InputError: the row does not have the form.
     """
     turns = _turns(row, form, where)
     if not isinstance(turns, list | tuple):
         raise InputError(f"{where}: {form} must be a list of messages, not {_brief(turns)}")
     if not turns:
-        raise InputError(f"{where}: {form} is empty: give it a question and an answer, or take the row out")
+        raise InputError(f"{where}: {form} is empty: give it a question and an answer, or remove the row")
     messages = [_message(turn, where) for turn in turns]
     system = _system(row, where)
     if not system:
@@ -39,10 +39,10 @@ def read_messages(row: dict, form: str, where: str) -> list[dict]:
 
 
 def read_tools(row: dict, where: str) -> list[dict] | None:
-    """The functions that the assistant may call, in OpenAI's form; None where a row has none.
+    """The functions that the assistant may call, in OpenAI's format; None where a row has none.
 
     Raises:
-        InputError: another form.
+        InputError: any other format.
     """
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -62,7 +62,7 @@ def read_tools(row: dict, where: str) -> list[dict] | None:
 
 
 def without_nones(value: Any) -> Any:
-    """The value without the keys that Arrow filled with None because another row has them."""
+    """The value without keys that are None: Arrow fills in every key that some other row has."""
     if isinstance(value, dict):
         return {key: without_nones(item) for key, item in value.items() if item is not None}
     return [without_nones(item) for item in value] if isinstance(value, list | tuple) else value
@@ -72,27 +72,27 @@ def joined_text(content, where: str) -> str:
     """Content as one text.
 
     Raises:
-        InputError: a part that is no text.
+        InputError: a part that is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
         raise InputError(f"{where}: the content of a message must be a text or a list of parts, not {_brief(content)}")
-    return "".join(part if isinstance(part, str) else _text_of(part, where) for part in content)
+    return "".join(part if isinstance(part, str) else _part_text(part, where) for part in content)
 
 
-def _text_of(part, where: str) -> str:
-    given = part if isinstance(part, dict) else {"type": _brief(part)}
-    kind = given.get("type", "text")
-    other = [key for key, value in given.items() if key not in ("type", "text") and not is_empty(value)]
+def _part_text(part, where: str) -> str:
+    part = part if isinstance(part, dict) else {"type": _brief(part)}
+    kind = part.get("type", "text")
+    other = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
     if kind == "text" and not other:
-        text = given.get("text")
+        text = part.get("text")
         if text is not None and not isinstance(text, str):
             raise InputError(f"{where}: a part of the content must have a text, not {_brief(text)}")
         return text or ""
     name = kind if kind != "text" else other[0]
     raise InputError(
-        f"{where}: the content has a part {name!r}, and this recipe trains on text alone "
+        f"{where}: the content has a part {name!r}, and this recipe trains on text only "
         "(videos and images: recipes/video_sft.py)"
     )
 
@@ -129,15 +129,15 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _system(row: dict, where: str) -> str | None:
-    found = {_text(row, name, where).strip(): row[name] for name in SYSTEM if not is_empty(row.get(name))}
-    if len(found) > 1:
+    texts = {_text(row, name, where).strip(): row[name] for name in SYSTEM if not is_empty(row.get(name))}
+    if len(texts) > 1:
         raise InputError(f"{where}: the columns {' and '.join(SYSTEM)} differ")
-    return next(iter(found.values()), None)
+    return next(iter(texts.values()), None)
 
 
 def _message(turn, where: str) -> dict:
     if not isinstance(turn, dict):
-        raise InputError(f"{where}: a message must have a role and content, and one is {_brief(turn)}")
+        raise InputError(f"{where}: a message must be a mapping with role and content, not {_brief(turn)}")
     role = next((turn[key] for key in _ROLE_KEYS if turn.get(key) is not None), None)
     if not isinstance(role, str):
         raise InputError(f"{where}: a message has no role: {_brief(turn)}")
@@ -150,19 +150,19 @@ def _message(turn, where: str) -> dict:
 
 
 def _without_loss_keys(more: dict, role: str, where: str) -> dict:
-    """The keys beside role and content, but for those that say what is done anyway: answers count, all else does not.
+    """The keys beside role and content, without loss switches that state the default: loss on answers only.
 
     Raises:
-        InputError: one says otherwise.
+        InputError: a switch that states anything else.
     """
-    for key in _CHOOSES_LOSS:
+    for key in _LOSS_KEYS:
         value = more.get(key)
         if value is not None and (value not in (0, 1) or bool(value) != (role == "assistant")):
             raise InputError(
                 f"{where}: {key}={value} in a message of role {role!r}: the loss is on every answer and on nothing "
-                "else. Take the key or the message out"
+                "else: remove the key or the message"
             )
-    kept = {key: value for key, value in more.items() if key not in _CHOOSES_LOSS and not is_empty(value)}
+    kept = {key: value for key, value in more.items() if key not in _LOSS_KEYS and not is_empty(value)}
     return without_nones(kept)
 
 

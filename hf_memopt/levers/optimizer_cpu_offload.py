@@ -1,7 +1,13 @@
-"""Optimizer states and step in host memory, for one device: gradients go there, updated weights come back.
+"""Optimizer states and step in host memory, for one device: gradients are copied there, updated weights back.
 
-Several devices have this from DeepSpeed (the zero2_offload_cpu and zero3_offload_cpu presets); this is the same for a
-single one, without an engine. The host keeps a copy of the weights beside the states, of their own type.
+For several devices DeepSpeed does this (the zero2_offload_cpu and zero3_offload_cpu strategies). The host keeps a copy
+of the weights beside the states, in the weights' dtype.
+
+torchao 0.18's CPUOffloadOptimizer overlaps transfers with the backward pass, but does not fit the Trainer. Its hook
+copies each gradient to the host during the backward pass, so clipping (max_grad_norm=1.0 by default), which comes
+after, scales gradients that the step no longer reads. With accumulation it copies every micro-batch's. It needs CUDA
+or XPU when constructed, so an estimate cannot trace it, and it keeps one optimizer per weight, whose state_dict() is
+not that of a torch optimizer.
 """
 
 import logging
@@ -18,21 +24,21 @@ def keep_on_host(
     is_apart: Callable[[torch.Tensor], bool] | None = None,
     booking: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:
-    """Have a torch optimizer that has taken no step yet work on copies of its weights in host memory.
+    """Replace an optimizer's weights by copies in host memory; it must not have taken a step yet.
 
     Args:
-        is_apart: whether a weight is on a device with memory of its own; where none is, nothing changes but a message.
-        booking: in which host memory is taken.
+        is_apart: whether a weight is on a device with discrete memory; where none is, nothing changes, with a warning.
+        booking: context in which host memory is allocated; the estimator accounts for it there.
     """
     apart = is_apart or (lambda weight: weight.device.type not in ("cpu", "mps"))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if not any(map(apart, weights)):
-        logger.warning("optimizer_cpu_offload does nothing here: the optimizer is in the host's memory already")
+        logger.warning("optimizer_cpu_offload does nothing here: the optimizer is in host memory already")
         return
     with booking():
         copies = {weight: _on_host(weight) for weight in weights if apart(weight)}
         gradients = {weight: torch.empty_like(copy, pin_memory=copy.is_pinned()) for weight, copy in copies.items()}
-    if hasattr(optimizer, "follow"):  # Adam-mini knows its weights
+    if hasattr(optimizer, "follow"):  # Adam-mini keeps its blocks per weight
         optimizer.follow(copies)
     for group in optimizer.param_groups:
         group["params"] = [copies.get(weight, weight) for weight in group["params"]]

@@ -426,15 +426,15 @@ def load_job_rows(job: Job, source: str, with_media: bool = False):
     recipe = job.recipe
     train, held_out, columns = load_rows(
         source,
-        recipe.dataset_config,
-        recipe.dataset_train_split,
-        recipe.dataset_test_split,
-        recipe.held_out,
-        recipe.streaming,
-        recipe.shuffle_buffer_size,
-        job.args.seed,
-        recipe.ignore_columns or (),
-        with_media,
+        config=recipe.dataset_config,
+        split=recipe.dataset_train_split,
+        held_out_split=recipe.dataset_test_split,
+        held_out=recipe.held_out,
+        streaming=recipe.streaming,
+        buffer=recipe.shuffle_buffer_size,
+        seed=job.args.seed,
+        ignore=recipe.ignore_columns or (),
+        with_media=with_media,
     )
     if held_out is None:
         job.args.set_evaluate(strategy="no")

@@ -1,4 +1,4 @@
-"""MemoryTrainer for batches of videos, whose tensors have no row for each sample."""
+"""MemoryTrainer for video batches, whose media tensors have no batch dimension."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from hf_memopt.video.model_parts import take_videos_of_any_length
 class VideoTrainer(MemoryTrainer):
     """A MemoryTrainer for VideoCollator(separate_media=True).
 
-    Media stay with their sample until the batch runs, so that a micro-batch that does not fit can be cut between
-    samples, and only the pixels of what runs are on the device.
+    Media stay with their sample until the batch runs. A micro-batch that does not fit can then be split between
+    samples, and only the pixels of the running chunk are on the device.
     """
 
     def __init__(self, *args, **kwargs) -> None:

@@ -1,1 +1,1 @@
-"""What only video needs."""
+"""Video models: decoding, processors, samples, batches, estimates of clips."""

@@ -1,4 +1,4 @@
-"""Rows with videos and images, in the forms that people have, as chat messages and the media in their order."""
+"""Rows with videos and images, of any supported form, as chat messages and the media in their order."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from hf_memopt.data.turns import read_messages
 from hf_memopt.errors import InputError
 
 _TAGS = re.compile(r"(<video>|<image>)")
-_FOREIGN_TAGS = re.compile(r"<audio>|<bbox>|<ref-object>")  # of sound, and of ms-swift's boxes
+_UNSUPPORTED_TAGS = re.compile(r"<audio>|<bbox>|<ref-object>")  # audio, and ms-swift's boxes
 _KINDS = ("video", "image")
 _SOURCE_KEYS = ("path", "url", "bytes")
 
@@ -18,15 +18,15 @@ Medium = tuple[str, Any]  # "video" or "image", and a path, bytes, or {"path": â
 def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
     """Messages whose content is a list of parts, and the media that they refer to.
 
-    Understood are all forms of columns.FORMS that have messages. Content is a text with <video> and <image> tags
-    (LLaMA-Factory's, LLaVA's) or a list of parts. Media are in `videos` or `video` and `images` or `image`, or in the
-    parts. Where no tag says otherwise, media come before the first user's text.
+    Supports all forms of columns.FORMS with messages. Content is a text with <video> and <image> tags (as in
+    LLaMA-Factory and LLaVA) or a list of parts. Media are in the columns `videos` or `video` and `images` or `image`,
+    or in the parts. Without tags, media come before the first user message's text.
 
     Args:
         where: names the row in errors.
 
     Raises:
-        InputError: tags and media are not equally many, a row has no answer, or it holds what would not be trained on.
+        InputError: numbers of tags and media differ, there is no answer, or a part or column would be ignored.
     """
     form = find_form(name for name, value in row.items() if not is_empty(value))
     if form in (None, "text"):
@@ -40,10 +40,10 @@ def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
     _put_first(messages, listed)
     media = []
     for part in (part for message in messages for part in message["content"] if part["type"] in _KINDS):
-        kind, given = part["type"], part.pop("given", None)
-        if given is None and not listed[kind]:
+        kind, source = part["type"], part.pop("source", None)
+        if source is None and not listed[kind]:
             raise InputError(f"{where}: has more <{kind}> tags than {kind}s")
-        media.append((kind, _source(given if given is not None else listed[kind].pop(0), kind, where)))
+        media.append((kind, _check_source(listed[kind].pop(0) if source is None else source, kind, where)))
     for kind, left in listed.items():
         if left:
             raise InputError(f"{where}: has {len(left)} {kind}(s) more than <{kind}> tags")
@@ -51,23 +51,23 @@ def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
 
 
 def _listed(row: dict, kind: str) -> list:
-    found = row.get(f"{kind}s")
-    found = row.get(kind) if found is None else found
-    return list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    media = row.get(f"{kind}s")
+    media = row.get(kind) if media is None else media
+    return list(media) if isinstance(media, list | tuple) else [] if media is None else [media]
 
 
 def _with_parts(message: dict, where: str) -> dict:
     content = message["content"]
     parts = [content] if isinstance(content, str) else content
-    return {**message, "content": [made for part in parts for made in _parts(part, where)]}
+    return {**message, "content": [normalized for part in parts for normalized in _parts(part, where)]}
 
 
 def _parts(part, where: str) -> list[dict]:
-    """A part of any spelling as parts of one; a text's tags become parts."""
+    """A part of any spelling as {"type": â€¦} parts; tags in a text become parts."""
     if isinstance(part, str):
         return _parts_of_text(part, where)
     if not isinstance(part, dict):
-        raise InputError(f"{where}: a part of its content is {part!r}, neither a text nor a mapping")
+        raise InputError(f"{where}: a part of its content is {part!r}, which is neither text nor a mapping")
     kind = part.get("type") or next((kind for kind in (*_KINDS, "text") if part.get(kind) is not None), None)
     if kind == "text":
         _check_keys(part, ("type", "text"), where)
@@ -78,21 +78,21 @@ def _parts(part, where: str) -> list[dict]:
             f'"video": "clips/door.mp4"}} or {{"type": "image", "image": "door.png"}}'
         )
     _check_keys(part, ("type", kind, "path", "url"), where)
-    given = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
-    return [{"type": kind, "given": given} if given is not None else {"type": kind}]
+    source = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
+    return [{"type": kind} if source is None else {"type": kind, "source": source}]
 
 
 def _check_keys(part: dict, known: tuple[str, ...], where: str) -> None:
     for key, value in part.items():
         if key not in known and not is_empty(value):
             reason = SAMPLING.get(key, "it is not one of " + ", ".join(known))
-            raise InputError(f"{where}: a part has {key!r}, which would not be followed: {reason}")
+            raise InputError(f"{where}: a part has {key!r}, which would be ignored: {reason}")
 
 
 def _parts_of_text(text: str, where: str) -> list[dict]:
-    """A text cut at its tags; the line break after a tag, which LLaVA's data have, is none of the text's."""
-    if foreign := _FOREIGN_TAGS.search(text):
-        raise InputError(f"{where}: {foreign[0]} stands in its text, and would be trained on as these letters")
+    """A text split at its tags; the line break after a tag, which LLaVA's data has, is dropped."""
+    if tag := _UNSUPPORTED_TAGS.search(text):
+        raise InputError(f"{where}: {tag[0]} in its text is not supported, and would be trained on as plain text")
     parts = []
     for piece in _TAGS.split(text):
         if _TAGS.fullmatch(piece):
@@ -104,35 +104,35 @@ def _parts_of_text(text: str, where: str) -> list[dict]:
     return parts
 
 
-def _source(given, kind: str, where: str):
+def _check_source(source, kind: str, where: str):
     """A file's name or bytes.
 
     Raises:
-        InputError: something else, which is no bad file but a row of another form.
+        InputError: anything else. (Not BadVideo: an unsupported row is never skipped as a bad file.)
     """
-    if isinstance(given, dict):
-        _check_keys(given, _SOURCE_KEYS, where)
-        if given.get("bytes"):
-            return given
-        given = given.get("path") or given.get("url")
-    if isinstance(given, bytes) and given:
-        return given
-    if isinstance(given, list | tuple):
-        raise InputError(f"{where}: a {kind} is a list of {len(given)} frames or files: write them as one video file")
-    if not given:
+    if isinstance(source, dict):
+        _check_keys(source, _SOURCE_KEYS, where)
+        if source.get("bytes"):
+            return source
+        source = source.get("path") or source.get("url")
+    if isinstance(source, bytes) and source:
+        return source
+    if isinstance(source, list | tuple):
+        raise InputError(f"{where}: a {kind} is a list of {len(source)} frames or files: write them as one video file")
+    if not source:
         raise InputError(f"{where}: a {kind} names no file")
-    if not hasattr(given, "__fspath__") and not isinstance(given, str):
-        raise InputError(f"{where}: a {kind} is {given!r}, and must be a path")
-    path = str(given).removeprefix("file://")
+    if not hasattr(source, "__fspath__") and not isinstance(source, str):
+        raise InputError(f"{where}: a {kind} is {source!r}, and must be a path")
+    path = str(source).removeprefix("file://")
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://|data:", path):
-        raise InputError(f"{where}: {path[:100]} is not a file: download it, and name the file")
+        raise InputError(f"{where}: {path[:100]} is not a file: download it, and write the file's path")
     return path
 
 
 def _put_first(messages: list[dict], listed: dict[str, list]) -> None:
-    """Where a kind has no tag at all, its media stand before the first user's text."""
-    used = {part["type"] for message in messages for part in message["content"]}
+    """Put the media of a kind that has no tags before the first user message's text."""
+    tagged = {part["type"] for message in messages for part in message["content"]}
     user = next((message for message in messages if message["role"] == "user"), messages[0])
     for kind in reversed(_KINDS):
-        if kind not in used:
+        if kind not in tagged:
             user["content"][:0] = [{"type": kind} for _ in listed[kind]]

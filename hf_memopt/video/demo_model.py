@@ -1,4 +1,4 @@
-"""The video model that the recipe trains where none is named: Qwen2.5-VL in small, with random weights."""
+"""The video recipe's default model: a small Qwen2.5-VL with random weights."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from hf_memopt.data.builtin_model import cached
 from hf_memopt.video.moving_shapes import COLOURS, QUESTION
 
-_VERSION = 1  # raise it when anything below changes, so that a cached folder is not taken for it
-_SPECIAL = (
+_VERSION = 1  # raise it when anything below changes: it invalidates cached folders
+_SPECIAL_TOKENS = (
     "<|end|>",
     "<|pad|>",
     "<|vision_start|>",
@@ -25,55 +25,23 @@ _TEMPLATE = (
     "{% else %}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 56 * 56}  # pixels of a frame: four tokens for two frames
+_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 56 * 56}  # pixels of a frame: four tokens for every two frames
 
 
 def builtin_video_model() -> Path:
-    """The folder with config, weights, tokenizer and processor; made on first use, then kept in the cache."""
+    """The folder with config, weights, tokenizer and processor; created in the cache on first use."""
     return cached(f"builtin-video-{_VERSION}", _make)
 
 
 def _make(folder: Path) -> None:
     import torch
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
-    number = tokenizer.convert_tokens_to_ids
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            "initializer_range": 0.1,  # with the usual 0.02 so small a model learns the answer's form, and not to look
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-            "initializer_range": 0.1,
-        },
-        initializer_range=0.1,
-        image_token_id=number("<|image_pad|>"),
-        video_token_id=number("<|video_pad|>"),
-        vision_start_token_id=number("<|vision_start|>"),
-        vision_end_token_id=number("<|vision_end|>"),
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config, trust_remote_code=False).save_pretrained(folder)
+        AutoModelForImageTextToText.from_config(_config(tokenizer), trust_remote_code=False).save_pretrained(folder)
     settings = {
         "processor_class": "Qwen2_5_VLProcessor",
         "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": _SIZE},
@@ -87,8 +55,46 @@ def _make(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
 
 
+def _config(tokenizer):
+    from transformers import Qwen2_5_VLConfig
+
+    token_id = tokenizer.convert_tokens_to_ids
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            # With the usual 0.02 a model this small learns the form of answers, but not to use the image.
+            "initializer_range": 0.1,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+        initializer_range=0.1,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+    )
+
+
 def _tokenizer():
-    """Words and, for what else may be typed, bytes."""
+    """A byte-level BPE tokenizer, trained on all answers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,11 +103,11 @@ def _tokenizer():
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(_SPECIAL),
+        special_tokens=list(_SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [f"{QUESTION}\nfirst {one} then {other}" for one in COLOURS for other in COLOURS]
+    texts = [f"{QUESTION}\nfirst {first} then {second}" for first in COLOURS for second in COLOURS]
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=4096

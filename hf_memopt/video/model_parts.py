@@ -1,4 +1,4 @@
-"""Which parts of a video model are trained: the tower that sees, the projector between, the language model."""
+"""Which parts of a video model are trained: vision tower, projector, language model."""
 
 import copy
 import re
@@ -12,15 +12,15 @@ from hf_memopt.levers.replaced import replace
 from hf_memopt.remote_code import is_trusted
 
 PARTS = ("vision", "projector")
-# What transformers calls the layers between tower and language model, beside the tower or within it.
+# transformers' names for the layers between tower and language model, beside the tower or inside it.
 _PROJECTORS = ("multi_modal_projector", "connector", "projector", "merger", "deepstack_merger_list")
 
 
 def vision_parts(model) -> tuple[str, list[str]]:
-    """The tower's full name, and the projector's modules'.
+    """Full names of the vision tower and of the projector's modules.
 
     Raises:
-        InputError: the model sees nothing.
+        InputError: the model has no vision tower.
     """
     inner = inner_model(model)
     tower = inner.get_encoder(modality="video")
@@ -33,18 +33,18 @@ def vision_parts(model) -> tuple[str, list[str]]:
 
 
 def frozen_parts(model) -> tuple[str, ...]:
-    """Of PARTS, those without a weight that is trained."""
+    """The PARTS without a trained weight."""
     tower, projectors = vision_parts(model)
     trained = {"vision": False, "projector": False}
     for name, weight in inner_model(model).named_parameters():
-        between = any(name.startswith(f"{part}.") for part in projectors)
-        if weight.requires_grad and (between or name.startswith(f"{tower}.")):
-            trained["projector" if between else "vision"] = True
+        in_projector = any(name.startswith(f"{part}.") for part in projectors)
+        if weight.requires_grad and (in_projector or name.startswith(f"{tower}.")):
+            trained["projector" if in_projector else "vision"] = True
     return tuple(part for part in PARTS if not trained[part])
 
 
 def train_parts(model, peft_config, frozen: tuple[str, ...]):
-    """The model with adapters, or trained in full, but for its frozen parts; the language model is always trained.
+    """Freeze parts of a model and add adapters to the others; the language model is always trained.
 
     Args:
         peft_config: a LoraConfig, or None for full fine-tuning.
@@ -62,38 +62,39 @@ def train_parts(model, peft_config, frozen: tuple[str, ...]):
 def _freeze(model, frozen: tuple[str, ...]) -> None:
     tower, projectors = vision_parts(model)
     for name, weight in model.named_parameters():
-        between = any(name.startswith(f"{part}.") for part in projectors)
-        seeing = name.startswith(f"{tower}.") and not between
-        if (seeing and "vision" in frozen) or (between and "projector" in frozen):
+        in_projector = any(name.startswith(f"{part}.") for part in projectors)
+        in_tower = name.startswith(f"{tower}.") and not in_projector
+        if (in_tower and "vision" in frozen) or (in_projector and "projector" in frozen):
             weight.requires_grad_(False)
     if "vision" in frozen:
         for part in model.get_submodule(tower).modules():
             if hasattr(part, "get_input_embeddings"):
-                replace(part, "get_input_embeddings", _none)
+                replace(part, "get_input_embeddings", _no_embeddings)
 
 
-def _none() -> None:
-    """What a tower that is not trained answers enable_input_require_grads, which would put it into autograd."""
+def _no_embeddings() -> None:
+    """get_input_embeddings() of a frozen tower: enable_input_require_grads() would hook the real ones, and the tower
+    would store activations for a backward pass without effect."""
 
 
 def _not_adapted(model, frozen: tuple[str, ...]) -> str | None:
-    """LoraConfig's `exclude_modules` for the parts that stay as they are; None where there are none."""
+    """LoraConfig's `exclude_modules` for the frozen parts; None where nothing is frozen."""
     tower, projectors = vision_parts(model)
-    left = []
+    patterns = []
     if "vision" in frozen:
-        within = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
-        but = f"(?!{'|'.join(map(re.escape, within))})" if within else ""
-        left.append(rf"{re.escape(tower)}\.{but}.*")
+        inside = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
+        except_projector = f"(?!{'|'.join(map(re.escape, inside))})" if inside else ""
+        patterns.append(rf"{re.escape(tower)}\.{except_projector}.*")
     if "projector" in frozen:
-        left += [rf"{re.escape(name)}(\..*)?" for name in projectors]
-    return "|".join(left) or None
+        patterns += [rf"{re.escape(name)}(\..*)?" for name in projectors]
+    return "|".join(patterns) or None
 
 
 def not_quantized(config, auto) -> list[str]:
     """BitsAndBytesConfig's `llm_int8_skip_modules`, by full names.
 
-    transformers 5 does not find "visual" within "model.visual", and a list of one's own drops the head, which is left
-    out by default.
+    transformers 5.23 matches names from the start, so "visual" would miss "model.visual"; and a list replaces the
+    default one, which names the head.
     """
     with torch.device("meta"):
         tower, projectors = vision_parts(auto.from_config(config, trust_remote_code=is_trusted(config)))
@@ -101,19 +102,19 @@ def not_quantized(config, auto) -> list[str]:
 
 
 def take_videos_of_any_length(model) -> None:
-    """Have models that take videos as one tensor (LLaVA-OneVision) take a list of them, and see them one by one."""
+    """Have models that take videos as one tensor (LLaVA-OneVision) accept a list, and encode its videos one by one."""
     for part in inner_model(model).modules():
         if hasattr(part, "get_video_features") and hasattr(part, "image_newline"):
             replace(part, "get_video_features", _one_by_one(part.get_video_features))
 
 
 def _one_by_one(features):
-    def of_each(pixel_values_videos, *args, **kwargs):
+    def video_features(pixel_values_videos, *args, **kwargs):
         if not isinstance(pixel_values_videos, list):
             return features(pixel_values_videos, *args, **kwargs)
-        found = [features(video, *args, **kwargs) for video in pixel_values_videos]
-        tokens = [video.pooler_output.flatten(0, 1) for video in found]
-        found[0].pooler_output = torch.cat(tokens)[None]
-        return found[0]
+        outputs = [features(video, *args, **kwargs) for video in pixel_values_videos]
+        tokens = [output.pooler_output.flatten(0, 1) for output in outputs]
+        outputs[0].pooler_output = torch.cat(tokens)[None]
+        return outputs[0]
 
-    return of_each
+    return video_features
