@@ -119,7 +119,7 @@ def apart(monkeypatch):
     """The CPU stands in for a device with memory of its own: what is offloaded is copied, at once."""
     keep = optimizer_cpu_offload.keep_on_host
     monkeypatch.setattr(optimizer_cpu_offload, "keep_on_host", lambda optimizer: keep(optimizer, lambda _: True))
-    monkeypatch.setattr(activation_offload, "lanes_of", lambda _: activation_offload.AtOnce())
+    monkeypatch.setattr(activation_offload, "make_lanes", lambda _: activation_offload.AtOnce())
     monkeypatch.setattr(activation_offload, "_SMALLEST", 4096)
 
 

@@ -46,7 +46,7 @@ def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
             vars(config).pop(name, None)
         vars(config).update(pattern)
         config._attn_implementation = IMPLEMENTATION
-    _know_positions(inner, setting)
+    _track_positions(inner, setting)
 
 
 def causal_attention(inner, setting: str) -> list[torch.nn.Module]:
@@ -181,7 +181,7 @@ def _at(positions: torch.Tensor, overlay: Callable) -> Callable:
     return of_sequence
 
 
-def _know_positions(inner, setting: str) -> None:
+def _track_positions(inner, setting: str) -> None:
     """Keep the positions of the batch that runs, and refuse one whose mask would be taken without the pattern."""
     forward, signature = inner.forward, inspect.signature(type(inner).forward)
 
