@@ -1,4 +1,4 @@
-"""Logits of answers alone: where a prompt carries no labels, its logits are not computed while a model trains."""
+"""Compute logits only where there are labels: not for prompts, while a model trains."""
 
 import functools
 import inspect
@@ -14,13 +14,13 @@ from hf_memopt.levers.replaced import replace
 
 
 def keep_answer_logits(model) -> None:
-    """Have a language model compute logits only at positions that predict a label in some sample of the batch.
+    """Make a language model compute logits only at positions that have a label in some sample of the batch.
 
     Args:
         model: a transformers model whose forward takes `logits_to_keep`, or peft's around one.
 
     Raises:
-        InputError: its forward does not, or it computes its loss itself.
+        InputError: its forward does not, or it does not call its `loss_function`.
     """
     inner = inner_model(model)
     if "logits_to_keep" not in inspect.signature(type(inner).forward).parameters:
@@ -42,8 +42,10 @@ def keep_answer_logits(model) -> None:
 
 
 def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
-    """Arguments that keep a video model from computing logits of all positions: logits of answers alone where its
-    forward takes `logits_to_keep`, else a loss in chunks; as they were where a loss in chunks is asked for already."""
+    """Keep a video model from computing the logits of all positions.
+
+    Sets logits_to_keep where its forward takes that, else loss_chunk_size. An explicit loss_chunk_size stays.
+    """
     from transformers import AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
@@ -56,7 +58,7 @@ def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
 
 @contextmanager
 def nothing_but_loss(model, true: bool = True):
-    """Say whether an evaluation wants losses alone, so that it computes no more logits than training does."""
+    """Within this context evaluation needs the loss only, and computes no more logits than training does."""
     inner = inner_model(model)
     inner.loss_is_all = true
     try:
@@ -66,7 +68,7 @@ def nothing_but_loss(model, true: bool = True):
 
 
 def _labeled_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Positions (at least one) that have a label in any sample; all of them where labels have no values."""
+    """Positions that have a label in any sample, at least one; all positions if the labels have no values."""
     if has_no_values(labels):
         return torch.arange(labels.shape[1], device=labels.device)
     found = (labels != IGNORED).any(dim=0).nonzero().squeeze(1)
