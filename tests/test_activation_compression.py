@@ -58,7 +58,7 @@ def test_the_loss_is_the_same_and_the_gradient_nearly(name, half, checkpointed):
             model.activation_checkpointing_enable({"use_reentrant": False})
         compressor = compress_activations(model) if compressed else None
         found[compressed] = step(model, half)
-    assert compressor.taken_bytes > 0
+    assert compressor.original_bytes > 0
     assert found[True][0] == found[False][0]
     assert torch.nn.functional.cosine_similarity(found[True][1], found[False][1], dim=0) >= 0.999
 
@@ -69,7 +69,7 @@ def test_what_it_takes(dtype, share):
     compressor = compress_activations(model)
     ids = torch.randint(3, 300, (2, 128))
     out = model(input_ids=ids).logits
-    assert compressor.kept_bytes <= share * compressor.taken_bytes
+    assert compressor.compressed_bytes <= share * compressor.original_bytes
     del out
 
 
@@ -160,7 +160,7 @@ def test_what_does_not_fill_a_block_stays_as_it_is():
     tensor = torch.randn(41, 101)
     compressed = Compressed(tensor)
     assert len(compressed.rest) == 41 * 101 % 128
-    assert torch.equal(compressed.restored()[-len(compressed.rest) :], tensor.flatten()[-len(compressed.rest) :])
+    assert torch.equal(compressed.decompress()[-len(compressed.rest) :], tensor.flatten()[-len(compressed.rest) :])
 
 
 def test_large_tensors_are_worked_on_in_parts(monkeypatch):
@@ -168,7 +168,7 @@ def test_large_tensors_are_worked_on_in_parts(monkeypatch):
     whole = Compressed(tensor)
     monkeypatch.setattr("hf_memopt.levers.activation_compression._AT_ONCE", 1024)
     parts = Compressed(tensor)
-    assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.restored(), parts.restored())
+    assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.decompress(), parts.decompress())
 
 
 def test_evaluation_and_generation_do_not_pass_through():
@@ -176,7 +176,7 @@ def test_evaluation_and_generation_do_not_pass_through():
     compressor = compress_activations(model)
     model.eval()
     model(input_ids=torch.ones(1, 64, dtype=torch.long)).logits.sum().backward()
-    assert compressor.taken_bytes == 0
+    assert compressor.original_bytes == 0
 
 
 def test_a_forward_that_fails_leaves_nothing():

@@ -7,7 +7,7 @@ from faults import Strikes
 from test_memory_trainer import llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_memopt.levers.adam_mini import AdamMini, blocks_of
+from hf_memopt.levers.adam_mini import AdamMini, weight_blocks
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -19,7 +19,7 @@ def blocks(family: str, **more) -> dict[str, tuple[int, ...]]:
     names = {weight: name for name, weight in model.named_parameters()}
     return {
         names[weight]: tuple(1 if dim in within else size for dim, size in enumerate(shape))
-        for weight, (shape, within) in blocks_of(model).items()
+        for weight, (shape, within) in weight_blocks(model).items()
     }
 
 
@@ -61,7 +61,7 @@ def test_the_update_is_the_papers():
 
 def test_states_take_half_of_adams():
     model = llama(torch.float32)
-    optimizer = AdamMini(model.parameters(), blocks_of(model))
+    optimizer = AdamMini(model.parameters(), weight_blocks(model))
     model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long)).loss.backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

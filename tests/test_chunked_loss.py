@@ -212,5 +212,5 @@ def test_refused_with_a_reason(tmp_path):
     with pytest.raises(InputError, match="loss_chunk_size=0 must be above 0"):
         MemoryArguments(loss_chunk_size=0)
     args = TrainingArguments(str(tmp_path), use_cpu=True, use_liger_kernel=True, report_to="none")
-    with pytest.raises(InputError, match="keep one of them"):
+    with pytest.raises(InputError, match="use one of them"):
         MemoryTrainer(model=llama(), args=args, data_collator=collate, memory_args=MemoryArguments(loss_chunk_size=64))

@@ -295,5 +295,5 @@ def test_levers_are_asked_with_the_same_engine(tmp_path):
     from transformers import TrainingArguments
 
     args = TrainingArguments(tmp_path, use_cpu=True, deepspeed=ZERO3)
-    with pytest.raises(InputError, match="activation_offload would keep the weights that ZeRO-3 gathers"):
+    with pytest.raises(InputError, match="activation_offload would store the weights that ZeRO-3 gathers"):
         MemoryTrainer(model=tiny(), args=args, memory_args=MemoryArguments(activation_offload=True))

@@ -45,8 +45,9 @@ REQUIRED = [
 # What publishes a figure: a page's address, or a document by its name.
 DOCUMENT = re.compile(
     r"https?://|data ?sheet|white ?paper|specifications?\b|product page|announcement|Programming Guide|"
-    r"instruction set reference|public out-of-memory messages|as llama\.cpp prints it|^JEDEC|rocm-smi|"
-    r"^transformers, is_torch_bf16|^a reference machine|^PyTorch \d|Metal Shading Language"
+    r"instruction set reference|public out-of-memory messages|"
+    r"as llama\.cpp prints it|^JEDEC|rocm-smi|^transformers, is_torch_bf16|"
+    r"^a reference machine|^PyTorch \d|Metal Shading Language"
 )
 # Why a figure is not known, or its feature not there.
 WHY_NONE = re.compile(r"^none: |publishes no rate|none is assumed|not assumed|^no |compute capability below")

@@ -44,9 +44,9 @@ CHANGES_THE_RUN = {
     "sparse_block_size",
 }  # what comes out is compared with a run that has them
 REFUSED = {
-    ("loss_chunk_size", "logits_to_keep"): "leaves out what has no label already",
-    ("optimizer_in_backward", "optimizer_cpu_offload"): "leave one of them out",
-    ("sliding_window", "sparse_block_size"): "both choose what a token attends to",
+    ("loss_chunk_size", "logits_to_keep"): "already skips tokens without labels",
+    ("optimizer_in_backward", "optimizer_cpu_offload"): "both replace the optimizer step",
+    ("sliding_window", "sparse_block_size"): "both restrict attention",
     ("accumulation", "optimizer_in_backward"): "updates weights in every backward",
 }
 PAIRS = [pair for pair in itertools.combinations(LEVERS, 2) if pair not in REFUSED]
@@ -119,7 +119,7 @@ def apart(monkeypatch):
     """The CPU stands in for a device with memory of its own: what is offloaded is copied, at once."""
     keep = optimizer_cpu_offload.keep_on_host
     monkeypatch.setattr(optimizer_cpu_offload, "keep_on_host", lambda optimizer: keep(optimizer, lambda _: True))
-    monkeypatch.setattr(activation_offload, "lanes_of", lambda _: activation_offload.AtOnce())
+    monkeypatch.setattr(activation_offload, "make_lanes", lambda _: activation_offload.AtOnce())
     monkeypatch.setattr(activation_offload, "_SMALLEST", 4096)
 
 
@@ -173,7 +173,7 @@ def test_what_is_refused_says_why():
         assert all("leave" in reason or "set" in reason or "keep one" in reason or "use" in reason for reason in found)
     assert list(refusals(MemoryArguments(), {}, "none")) == []
     compressed = MemoryArguments(activation_compression="int8")
-    assert "would keep the weights that ZeRO-3 gathers" in next(refusals(compressed, {}, "deepspeed", 3))
+    assert "would store the weights that ZeRO-3 gathers" in next(refusals(compressed, {}, "deepspeed", 3))
     assert list(refusals(compressed, {}, "deepspeed", 2)) == []
 
 

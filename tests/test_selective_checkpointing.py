@@ -10,14 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import InputError, MemoryArguments
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.levers.selective_checkpointing import checkpoint_in_part, is_chosen, period_of
+from hf_memopt.levers.selective_checkpointing import checkpoint_in_part, is_checkpointed, period_of
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 @given(ratio=st.floats(0, 1), layers=st.integers(1, 130))
 def test_the_chosen_layers_are_spread(ratio, layers):
-    chosen = [is_chosen(number, ratio) for number in range(layers)]
+    chosen = [is_checkpointed(number, ratio) for number in range(layers)]
     assert abs(sum(chosen) - ratio * layers) <= 1
     for start in range(layers):  # any stretch has its share
         assert abs(sum(chosen[start:]) - ratio * (layers - start)) <= 1.2
@@ -35,7 +35,7 @@ def test_the_chosen_layers_are_spread(ratio, layers):
 )
 def test_the_choice_repeats(ratio, period, chosen):
     assert period_of(ratio) == period
-    assert [is_chosen(number, ratio) for number in range(8)] == [bool(one) for one in chosen] * 2
+    assert [is_checkpointed(number, ratio) for number in range(8)] == [bool(one) for one in chosen] * 2
 
 
 def deep():

@@ -230,7 +230,7 @@ def test_a_mask_of_the_users_own_is_refused():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"sparse_block_size": 64, "sliding_window": 256}, "leave one of them out"),
+        ({"sparse_block_size": 64, "sliding_window": 256}, "use one of them"),
         ({"num_local_blocks": 2}, "set it too"),
         ({"num_global_blocks": 0}, "set it too"),
     ],

@@ -1,9 +1,9 @@
-"""Saved activations in 8 bits: blocks of integers with a scale each, half the bytes of bf16, a quarter of fp32.
+"""Quantize saved activations to 8 bits, block by block: half the bytes of bf16, a quarter of fp32.
 
-A tensor is divided into blocks of 128 elements in the order of memory, each with the largest magnitude of its own as
-scale, so that an outlier spoils no more than its block; the error of an element is at most 1/254 of that magnitude.
-Forward passes are exact, only gradients are computed from the restored tensors. Alone it replaces what every operator
-saves; with activation checkpointing it replaces what layers keep, their inputs.
+Each block of 128 elements, in memory order, is scaled by its own largest magnitude, so an outlier affects its block
+only; the error of an element is at most 1/254 of that magnitude. The forward pass is exact: only gradients are
+computed from dequantized tensors. Alone it applies to what every operator saves; with activation checkpointing, to the
+layers' inputs.
 """
 
 import functools
@@ -14,18 +14,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.levers.saved_tensors import is_dense, place, save_through, storages_of
+from hf_memopt.levers.saved_tensors import is_dense, location, save_through, weight_storages
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 128  # elements of a scale: 1/32 byte an element more
-_SMALLEST = 4096  # elements; below, a tensor is kept as it is
-_AT_ONCE = 1 << 22  # elements that are worked on at a time, which bounds what is needed on the way
+_BLOCK = 128  # elements per scale, which adds 1/32 byte per element
+_SMALLEST = 4096  # elements; smaller tensors are kept uncompressed
+_AT_ONCE = 1 << 22  # elements quantized at a time, which bounds temporaries
 _LARGEST_CODE = 127
 
 
 def compress_activations(model: torch.nn.Module) -> "Compressor":
-    """Keep what a model's operators save in 8 bits while it trains."""
+    """Compress a model's saved tensors to 8 bits while it trains."""
     compressor = Compressor()
     save_through(model, compressor)
     return compressor
@@ -35,13 +35,15 @@ class Compressed:
     """A tensor in 8 bits.
 
     Attributes:
-        codes: int8, the blocks one after the other.
-        scales: fp32, one a block.
-        rest: the last elements, fewer than a block, as they were.
+        codes: (blocks, 128), int8.
+        scales: (blocks, 1), fp32.
+        rest: the last elements, fewer than a block, uncompressed.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.source = StorageWeakRef(tensor.untyped_storage())  # keeps another storage from getting this one's number
+        self.source = StorageWeakRef(
+            tensor.untyped_storage()
+        )  # while it is referenced, no other storage gets its address
         flat = (tensor if is_dense(tensor) else tensor.contiguous()).as_strided((tensor.numel(),), (1,))
         whole = len(flat) // _BLOCK * _BLOCK
         blocks = flat[:whole].view(-1, _BLOCK)
@@ -54,14 +56,14 @@ class Compressed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of codes, scales and rest."""
         return sum(part.numel() * part.element_size() for part in (self.codes, self.scales, self.rest))
 
-    def restored(self, codes: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements as a vector, nearly what they were.
+    def decompress(self, codes: torch.Tensor | None = None) -> torch.Tensor:
+        """The dequantized elements as a vector.
 
         Args:
-            codes: by default its own.
+            codes: by default its own; those that were offloaded and fetched again.
         """
         codes = self.codes if codes is None else codes
         flat = torch.empty(codes.numel() + len(self.rest), dtype=self.dtype, device=codes.device)
@@ -75,15 +77,15 @@ class Compressed:
 
 
 class Compressor:
-    """A Keeper that compresses activations, and leaves alone what is none or must be exact.
+    """A Keeper that compresses activations; weights, masks and statistics, which must be exact, pass unchanged.
 
     Attributes:
-        taken_bytes: of the tensors compressed in the last forward pass.
-        kept_bytes: what became of them.
+        original_bytes: of the tensors compressed in the last forward pass, before compression.
+        compressed_bytes: of the same tensors, after it.
     """
 
     def __init__(self) -> None:
-        self.taken_bytes = self.kept_bytes = 0
+        self.original_bytes = self.compressed_bytes = 0
         self._weights: set[int] = set()
         self._shapes: set[tuple] = set()
         self._vocabulary = 0
@@ -92,26 +94,26 @@ class Compressor:
         self._alive: WeakValueDictionary[tuple, Compressed] = WeakValueDictionary()
 
     def begin(self, model, inputs) -> None:
-        self._weights = storages_of(model)
+        self._weights = weight_storages(model)
         self._shapes = {tuple(weight.shape) for weight in (*model.parameters(), *model.buffers()) if weight.dim() == 2}
         config = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._vocabulary = getattr(text, "vocab_size", 0)
         self._tokens = max((tensor.shape[0] * tensor.shape[1] for tensor in inputs if tensor.dim() > 1), default=0)
-        self.taken_bytes = self.kept_bytes = 0
+        self.original_bytes = self.compressed_bytes = 0
 
     def end(self) -> None:
         pass
 
     def pack(self, tensor):
-        if not self._is_taken(tensor):
+        if not self._is_compressible(tensor):
             return tensor
-        key = place(tensor)
+        key = location(tensor)
         compressed = self._alive.get(key)
         if compressed is None:
             compressed = self._alive[key] = Compressed(tensor)
-            self.taken_bytes += tensor.numel() * tensor.element_size()
-            self.kept_bytes += compressed.nbytes
+            self.original_bytes += tensor.numel() * tensor.element_size()
+            self.compressed_bytes += compressed.nbytes
         stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
         return compressed, tensor.shape, stride
 
@@ -119,9 +121,9 @@ class Compressor:
         if isinstance(kept, torch.Tensor):
             return kept
         compressed, shape, stride = kept
-        return compressed.restored().as_strided(shape, stride)
+        return compressed.decompress().as_strided(shape, stride)
 
-    def _is_taken(self, tensor: torch.Tensor) -> bool:
+    def _is_compressible(self, tensor: torch.Tensor) -> bool:
         heads, self._heads = self._heads, tensor.shape[:-1] if tensor.dim() in (3, 4) else self._heads
         return (
             tensor.is_floating_point()
@@ -137,11 +139,11 @@ class Compressor:
 
     @staticmethod
     def _is_mask(tensor: torch.Tensor) -> bool:
-        """Whether it is what is added to attention scores, for all heads at once."""
+        """Whether it is an additive attention mask, (batch, 1, queries, keys)."""
         return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] >= tensor.shape[-2] > 1
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight, a view of one, or one in autocast's type."""
+        """Whether it is a weight, a view of one, or autocast's copy of one."""
         if tensor.untyped_storage()._cdata in self._weights:
             return True
         if tensor.dim() != 2:
@@ -151,8 +153,8 @@ class Compressor:
 
 
 def _is_log_sum_exp(tensor: torch.Tensor, heads: tuple) -> bool:
-    """Whether attention saved it beside queries, keys and values: a number a row of (batch, heads, tokens), by which
-    its backward pass finds the probabilities again. Kernels pad the tokens, or put them last."""
+    """Whether it is attention's log-sum-exp, (batch, heads, tokens), from which backward recomputes the probabilities.
+    Some kernels pad the tokens, or order the dimensions differently."""
     if tensor.dim() == 3 and len(heads) == 3:
         return tuple(tensor.shape[:2]) == tuple(heads[:2])
     return tensor.dim() == 2 and len(heads) == 2 and tuple(tensor.shape) == tuple(heads[::-1])
@@ -164,7 +166,7 @@ def _slices(blocks: int):
 
 
 def _quantize(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (blocks, 128) in int8 and scales (blocks, 1) in fp32 of blocks (blocks, 128)."""
+    """Quantize blocks, (blocks, 128), to int8 codes of the same shape and fp32 scales, (blocks, 1)."""
     scales = torch.linalg.vector_norm(blocks, torch.inf, dim=1, keepdim=True).float() / _LARGEST_CODE
     return (blocks / scales.clamp_min(1e-30)).round_().to(torch.int8), scales
 
@@ -175,7 +177,7 @@ def _restore(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> No
 
 @functools.cache
 def _kernels(device_type: str):
-    """Both functions, each in one kernel on CUDA where torch.compile works."""
+    """Quantize and dequantize; on CUDA each fused into one kernel by torch.compile, where that works."""
     if device_type != "cuda":
         return _quantize, _restore
     try:
@@ -184,6 +186,6 @@ def _kernels(device_type: str):
             example = torch.ones(3, _BLOCK, dtype=dtype, device=device_type)
             fused[1](*fused[0](example), example)
         return fused
-    except Exception as error:  # whatever a compiler may raise: it is faster with it, and right without
-        logger.warning("activation_compression runs in several kernels, torch.compile fails: %s", str(error)[:200])
+    except Exception as error:  # a compiler may raise anything; without it the result is the same, only slower
+        logger.warning("activation_compression runs unfused, torch.compile failed: %s", str(error)[:200])
         return _quantize, _restore

@@ -1,9 +1,9 @@
-"""Activations in host memory between forward and backward, moved beside the computation.
+"""Offload activations to host memory between forward and backward, overlapping the copies with compute.
 
-A tensor that autograd saves is copied into pinned host memory on a stream of its own; its device memory is given back
-two tensors later, when the copy is long done. In backward the next tensors are on their way back while one is used.
-Host buffers are kept and used again. Together with activation checkpointing it is the layers' inputs that move; with
-activation compression it is their 8-bit form.
+Each tensor that autograd saves is copied to pinned host memory on a separate stream. Its device memory is freed two
+tensors later, when the copy has usually finished. Backward prefetches the next tensors while one is in use. Pinned
+buffers are reused. With activation checkpointing the layers' inputs are offloaded; with activation compression, their
+8-bit form.
 """
 
 import logging
@@ -16,19 +16,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.levers.activation_compression import Compressor
-from hf_memopt.levers.saved_tensors import is_dense, place, save_through, storages_of
+from hf_memopt.levers.saved_tensors import is_dense, location, save_through, weight_storages
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST = 1 << 20  # bytes; what is smaller stays: a copy takes longer to start than to run
-_ON_THE_WAY = 2  # tensors whose copies may be under way
+_SMALLEST = 1 << 20  # bytes; launching a copy of less takes longer than the copy
+_IN_FLIGHT = 2  # tensors whose copies may be running
 
 
 def offload_activations(model: torch.nn.Module, compressed: bool = False) -> None:
-    """Keep a model's saved tensors in host memory while it trains.
+    """Offload a model's saved tensors to host memory while it trains.
 
     Args:
-        compressed: in 8 bits.
+        compressed: quantize them to 8 bits first.
     """
     save_through(model, Offloader(Compressor() if compressed else None))
 
@@ -41,25 +41,25 @@ class Streams:
         self._stream = self._module.Stream(device)
 
     def buffer(self, size: int) -> torch.Tensor:
-        """So many bytes of pinned host memory."""
+        """Allocate `size` bytes of pinned host memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor):
-        """Start a copy after everything that is queued for computing; returns an event."""
+        """Start a copy behind the work queued on the current stream, and return its event."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             destination.copy_(source, non_blocking=True)
         if destination.device.type != "cpu":
-            destination.record_stream(self._stream)  # dropped unused, it may still be written
+            destination.record_stream(self._stream)  # if it is freed unused, the copy may still write to it
         return self._stream.record_event()
 
     def wait(self, event) -> None:
-        """Let what is queued from now on begin when a copy is done."""
+        """Make the current stream wait for a copy."""
         self._module.current_stream().wait_event(event)
 
 
 class AtOnce:
-    """Copies that are done when they are asked for, into memory that need not be pinned."""
+    """Synchronous copies to pageable memory."""
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -71,125 +71,129 @@ class AtOnce:
         pass
 
 
-class Moved:
+class Offloaded:
     """A tensor whose elements are in host memory.
 
     Attributes:
-        number: in the order in which tensors were moved.
-        here: the elements on the device again, once they are asked for.
-        fetched: the event of their coming.
+        number: position in the order of offloading.
+        here: the elements on the device, once they are fetched or prefetched.
+        fetched: the event of that copy.
     """
 
     def __init__(self, number: int, source: torch.Tensor, host: torch.Tensor) -> None:
         self.number, self.host, self.device = number, host, source.device
-        self.storage = StorageWeakRef(source.untyped_storage())  # keeps another one from getting its number
+        self.storage = StorageWeakRef(
+            source.untyped_storage()
+        )  # while it is referenced, no other storage gets its address
         self.here: torch.Tensor | None = None
         self.fetched: Any = None
 
 
 class Offloader:
-    """A Keeper that moves what is large to host memory.
+    """A Keeper that offloads large tensors to host memory.
 
     Args:
-        compressor: what it takes moves in its form.
-        lanes_for: makes what copies, for a device; None where tensors are in host memory already.
+        compressor: compresses tensors before they are offloaded.
+        lanes_for: device -> what copies between it and host memory, as make_lanes(); None offloads nothing.
     """
 
     def __init__(self, compressor: Compressor | None = None, lanes_for: Callable | None = None) -> None:
-        self.compressor, self.lanes_for = compressor, lanes_for or lanes_of
+        self.compressor, self.lanes_for = compressor, lanes_for or make_lanes
         self._lanes: Any = None
         self._asked = False
         self._weights: set[int] = set()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._leaving: deque = deque()
-        self._known: WeakValueDictionary[tuple, Moved] = WeakValueDictionary()
-        self._by_number: WeakValueDictionary[int, Moved] = WeakValueDictionary()
+        self._known: WeakValueDictionary[tuple, Offloaded] = WeakValueDictionary()
+        self._by_number: WeakValueDictionary[int, Offloaded] = WeakValueDictionary()
         self._moved = 0
 
     def begin(self, model, inputs) -> None:
         self.end()
-        self._weights = storages_of(model)
+        self._weights = weight_storages(model)
         if self.compressor is not None:
             self.compressor.begin(model, inputs)
         if not self._asked:
             self._lanes, self._asked = self.lanes_for(next(model.parameters()).device), True
 
     def end(self) -> None:
-        """Wait for what is leaving, and drop it."""
+        """Wait for all running copies to the host, and free the tensors' device memory."""
         while self._leaving:
             self._drop_oldest()
 
     def pack(self, tensor):
         kept = self.compressor.pack(tensor) if self.compressor is not None else tensor
         if isinstance(kept, torch.Tensor):
-            return self._moved_or_not(kept), kept.shape, kept.stride()
+            return self._offload(kept), kept.shape, kept.stride()
         compressed = kept[0]
-        if not isinstance(compressed.codes, Moved):
-            compressed.codes = self._moved_or_not(compressed.codes)
+        if not isinstance(compressed.codes, Offloaded):
+            compressed.codes = self._offload(compressed.codes)
         return kept
 
     def unpack(self, kept):
         first, shape, stride = kept
         if isinstance(first, torch.Tensor):
             return first
-        if isinstance(first, Moved):
-            return self._back(first).as_strided(shape, stride)
+        if isinstance(first, Offloaded):
+            return self._fetch(first).as_strided(shape, stride)
         codes = first.codes
-        here = self._back(codes).view(len(first.scales), -1) if isinstance(codes, Moved) else codes
-        return first.restored(here).as_strided(shape, stride)
+        here = self._fetch(codes).view(len(first.scales), -1) if isinstance(codes, Offloaded) else codes
+        return first.decompress(here).as_strided(shape, stride)
 
-    def _moved_or_not(self, tensor: torch.Tensor):
+    def _offload(self, tensor: torch.Tensor):
         size = tensor.numel() * tensor.element_size()
         if self._lanes is None or size < _SMALLEST or not is_dense(tensor):
             return tensor
         if tensor.untyped_storage()._cdata in self._weights:
             return tensor
-        key = place(tensor)
+        key = location(tensor)
         moved = self._known.get(key)
         if moved is None:
             moved = self._known[key] = self._move(tensor, size)
         return moved
 
-    def _move(self, tensor: torch.Tensor, size: int) -> Moved:
+    def _move(self, tensor: torch.Tensor, size: int) -> Offloaded:
         flat = tensor.as_strided((tensor.numel(),), (1,))
-        room = _room(size)
+        room = _buffer_bytes(size)
         buffer = self._free[room].pop() if self._free[room] else self._lanes.buffer(room)
         host = buffer[:size].view(tensor.dtype)
-        moved = Moved(self._moved, tensor, host)
+        moved = Offloaded(self._moved, tensor, host)
         self._by_number[self._moved] = moved
         self._moved += 1
         finalize(moved, self._free[room].append, buffer)
         self._leaving.append((tensor, self._lanes.copy(host, flat)))
-        if len(self._leaving) > _ON_THE_WAY:
+        if len(self._leaving) > _IN_FLIGHT:
             self._drop_oldest()
         return moved
 
     def _drop_oldest(self) -> None:
-        # Its memory is used again by what is queued after the copy.
+        # Kernels that reuse its memory must be queued after the copy.
         _, event = self._leaving.popleft()
         self._lanes.wait(event)
 
-    def _back(self, moved: Moved) -> torch.Tensor:
-        """The elements on the device; the ones that were moved before them follow."""
+    def _fetch(self, moved: Offloaded) -> torch.Tensor:
+        """The elements on the device; prefetches the tensors that were offloaded before them."""
         self.end()
-        for number in range(moved.number, moved.number - 1 - _ON_THE_WAY, -1):
-            wanted = self._by_number.get(number)
-            if wanted is not None and wanted.here is None:
-                wanted.here = torch.empty(wanted.host.shape, dtype=wanted.host.dtype, device=wanted.device)
-                wanted.fetched = self._lanes.copy(wanted.here, wanted.host)
+        for number in range(moved.number, moved.number - 1 - _IN_FLIGHT, -1):
+            prefetched = self._by_number.get(number)
+            if prefetched is not None and prefetched.here is None:
+                prefetched.here = torch.empty(
+                    prefetched.host.shape, dtype=prefetched.host.dtype, device=prefetched.device
+                )
+                prefetched.fetched = self._lanes.copy(prefetched.here, prefetched.host)
         self._lanes.wait(moved.fetched)
         return moved.here
 
 
-def _room(size: int) -> int:
-    """Bytes of a buffer for so many: one of four sizes an octave, so that batches of all lengths share buffers."""
+def _buffer_bytes(size: int) -> int:
+    """Round up to one of four sizes per power of two, so that batches of different lengths share buffers."""
     step = 1 << max(0, size.bit_length() - 3)
     return -(-size // step) * step
 
 
-def lanes_of(device: torch.device):
-    """What copies between a device and host memory; None, with a message, where they are one."""
+def make_lanes(device: torch.device):
+    """What copies between a device and host memory; None, with a warning, where they share their memory."""
     if device.type in ("cpu", "mps"):
-        logger.warning("activation_offload does nothing here: activations are in the host's memory already")
+        logger.warning("activation_offload has no effect here: activations are in host memory already")
         return None
     return Streams(device)

@@ -1,7 +1,7 @@
-"""Adam-mini: Adam with one second moment a block of weights instead of one a weight, which halves Adam's states.
+"""Adam-mini: Adam with one second moment per block of weights instead of per weight, which halves Adam's states.
 
-Blocks follow Zhang et al., "Adam-mini: Use Fewer Learning Rates To Gain More" (arXiv 2406.16793): a row of embedding
-and head (a token), a head of queries and keys, an output neuron of every other matrix, a whole vector else.
+Blocks follow Zhang et al., "Adam-mini: Use Fewer Learning Rates To Gain More" (arXiv 2406.16793): a token's
+row of embedding and head, an attention head of queries and keys, an output neuron of other matrices, a whole vector.
 """
 
 import math
@@ -12,28 +12,28 @@ import torch
 _PER_HEAD = ("q_proj", "k_proj", "query", "key", "wq", "wk", "qkv_proj", "query_key_value", "qkv", "Wqkv")
 
 
-def blocks_of(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """How each weight divides into blocks: the shape it is seen in, and the dimensions that lie within a block."""
+def weight_blocks(model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Weight -> the shape to view it in, and the dimensions of that view that form a block."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    found = {}
+    blocks = {}
     for name, module in model.named_modules():
         for weight in module.parameters(recurse=False):
-            found.setdefault(weight, _blocks(name.split("."), type(module).__name__, tuple(weight.shape), size))
-    return found
+            blocks.setdefault(weight, _blocks(name.split("."), type(module).__name__, tuple(weight.shape), size))
+    return blocks
 
 
 def settings_for(model: torch.nn.Module, args) -> dict[str, Any]:
-    """What a Trainer's TrainingArguments say of Adam, and the model's blocks, as arguments of AdamMini."""
+    """Keyword arguments of AdamMini, from TrainingArguments' Adam settings and the model's blocks."""
     betas = (args.adam_beta1, args.adam_beta2)
-    return {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "blocks": blocks_of(model)}
+    return {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "blocks": weight_blocks(model)}
 
 
 def _blocks(path: list[str], kind: str, shape: tuple[int, ...], head: int | None):
     if len(shape) < 2:
         return shape, tuple(range(len(shape)))
-    if kind == "Conv1D":  # GPT-2's, which keeps a neuron's weights in a column
+    if kind == "Conv1D":  # GPT-2's: weights are (inputs, outputs), so a neuron is a column
         return shape, (0,)
     if head and any(part in _PER_HEAD for part in path) and len(shape) == 2 and shape[0] % head == 0:
         return (shape[0] // head, head, shape[1]), (1, 2)
@@ -41,12 +41,12 @@ def _blocks(path: list[str], kind: str, shape: tuple[int, ...], head: int | None
 
 
 class AdamMini(torch.optim.Optimizer):
-    """AdamW whose second moment is the mean over a block.
+    """AdamW with the second moment averaged over each block.
 
     Args:
         params: as for every torch optimizer.
-        blocks: what blocks_of() returns; a weight that is not in it has a block a row.
-        lr, betas, eps, weight_decay: as AdamW's; the decay is decoupled.
+        blocks: as weight_blocks() returns them; other weights have one block per row.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class AdamMini(torch.optim.Optimizer):
         self._blocks = blocks or {}
 
     def follow(self, copies: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        """Divide copies of weights, which it is to update in their place, as the weights themselves."""
+        """Give copies of weights, which will be updated instead of them, the weights' blocks."""
         self._blocks |= {copies[weight]: blocks for weight, blocks in self._blocks.items() if weight in copies}
 
     def load_state_dict(self, state_dict) -> None:
-        super().load_state_dict(state_dict)  # which casts states to their weight's type
+        super().load_state_dict(
+            state_dict
+        )  # casts states to their weight's dtype; the second moment is restored in fp32 below
         weights = [weight for group in self.param_groups for weight in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for weight, number in zip(weights, numbers, strict=True):

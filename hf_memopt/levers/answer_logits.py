@@ -1,4 +1,4 @@
-"""Logits of answers alone: where a prompt carries no labels, its logits are not computed while a model trains."""
+"""Compute logits only where there are labels: not for prompts, while a model trains."""
 
 import functools
 import inspect
@@ -9,23 +9,23 @@ import torch
 
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import CHUNK, MemoryArguments
-from hf_memopt.levers.language_model import IGNORED, asks_for_its_loss, inner_model, shifted_labels, without_values
+from hf_memopt.levers.language_model import IGNORED, has_no_values, inner_model, shifted_labels, uses_loss_function
 from hf_memopt.levers.replaced import replace
 
 
 def keep_answer_logits(model) -> None:
-    """Have a language model compute logits only at positions that predict a label in some sample of the batch.
+    """Make a language model compute logits only at positions that have a label in some sample of the batch.
 
     Args:
         model: a transformers model whose forward takes `logits_to_keep`, or peft's around one.
 
     Raises:
-        InputError: its forward does not, or it computes its loss itself.
+        InputError: its forward does not, or it does not call its `loss_function`.
     """
     inner = inner_model(model)
     if "logits_to_keep" not in inspect.signature(type(inner).forward).parameters:
         raise InputError(f"logits_to_keep: {type(inner).__name__}.forward does not take it; use loss_chunk_size")
-    if not asks_for_its_loss(inner):
+    if not uses_loss_function(inner):
         raise InputError(f"logits_to_keep: {type(inner).__name__} computes its loss itself; leave it out")
     forward = inner.forward
 
@@ -35,19 +35,21 @@ def keep_answer_logits(model) -> None:
         if labels is None or asked_for or kwargs.get("logits_to_keep"):
             return forward(*args, labels=labels, **kwargs)
         shifted = shifted_labels(labels, kwargs.pop("shift_labels", None))
-        kept = _answered(shifted)
+        kept = _labeled_positions(shifted)
         return forward(*args, labels=labels, logits_to_keep=kept, shift_labels=shifted[:, kept], **kwargs)
 
     replace(inner, "forward", with_fewer_logits)
 
 
 def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
-    """Arguments that keep a video model from computing logits of all positions: logits of answers alone where its
-    forward takes `logits_to_keep`, else a loss in chunks; as they were where a loss in chunks is asked for already."""
+    """Keep a video model from computing the logits of all positions.
+
+    Sets logits_to_keep where its forward takes that, else loss_chunk_size. An explicit loss_chunk_size stays.
+    """
     from transformers import AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
-    if memory_args.loss_chunk_size is not None or not asks_for_its_loss(kind):
+    if memory_args.loss_chunk_size is not None or not uses_loss_function(kind):
         return memory_args
     if "logits_to_keep" in inspect.signature(kind.forward).parameters:
         return replace_fields(memory_args, logits_to_keep=True)
@@ -56,7 +58,7 @@ def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
 
 @contextmanager
 def nothing_but_loss(model, true: bool = True):
-    """Say whether an evaluation wants losses alone, so that it computes no more logits than training does."""
+    """Within this context evaluation needs the loss only, and computes no more logits than training does."""
     inner = inner_model(model)
     inner.loss_is_all = true
     try:
@@ -65,9 +67,9 @@ def nothing_but_loss(model, true: bool = True):
         del inner.loss_is_all
 
 
-def _answered(labels: torch.Tensor) -> torch.Tensor:
-    """Positions (at least one) that have a label in any sample; all of them where labels have no values."""
-    if without_values(labels):
+def _labeled_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Positions that have a label in any sample, at least one; all positions if the labels have no values."""
+    if has_no_values(labels):
         return torch.arange(labels.shape[1], device=labels.device)
     found = (labels != IGNORED).any(dim=0).nonzero().squeeze(1)
     return found if len(found) else torch.zeros(1, dtype=torch.long, device=labels.device)

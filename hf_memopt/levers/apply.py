@@ -1,4 +1,4 @@
-"""The levers of MemoryArguments, put on a model and its optimizer: for the trainer and the estimator alike."""
+"""Apply MemoryArguments to a model and its optimizer; the trainer and the estimator both call this."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from hf_memopt.levers.sharded_gradients import reduce_at_once
 
 
 def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0.0) -> None:
-    """Change a model as MemoryArguments say.
+    """Apply the memory features of MemoryArguments to a model.
 
     Args:
-        label_smoothing: of the loss, for levers that compute it.
+        label_smoothing: of the loss, for loss_chunk_size.
 
     Raises:
-        InputError: a lever cannot work on this model.
+        InputError: a memory feature does not support this model.
     """
     if memory_args.sliding_window is not None:
         from hf_memopt.levers.sliding_window import set_window
@@ -53,11 +53,10 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
 
 
 def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
-    """Have a trainer make its optimizer as MemoryArguments say; where transformers sharded its model, no process keeps
-    whole gradients.
+    """Apply the memory features of MemoryArguments to a trainer's optimizer and gradients.
 
     Args:
-        host: how host memory is taken, for optimizer_cpu_offload.
+        host: keyword arguments of keep_on_host(), for optimizer_cpu_offload.
     """
     reduce_at_once(trainer)
     if memory_args.adam_mini or memory_args.optimizer_in_backward or memory_args.optimizer_cpu_offload:
@@ -65,7 +64,7 @@ def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
 
 
 def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
-    """create_optimizer() that changes each optimizer once, whether it is made or was given."""
+    """A create_optimizer() that modifies the optimizer once, whether the trainer creates it or was given it."""
     create, changed = trainer.create_optimizer, []
 
     def create_changed(*args, **kwargs):
@@ -74,7 +73,7 @@ def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
 
             trainer.optimizer_cls_and_kwargs = AdamMini, settings_for(trainer.model, trainer.args)
         optimizer = create(*args, **kwargs)
-        if not any(optimizer is one for one in changed):
+        if not any(optimizer is other for other in changed):
             changed.append(optimizer)
             _change(optimizer, memory_args, host)
         return optimizer

@@ -1,4 +1,4 @@
-"""MemoryArguments: what TrainingArguments has no word for."""
+"""MemoryArguments: memory settings that TrainingArguments does not have."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import check_value, hints_of
 
-# Shares of capacity: what to aim at, when to warn, when to act, when to free at once.
+# Shares of device memory: target, warning, critical and emergency threshold.
 PROFILES = {
     "aggressive": (0.92, 0.94, 0.96, 0.98),
     "balanced": (0.90, 0.92, 0.95, 0.97),
     "conservative": (0.85, 0.88, 0.92, 0.95),
 }
-# A plan's rung -> (profile, share of the memory to fill). The last one ends where that profile warns.
+# A plan's profile -> (memory_profile, share of device memory to fill). `maximum` fills up to the warning threshold.
 RUNGS = {
     "safe": ("conservative", PROFILES["conservative"][0]),
     "balanced": ("balanced", PROFILES["balanced"][0]),
@@ -36,125 +36,137 @@ THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_thresh
 
 @dataclass
 class MemoryArguments:
-    """How memory is watched and kept, parsed by HfArgumentParser beside TrainingArguments.
+    """Memory monitoring, OOM recovery and memory features, parsed by HfArgumentParser beside TrainingArguments.
 
-    What TrainingArguments has a word for stays there: the micro-batch is per_device_train_batch_size, the allocator's
-    cache is emptied every torch_empty_cache_steps, layers are recomputed with activation_checkpointing.
+    What TrainingArguments can express stays there: per_device_train_batch_size is the micro-batch,
+    torch_empty_cache_steps empties the allocator's cache, activation_checkpointing checkpoints layers.
 
     Raises:
-        InputError: a value that cannot be.
+        InputError: an invalid value, or values that contradict each other.
     """
 
     oom_recovery: bool = field(
-        default=True, metadata={"help": "When memory runs out inside a step, go on in smaller pieces."}
+        default=True, metadata={"help": "After an OOM, retry the step in smaller chunks of the micro-batch."}
     )
     probe_worst_batch: bool = field(
-        default=False, metadata={"help": "Before the first step, try the largest batch that is going to come."}
+        default=False, metadata={"help": "Before the first step, try the largest batch of the data set."}
     )
     probe_save: bool = field(
         default=False,
-        metadata={"help": "Save a checkpoint after the first step, so that one that cannot be ends soon."},
+        metadata={"help": "Save a checkpoint after the first step, so that a failing save ends the run early."},
     )
-    min_batch_size: int = field(default=1, metadata={"help": "Samples that a piece of a micro-batch has, at least."})
+    min_batch_size: int = field(
+        default=1, metadata={"help": "Smallest number of samples in a chunk of a micro-batch."}
+    )
     max_batch_size: int | None = field(
         default=None,
-        metadata={"help": "Samples that a micro-batch may grow to while memory is free; the effective batch stays."},
+        metadata={
+            "help": "Samples that a micro-batch may grow to while memory is free. The effective batch does not change."
+        },
     )
     adjustment_frequency: int = field(
-        default=100, metadata={"help": "Optimizer steps without trouble before a smaller micro-batch grows again."}
+        default=100,
+        metadata={"help": "Optimizer steps without memory pressure before a reduced micro-batch grows again."},
     )
     memory_profile: str = field(
-        default="balanced", metadata={"help": "Thresholds: aggressive, balanced or conservative."}
+        default="balanced", metadata={"help": "Preset of the four thresholds: aggressive, balanced or conservative."}
     )
     target_memory_utilization: float | None = field(
-        default=None, metadata={"help": "Share of the memory to aim at. Default: the profile's, like the next three."}
+        default=None,
+        metadata={"help": "Share of device memory to use. Default: from memory_profile, as for the thresholds below."},
     )
-    warning_threshold: float | None = field(default=None, metadata={"help": "Share of the memory to warn at."})
+    warning_threshold: float | None = field(
+        default=None, metadata={"help": "Share of device memory at which to warn."}
+    )
     critical_threshold: float | None = field(
-        default=None, metadata={"help": "Share of the memory at which the micro-batch is made smaller."}
+        default=None, metadata={"help": "Share of device memory at which the micro-batch is reduced."}
     )
     emergency_threshold: float | None = field(
-        default=None, metadata={"help": "Share of the memory at which caches are freed first."}
+        default=None, metadata={"help": "Share of device memory at which cached blocks are released first."}
     )
     max_memory_gib: float | None = field(
-        default=None, metadata={"help": "Hard limit of this process on its device, in GiB."}
+        default=None, metadata={"help": "Hard limit of this process's device memory, in GiB."}
     )
-    silent_mode: bool = field(default=True, metadata={"help": "Say only what changed, not every step's memory."})
+    silent_mode: bool = field(default=True, metadata={"help": "Log changes only, not the memory of every step."})
     snapshot_steps: str = field(
-        default="", metadata={"help": "Record every allocation of these steps into a file (2, 2-4 or 2,100-101)."}
+        default="", metadata={"help": "Steps whose allocations are recorded to a file: 2, 2-4 or 2,100-101."}
     )
     snapshot_on_oom: bool = field(
-        default=False, metadata={"help": "On CUDA, keep the last allocations, and write them when memory runs out."}
+        default=False, metadata={"help": "On CUDA, write a snapshot of the last allocations on an OOM."}
     )
     reduce_eval_logits: bool = field(
         default=False,
         metadata={
-            "help": "In evaluation keep the likeliest tokens instead of all logits; compute_metrics may take their "
-            "argmax and nothing else."
+            "help": "During evaluation keep each token's argmax instead of its logits. compute_metrics must need "
+            "nothing else."
         },
     )
 
     loss_chunk_size: int | None = field(
-        default=None, metadata={"help": "Tokens whose logits are held at once; the loss stays what it is."}
+        default=None,
+        metadata={"help": "Compute logits and loss for this many tokens at a time. The loss does not change."},
     )
     max_tokens_per_batch: int | None = field(
         default=None,
-        metadata={"help": "Padded tokens of a micro-batch, at most, in place of per_device_train_batch_size samples."},
+        metadata={"help": "Largest number of padded tokens in a micro-batch; replaces per_device_train_batch_size."},
     )
     logits_to_keep: bool = field(
-        default=False, metadata={"help": "Compute logits of answers alone, not of prompts that carry no labels."}
+        default=False, metadata={"help": "Compute logits only where there are labels: for answers, not for prompts."}
     )
     activation_compression: str | None = field(
-        default=None, metadata={"help": "int8: keep activations, or what checkpointing keeps of them, in 8 bits."}
+        default=None,
+        metadata={"help": "int8: store activations, or the layer inputs that checkpointing stores, in 8 bits."},
     )
     activation_offload: bool = field(
-        default=False, metadata={"help": "Keep activations in host memory between forward and backward."}
+        default=False, metadata={"help": "Offload activations to host memory between forward and backward."}
     )
     checkpoint_ratio: float | None = field(
-        default=None, metadata={"help": "Share of the layers whose activations are recomputed, evenly spread."}
+        default=None, metadata={"help": "Share of the layers that are checkpointed, evenly spread."}
     )
     checkpoint_keeps: str | None = field(
         default=None,
         metadata={
-            "help": "What recomputed layers keep all the same: attention (its outputs), or matmuls (those and "
-            "every second matrix product's)."
+            "help": "What checkpointed layers store instead of recomputing it: attention (its outputs), or matmuls "
+            "(attention's and every second matmul's outputs)."
         },
     )
     compile_memory_budget: float | None = field(
-        default=None, metadata={"help": "With torch_compile: share of the activations that is kept, 0 to 1."}
+        default=None, metadata={"help": "With torch_compile: share of the activations that is stored, from 0 to 1."}
     )
     frozen_without_grad: bool = field(
-        default=True, metadata={"help": "Run frozen modules outside autograd where nothing they get needs a gradient."}
+        default=True, metadata={"help": "Run frozen modules under no_grad where no input requires a gradient."}
     )
     adam_mini: bool = field(
-        default=False, metadata={"help": "Adam-mini in place of `optim`: one second moment a block of weights."}
+        default=False, metadata={"help": "Use Adam-mini instead of `optim`: one second moment per block of weights."}
     )
     optimizer_cpu_offload: bool = field(
-        default=False, metadata={"help": "Keep optimizer states in host memory and step there, on one device."}
+        default=False,
+        metadata={"help": "Keep optimizer states in host memory and step on the CPU. For a single device."},
     )
     optimizer_in_backward: bool = field(
         default=False,
         metadata={
-            "help": "Update weights during backward and free gradients at once. One micro-batch a step, no "
-            "clipping: gradient_accumulation_steps=1, max_grad_norm=0."
+            "help": "Update each weight during backward and free its gradient at once. Needs "
+            "gradient_accumulation_steps=1 and max_grad_norm=0."
         },
     )
     sliding_window: int | None = field(
-        default=None, metadata={"help": "Tokens that a token attends to: itself and those right before it."}
+        default=None, metadata={"help": "Attention window in tokens, the current token included."}
     )
     sparse_block_size: int | None = field(
         default=None,
         metadata={
-            "help": "Block-sparse attention: tokens of a block. flex attention skips most with multiples of 128."
+            "help": "Block-sparse attention with blocks of this many tokens. Multiples of 128 suit flex attention's "
+            "kernels best."
         },
     )
     num_local_blocks: int = field(
         default=4,
-        metadata={"help": "With sparse_block_size: blocks before its own that a token attends to."},
+        metadata={"help": "With sparse_block_size: preceding blocks that a token attends to."},
     )
     num_global_blocks: int = field(
         default=1,
-        metadata={"help": "With sparse_block_size: blocks at a sequence's beginning that all its tokens attend to."},
+        metadata={"help": "With sparse_block_size: first blocks of a sequence that all its tokens attend to."},
     )
 
     def __post_init__(self) -> None:
@@ -162,13 +174,13 @@ class MemoryArguments:
             check_value(name, hint, getattr(self, name))
         if self.memory_profile not in PROFILES:
             raise choose("memory_profile", self.memory_profile, PROFILES)
-        for name, usual in zip(THRESHOLDS, PROFILES[self.memory_profile], strict=True):
+        for name, default in zip(THRESHOLDS, PROFILES[self.memory_profile], strict=True):
             if getattr(self, name) is None:
-                setattr(self, name, usual)
+                setattr(self, name, default)
         values = [getattr(self, name) for name in THRESHOLDS]
         if not 0 < values[0] <= values[1] <= values[2] <= values[3] <= 1:
-            told = ", ".join(f"{name}={value}" for name, value in zip(THRESHOLDS, values, strict=True))
-            raise InputError(f"thresholds must rise and lie between 0 and 1: {told}")
+            settings = ", ".join(f"{name}={value}" for name, value in zip(THRESHOLDS, values, strict=True))
+            raise InputError(f"thresholds must rise and lie between 0 and 1: {settings}")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -179,10 +191,10 @@ class MemoryArguments:
         for name, known in CHOICES.items():
             if getattr(self, name) not in (None, *known):
                 raise choose(name, getattr(self, name), known)
-        for name, none in (("checkpoint_ratio", "no layer"), ("compile_memory_budget", "inputs alone")):
+        for name, nothing in (("checkpoint_ratio", "no layer"), ("compile_memory_budget", "inputs alone")):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
-                raise InputError(f"{name}={value} must lie between 0 ({none}) and 1 (all)")
+                raise InputError(f"{name}={value} must lie between 0 ({nothing}) and 1 (all)")
         step_ranges(self.snapshot_steps)
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
@@ -193,27 +205,27 @@ class MemoryArguments:
         return [item.name for item in fields(cls)]
 
     def levers(self) -> dict[str, Any]:
-        """What makes the job smaller and is not as it is by default: name -> value."""
-        names = self.names()
-        made = names[names.index("reduce_eval_logits") :]
+        """Memory features that are on, and those on by default that are off: name -> value."""
+        # The fields before reduce_eval_logits are about monitoring and recovery.
+        features = self.names()[self.names().index("reduce_eval_logits") :]
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.name in made and getattr(self, item.name) != item.default
+            if item.name in features and getattr(self, item.name) != item.default
         }
 
 
 def step_ranges(steps: str) -> list[tuple[int, int]]:
-    """ "2,100-101" as first and last steps.
+    """Parse snapshot_steps: "2,100-101" -> [(2, 2), (100, 101)].
 
     Raises:
-        InputError: it says something else.
+        InputError: not steps, or a range that ends before it starts.
     """
-    found = []
+    ranges = []
     for part in filter(None, (part.strip() for part in str(steps).split(","))):
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not (first.isdigit() and last.isdigit()) or not 0 < int(first) <= int(last):
             raise InputError(f"snapshot_steps={steps!r}: give steps, counted from 1, such as 2, 2-4 or 2,100-101")
-        found.append((int(first), int(last)))
-    return found
+        ranges.append((int(first), int(last)))
+    return ranges

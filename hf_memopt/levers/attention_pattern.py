@@ -1,8 +1,8 @@
-"""Which earlier tokens a token attends to, in models whose masks and attention go through transformers' interfaces.
+"""Attention patterns (sliding windows, blocks) for models that use transformers' mask and attention interfaces.
 
-transformers looks up both the mask's maker and the kernel by the model's `_attn_implementation`. A name of our own
-there changes one model and no other in the process. The pattern itself stands in the model's configuration, since that
-is what a mask's maker is given (transformers 5.23, `masking_utils.create_causal_mask`).
+transformers looks up both the mask function and the kernel by the model's `_attn_implementation`. Registering a name
+of our own changes one model and no other in the process. The pattern is stored in the model's configuration, which is
+what a mask function receives (transformers 5.23, `masking_utils.create_causal_mask`).
 """
 
 import functools
@@ -18,23 +18,25 @@ from hf_memopt.levers.replaced import replace
 
 IMPLEMENTATION = "hf_memopt_pattern"
 _BLOCKS = ("sparse_block_size", "num_local_blocks", "num_global_blocks")
-# position_ids of the forward pass that runs, (batch, tokens). A mask's maker is not given them, and a pattern that
-# counts blocks needs to know where each packed sequence begins.
+# position_ids of the running forward pass, (batch, tokens). Mask functions do not receive them, but blocks are counted
+# from where each packed sequence begins.
 _POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
 
 
 def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
-    """Have a decoder's layers attend by a pattern: through flex attention on CUDA and ROCm, which skips blocks that
-    are masked out, and elsewhere through sdpa with the same mask (flex attention has no backward on CPUs, torch 2.13).
+    """Restrict a decoder's attention to a pattern.
+
+    CUDA and ROCm use flex attention, which skips masked blocks; other devices use sdpa with the same mask, since flex
+    attention has no backward on the CPU (torch 2.13).
 
     Args:
         model: a transformers model, or peft's around one.
-        setting: how errors name it, `field=value`.
+        setting: `field=value`, for error messages.
         pattern: what `_overlay` reads, written into the text model's configuration: sliding_window, or
             sparse_block_size, num_local_blocks and num_global_blocks.
 
     Raises:
-        InputError: the model's attention does not go through the interface, is not causal, or has dropout.
+        InputError: the model does not use the attention interface, is not causal, or has dropout.
     """
     inner = inner_model(model)
     modules = causal_attention(inner, setting)
@@ -42,18 +44,18 @@ def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
         raise InputError(f"{setting}: flex attention has no dropout: use a model with attention_dropout=0")
     _register()
     for config in text_configs(inner):
-        for name in _BLOCKS:  # of an earlier run, which the saved configuration has kept
+        for name in _BLOCKS:  # a saved configuration may hold an earlier run's
             vars(config).pop(name, None)
         vars(config).update(pattern)
         config._attn_implementation = IMPLEMENTATION
-    _know_positions(inner, setting)
+    _track_positions(inner, setting)
 
 
 def causal_attention(inner, setting: str) -> list[torch.nn.Module]:
     """A decoder's attention modules.
 
     Raises:
-        InputError: there are none that attend causally through the interface.
+        InputError: there are none, or they do not attend causally through the interface.
     """
     decoder = None if inner.config.is_encoder_decoder else inner.get_decoder()
     modules = [] if decoder is None else [module for module in decoder.modules() if hasattr(module, "is_causal")]
@@ -68,13 +70,13 @@ def causal_attention(inner, setting: str) -> list[torch.nn.Module]:
 
 
 def text_configs(inner) -> list:
-    """The configurations that a decoder and those who make its masks ask; a model made of parts may hold a copy."""
+    """The configurations that a decoder and its mask functions read; a composite model may hold a copy."""
     configs = inner.config.get_text_config(), inner.get_decoder().config
     return list({id(config): config for config in configs}.values())
 
 
 def uses_flex(device) -> bool:
-    """Whether flex attention trains on a device."""
+    """Whether flex attention has a backward pass on a device."""
     return torch.device(device).type == "cuda"
 
 
@@ -118,8 +120,7 @@ def _mask(
     device="cpu",
     **kwargs,
 ):
-    """What a mask's maker gives, of the pattern and whatever the model masks itself: later tokens, padding, other
-    sequences of a packed row, a layer's own window."""
+    """Combine the pattern with the model's own mask: causality, padding, packed sequences, a layer's window."""
     from transformers.masking_utils import and_masks, sdpa_mask
 
     overlay, reach = _overlay(config)
@@ -142,10 +143,10 @@ def _mask(
 
 
 def _positions(config, attention_mask, q_length: int, kv_length: int) -> torch.Tensor | None:
-    """Where each token stands in its own sequence, (batch or 1, tokens), so that blocks are counted from there and not
-    from padding before it or from the sequences packed before it; None where that is its place in the row."""
+    """Each token's position in its own sequence, (batch or 1, tokens): blocks are not counted from padding or from the
+    previous sequences of a packed row. None where the position in the row is the same."""
     if getattr(config, "sparse_block_size", None) is None:
-        return None  # a window is the same anywhere in a row
+        return None  # a window does not depend on the position
     if attention_mask is not None:
         padded = attention_mask.ndim == 2 and attention_mask.shape[-1] == kv_length
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0) if padded else None
@@ -154,9 +155,9 @@ def _positions(config, attention_mask, q_length: int, kv_length: int) -> torch.T
 
 
 def _overlay(config) -> tuple[Callable, int]:
-    """A mask function to put over a causal one, and up to how many tokens it masks nothing.
+    """A mask function to combine with a causal one, and the length up to which it masks nothing.
 
-    Its comparisons are of a column with a row: a difference of the two would take 8 bytes for every pair of tokens.
+    It compares a column with a row: their difference would take 8 bytes for every pair of tokens.
     """
     from transformers.masking_utils import sliding_window_overlay
 
@@ -173,7 +174,7 @@ def _overlay(config) -> tuple[Callable, int]:
 
 
 def _at(positions: torch.Tensor, overlay: Callable) -> Callable:
-    """A mask function of tokens' positions in their own sequences, of one of positions in a row."""
+    """Apply a mask function to positions in the tokens' own sequences instead of the row."""
 
     def of_sequence(batch_idx, head_idx, q_idx, kv_idx):
         return overlay(batch_idx, head_idx, positions[batch_idx, q_idx], positions[batch_idx, kv_idx])
@@ -181,18 +182,18 @@ def _at(positions: torch.Tensor, overlay: Callable) -> Callable:
     return of_sequence
 
 
-def _know_positions(inner, setting: str) -> None:
-    """Keep the positions of the batch that runs, and refuse one whose mask would be taken without the pattern."""
+def _track_positions(inner, setting: str) -> None:
+    """Record position_ids for the mask function, and refuse a 4D mask, which would bypass the pattern."""
     forward, signature = inner.forward, inspect.signature(type(inner).forward)
 
     @functools.wraps(forward)
     def with_positions(*args, **kwargs):
         given = signature.bind_partial(inner, *args, **kwargs).arguments
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        # generate() with a static cache brings the mask that was made for it here, by the pattern.
+        # generate() with a static cache passes a 4D mask that was already made with the pattern.
         if mask is not None and mask.ndim == 4 and given.get("past_key_values") is None:
-            raise InputError(f"{setting}: the batch brings an attention_mask of its own: leave one of them out")
-        # Positions in three dimensions (videos) are no places in a sequence.
+            raise InputError(f"{setting}: the batch brings an attention_mask of its own: use one of them")
+        # 3D positions (videos) are not positions in a sequence.
         token = _POSITIONS.set(positions if positions is not None and positions.ndim == 2 else None)
         try:
             return forward(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""Cross entropy without all logits: head and loss a few tokens at a time, gradients included.
+"""Chunked cross entropy: head, loss and gradients are computed for a few tokens at a time.
 
 At 8k tokens and a vocabulary of 128k the logits, their fp32 copy and their gradient are the largest tensors of a step.
-Here the head gives a promise of logits, elementwise operations on it (a scale, a soft cap, a cast) are noted, and the
-model's own loss function is replaced by one that takes chunks of hidden states through head, noted operations and
-cross entropy, and works out the gradients at once. Tokens without a label are left out. Whoever wants the logits
-themselves gets them, all of them.
+Here the head returns LazyLogits, which record elementwise operations (a scale, a soft cap, a cast). The model's loss
+function is replaced by one that takes chunks of hidden states through the head, the recorded operations and cross
+entropy, and computes gradients in the same pass. Tokens without a label are skipped. Any other use of LazyLogits
+computes all logits.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ import torch
 from torch.nn import functional
 
 from hf_memopt.errors import InputError
-from hf_memopt.levers.language_model import IGNORED, asks_for_its_loss, inner_model, shifted_labels, without_values
+from hf_memopt.levers.language_model import IGNORED, has_no_values, inner_model, shifted_labels, uses_loss_function
 from hf_memopt.levers.replaced import replace
 
-_VOCABULARY_SLICE = 16_384  # rows of the head's gradient that are added up at once, where it is kept in fp32
-_TRACED = 3  # chunks that the estimator follows: one after another, they take the same
-_NOTED = {torch.tanh, torch.mul, torch.div, torch.true_divide}
+_VOCABULARY_SLICE = 16_384  # rows of an fp32 head gradient that are accumulated at once
+_TRACED = 3  # chunks that the estimator traces; each further one needs the same memory
+_RECORDED = {torch.tanh, torch.mul, torch.div, torch.true_divide}
 
 
-class PromisedLogits:
-    """Logits that are not there: hidden states, the head, and what was done to its output since.
+class LazyLogits:
+    """Logits that are computed on demand: hidden states, the head, and operations applied to its output.
 
     Args:
         hidden: (…, hidden size).
@@ -40,7 +40,7 @@ class PromisedLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        # A float() afterwards is a step, and does not change what comes before it.
+        # A recorded float() is the only step that changes the dtype.
         return torch.float32 if any(step is torch.Tensor.float for step in self.steps) else self.hidden.dtype
 
     @property
@@ -61,33 +61,33 @@ class PromisedLogits:
     def contiguous(self):
         return self
 
-    def whole(self) -> torch.Tensor:
-        """All logits."""
+    def materialize(self) -> torch.Tensor:
+        """Compute all logits."""
         logits = self.head(self.hidden, then=functional.linear)
         for step in self.steps:
             logits = step(logits)
         return logits
 
-    def _with(self, step: Callable) -> "PromisedLogits":
-        return PromisedLogits(self.hidden, self.head, (*self.steps, step))
+    def _with(self, step: Callable) -> "LazyLogits":
+        return LazyLogits(self.hidden, self.head, (*self.steps, step))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole(), name)
+        return getattr(self.materialize(), name)
 
     def __getitem__(self, index):
-        return self.whole()[index]
+        return self.materialize()[index]
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in _NOTED and isinstance(args[0], cls) and not kwargs:
+        if function in _RECORDED and isinstance(args[0], cls) and not kwargs:
             return args[0]._with(lambda logits: function(logits, *args[1:]))
-        args = [arg.whole() if isinstance(arg, cls) else arg for arg in args]
-        kwargs = {name: arg.whole() if isinstance(arg, cls) else arg for name, arg in (kwargs or {}).items()}
+        args = [arg.materialize() if isinstance(arg, cls) else arg for arg in args]
+        kwargs = {name: arg.materialize() if isinstance(arg, cls) else arg for name, arg in (kwargs or {}).items()}
         return function(*args, **kwargs)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of head(hidden), with gradients that are worked out on the way."""
+    """Sum of the cross entropies of head(hidden); forward computes the gradients too, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, chunk: int, steps, smoothing: float, dtype):
@@ -95,12 +95,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         used = weight.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
-        # Sums of many chunks lose digits in 16 bits.
+        # Accumulating many chunks in 16 bits would lose precision.
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if of_bias else None
         starts = range(0, len(hidden), chunk)
-        if without_values(hidden) and len(starts) > _TRACED:
+        if has_no_values(hidden) and len(starts) > _TRACED:
             starts = [*starts[: _TRACED - 1], starts[-1]]
         for start in starts:
             part = hidden[start : start + chunk]
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if of_hidden:
                 torch.mm(d_logits, used, out=d_hidden[start : start + chunk])
             if of_weight:
-                _add_product(d_weight, d_logits, part)
+                _accumulate_matmul(d_weight, d_logits, part)
             if of_bias:
                 d_bias += d_logits.sum(0, dtype=wide)
             del d_logits
@@ -131,19 +131,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale):
         if ctx.gradients is None:
-            raise RuntimeError("a chunked loss can be differentiated once only")
+            raise RuntimeError("backward through a chunked loss works only once: forward computed the gradients")
         (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
         weight_type, bias_type = ctx.types
-        found = [
+        gradients = [
             None if d_hidden is None else d_hidden.mul_(scale),
             None if d_weight is None else d_weight.mul_(scale).to(weight_type),
             None if d_bias is None else d_bias.mul_(scale).to(bias_type),
         ]
-        return (*found, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
-def _add_product(total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add d_logitsᵀ · hidden (vocabulary, hidden size)."""
+def _accumulate_matmul(total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Accumulate d_logitsᵀ · hidden, (vocabulary, hidden size), into `total`."""
     if total.dtype == hidden.dtype:
         total.addmm_(d_logits.t(), hidden)
         return
@@ -153,34 +153,34 @@ def _add_product(total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tens
 
 
 def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
-    """Have a model compute its loss in chunks while it trains.
+    """Compute a model's loss in chunks while it trains.
 
     Args:
         model: a transformers model with a language-model head, or peft's around one.
-        size: tokens whose logits are held at once.
-        label_smoothing: as torch's cross entropy has it.
+        size: tokens per chunk.
+        label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Raises:
-        InputError: the model has no plain linear head, or does not ask its `loss_function` for the loss.
+        InputError: the model has no plain linear head, or does not call its `loss_function`.
     """
     inner = inner_model(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if type(head) is not torch.nn.Linear:
         what = "no head over a vocabulary" if head is None else f"a head of kind {type(head).__name__}"
         raise InputError(f"loss_chunk_size={size} needs a plain linear head: {type(inner).__name__} has {what}")
-    if not asks_for_its_loss(inner):
+    if not uses_loss_function(inner):
         raise InputError(f"loss_chunk_size={size}: {type(inner).__name__} computes its loss itself; leave it out")
     plain = inner.loss_function
 
     def promise(hidden, then=None):
-        if then is not None:  # engines gather a module's weight while it is called
+        if then is not None:  # engines gather a module's weight only while the module is called
             return then(hidden, head.weight, head.bias)
         if inner.training and torch.is_grad_enabled():
-            return PromisedLogits(hidden, head)
+            return LazyLogits(hidden, head)
         return functional.linear(hidden, head.weight, head.bias)
 
     def loss_function(logits, labels, vocab_size=None, **kwargs):
-        if isinstance(logits, PromisedLogits):
+        if isinstance(logits, LazyLogits):
             return _loss(logits, labels, size, label_smoothing, **kwargs)
         return plain(logits, labels, vocab_size, **kwargs)
 
@@ -189,7 +189,7 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
 
 
 def _loss(
-    logits: PromisedLogits,
+    logits: LazyLogits,
     labels,
     size: int,
     smoothing: float,
@@ -202,7 +202,7 @@ def _loss(
     target = shifted_labels(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     counted = target != ignore_index
-    if not without_values(target):  # tensors without values may all count
+    if not has_no_values(target):  # in an estimate every token may have a label
         chosen = counted.nonzero().squeeze(1)
         if len(chosen) < len(target):
             hidden, target = hidden[chosen], target[chosen]
@@ -214,8 +214,8 @@ def _loss(
 
     with torch.autocast(kind, enabled=False):
         total = logits.head(hidden.to(dtype), then=summed)
-    return total / (counted.sum() if num_items_in_batch is None else _there(num_items_in_batch, total))
+    return total / (counted.sum() if num_items_in_batch is None else _on_device_of(num_items_in_batch, total))
 
 
-def _there(number, tensor: torch.Tensor):
+def _on_device_of(number, tensor: torch.Tensor):
     return number.to(tensor.device) if isinstance(number, torch.Tensor) else number

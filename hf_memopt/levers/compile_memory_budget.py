@@ -1,17 +1,16 @@
-"""How much the compiler may keep between forward and backward."""
+"""The share of activations that torch.compile may save."""
 
 import contextlib
 
 
 def memory_budget(share: float | None):
-    """A context in which torch.compile's partitioner keeps at most a share of the activations, and recomputes the
-    cheapest others.
+    """A context in which torch.compile's partitioner saves at most a share of the activations and recomputes the rest.
 
-    The setting is the process's (torch has no other) and is read when a graph is compiled, at its first call: it has
-    to last as long as training does, and is put back afterwards.
+    The setting is global (torch 2.13 has no other) and is read when a graph is compiled, at its first call, so the
+    context must last as long as training. It is restored afterwards.
 
     Args:
-        share: 1 keeps what is fastest to keep, 0 the inputs of the compiled region alone; None changes nothing.
+        share: 1 saves what is fastest to save, 0 the inputs of the compiled region only; None changes nothing.
     """
     if share is None:
         return contextlib.nullcontext()

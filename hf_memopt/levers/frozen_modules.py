@@ -1,7 +1,7 @@
-"""Frozen modules run outside autograd wherever nothing that they are given needs a gradient.
+"""Run frozen modules under no_grad wherever none of their inputs requires a gradient.
 
-Adapters and activation checkpointing make embeddings require gradients (enable_input_require_grads), a vision tower's
-too; from there on autograd saves every activation of the tower, for gradients that nobody takes.
+Adapters and activation checkpointing make the embeddings' outputs require gradients (enable_input_require_grads),
+those of a frozen vision tower too. Autograd then saves all activations of the tower for gradients that nobody uses.
 """
 
 import functools
@@ -13,18 +13,18 @@ from hf_memopt.levers.replaced import replace
 
 
 def run_frozen_without_grad(model: torch.nn.Module) -> None:
-    """Run a model's outermost frozen modules without saving anything, in the calls that have no use for gradients.
+    """Run a model's outermost frozen modules under no_grad.
 
-    Asked at every call: a module that gets something that needs a gradient runs as always.
+    Decided at each call: a module with an input that requires a gradient runs as usual.
     """
     for module in _outermost_frozen(model):
         replace(module, "forward", _without_grad(module, module.forward))
 
 
 def _outermost_frozen(module: torch.nn.Module):
-    """Modules with weights none of which is trained, whose parents have some that are, or are no more than lists."""
+    """Yield the outermost modules that have weights, none of them trainable."""
     weights = list(module.parameters())
-    listed = isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)  # which are never called
+    listed = isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)  # never called themselves
     if weights and not listed and not any(weight.requires_grad for weight in weights):
         yield module
     elif weights:
@@ -37,7 +37,7 @@ def _without_grad(module, forward):
     def run(*args, **kwargs):
         needed = torch.is_grad_enabled() and (
             any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
-            or any(weight.requires_grad for weight in module.parameters())  # thawed since
+            or any(weight.requires_grad for weight in module.parameters())  # unfrozen since
         )
         if needed:
             return forward(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Optimizer states and step in host memory, for one device: gradients are copied there, updated weights back.
+"""Keep optimizer states in host memory and step on the CPU, for a single device: gradients are copied to the host,
+updated weights back.
 
-For several devices DeepSpeed does this (the zero2_offload_cpu and zero3_offload_cpu strategies). The host keeps a copy
-of the weights beside the states, in the weights' dtype.
+With several devices DeepSpeed does this (strategies zero2_offload_cpu and zero3_offload_cpu). The host keeps a copy of
+the weights, in their own dtype, beside the states.
 
 torchao 0.18's CPUOffloadOptimizer overlaps transfers with the backward pass, but does not fit the Trainer. Its hook
 copies each gradient to the host during the backward pass, so clipping (max_grad_norm=1.0 by default), which comes
@@ -24,21 +25,21 @@ def keep_on_host(
     is_apart: Callable[[torch.Tensor], bool] | None = None,
     booking: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:
-    """Replace an optimizer's weights by copies in host memory; it must not have taken a step yet.
+    """Move a torch optimizer that has not stepped yet to copies of its weights in host memory.
 
     Args:
-        is_apart: whether a weight is on a device with discrete memory; where none is, nothing changes, with a warning.
-        booking: context in which host memory is allocated; the estimator accounts for it there.
+        is_apart: whether a weight's device has discrete memory. If no weight's has, only a warning is logged.
+        booking: a context for the allocations of host memory.
     """
     apart = is_apart or (lambda weight: weight.device.type not in ("cpu", "mps"))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if not any(map(apart, weights)):
-        logger.warning("optimizer_cpu_offload does nothing here: the optimizer is in host memory already")
+        logger.warning("optimizer_cpu_offload has no effect here: the optimizer is in host memory already")
         return
     with booking():
-        copies = {weight: _on_host(weight) for weight in weights if apart(weight)}
+        copies = {weight: _host_copy(weight) for weight in weights if apart(weight)}
         gradients = {weight: torch.empty_like(copy, pin_memory=copy.is_pinned()) for weight, copy in copies.items()}
-    if hasattr(optimizer, "follow"):  # Adam-mini keeps its blocks per weight
+    if hasattr(optimizer, "follow"):  # Adam-mini keys its blocks by weight
         optimizer.follow(copies)
     for group in optimizer.param_groups:
         group["params"] = [copies.get(weight, weight) for weight in group["params"]]
@@ -59,7 +60,7 @@ def keep_on_host(
     optimizer.register_step_post_hook(return_weights)
 
 
-def _on_host(weight: torch.Tensor) -> torch.nn.Parameter:
+def _host_copy(weight: torch.Tensor) -> torch.nn.Parameter:
     pinned = weight.device.type != "cpu"
     copy = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pinned).copy_(weight.detach())
     return torch.nn.Parameter(copy)

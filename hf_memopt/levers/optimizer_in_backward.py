@@ -1,11 +1,11 @@
-"""The optimizer steps in backward, weight by weight, and frees each gradient as soon as it is used."""
+"""Step the optimizer during backward, weight by weight, and free each gradient at once."""
 
 
 def step_in_backward(optimizer) -> None:
-    """Have a torch optimizer update each weight at the moment its gradient is complete.
+    """Make a torch optimizer update each weight as soon as its gradient is complete.
 
-    Its own step() afterwards finds no gradients and does nothing; schedulers and checkpoints work as ever. There must
-    be one micro-batch a step and no clipping by the norm of all gradients, which are never there together.
+    The regular step() then finds no gradients and does nothing; schedulers and checkpoints are not affected. Requires
+    one micro-batch per step, and no clipping by the global norm, since the gradients never exist all at once.
     """
     for number, group in enumerate(optimizer.param_groups):
         for weight in group["params"]:
@@ -13,7 +13,7 @@ def step_in_backward(optimizer) -> None:
 
 
 def _stepping(optimizer, number: int):
-    numbered = hasattr(optimizer, "mng")  # bitsandbytes finds settings by a weight's number within its groups
+    numbered = hasattr(optimizer, "mng")  # bitsandbytes looks settings up by a weight's index in the param_groups
 
     def step(weight) -> None:
         if numbered:

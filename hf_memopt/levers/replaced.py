@@ -1,4 +1,4 @@
-"""Functions of modules that levers replace, so that a copy of a model can be had without them."""
+"""Functions that levers replace on modules, marked so that a copy of a model can be made without them."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ import torch
 
 
 def replace(module, name: str, function: Callable) -> None:
-    """Set a function of a module in the place of its class's own."""
+    """Override a method on one module; its class stays as it is."""
     function.of_lever = True
     setattr(module, name, function)
 
 
 def put_back(module: torch.nn.Module) -> None:
-    """Give a module and all within it their own functions again."""
+    """Remove all overrides from a module and its submodules."""
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if getattr(value, "of_lever", False):

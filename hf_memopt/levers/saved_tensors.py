@@ -1,4 +1,4 @@
-"""Where saved tensors pass: what autograd keeps of a model's forward pass for its backward pass."""
+"""Hooks on the tensors that autograd saves in a model's forward pass for its backward pass."""
 
 import functools
 from typing import Any, Protocol
@@ -9,25 +9,25 @@ from hf_memopt.levers.replaced import replace
 
 
 class Keeper(Protocol):
-    """Keeps saved tensors in a form of its own."""
+    """Stores saved tensors in another form or place."""
 
     def begin(self, model: torch.nn.Module, inputs: tuple) -> None:
-        """Called before every forward pass with the model and the tensors it is given."""
+        """Called before every forward pass with the model and its input tensors."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What is kept instead of a tensor."""
+        """What to store instead of a tensor."""
 
     def end(self) -> None:
-        """Called after every forward pass, also one that failed."""
+        """Called after every forward pass, including one that raised."""
 
     def unpack(self, kept: Any) -> torch.Tensor:
-        """The tensor again, in the backward pass; called as often as it is needed."""
+        """Restore the tensor in the backward pass; may be called several times."""
 
 
 def save_through(model: torch.nn.Module, keeper: Keeper) -> None:
-    """Have a model's saved tensors pass through a keeper while it trains; its `forward` is replaced.
+    """Pass a model's saved tensors through a keeper while it trains, by replacing its `forward`.
 
-    What activation checkpointing keeps of a layer, its inputs, passes here too: torch saves them like any other.
+    Includes the layer inputs that activation checkpointing keeps: torch saves them like any other tensor.
     """
     forward = model.forward
 
@@ -48,24 +48,25 @@ def save_through(model: torch.nn.Module, keeper: Keeper) -> None:
 
 
 def _detached(pack):
-    """A tensor that knows how it was computed would be held by what it holds: a graph that is given up would stay."""
+    """Detach before packing: a saved tensor with a grad_fn would form a reference cycle, and an abandoned graph would
+    never be freed."""
     return lambda tensor: pack(tensor.detach() if tensor.requires_grad else tensor)
 
 
-def place(tensor: torch.Tensor) -> tuple:
-    """Where a tensor's elements lie, and in which version: alike for views of the same elements in the same order."""
+def location(tensor: torch.Tensor) -> tuple:
+    """A key that is equal for views of the same elements, in the same order and version."""
     order = () if is_dense(tensor) else (tensor.shape, tensor.stride())
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, order
 
 
-def storages_of(model: torch.nn.Module) -> set[int]:
-    """The storages of a model's weights and buffers, by which saved ones and views of them are told."""
+def weight_storages(model: torch.nn.Module) -> set[int]:
+    """The storages of a model's weights and buffers, which identify saved weights and views of them."""
     return {weight.untyped_storage()._cdata for weight in (*model.parameters(), *model.buffers())}
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in whatever order of dimensions."""
+    """Whether the elements are contiguous in memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,4 +1,4 @@
-"""Activation checkpointing in part: of some layers, or of all operators of a layer but the dear ones."""
+"""Selective activation checkpointing: of some layers, or of all operators of a layer but the expensive ones."""
 
 import functools
 from fractions import Fraction
@@ -10,7 +10,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
 
-_MOST_LAYERS = 1024  # a ratio is taken as the nearest fraction with no larger denominator than a model has layers
+_MOST_LAYERS = 1024  # the largest denominator of a ratio: more layers than any model has
 
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -23,26 +23,26 @@ _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def period_of(ratio: float) -> int:
-    """Layers after which the choice of layers repeats."""
+    """Number of layers after which the pattern of checkpointed layers repeats."""
     return Fraction(ratio).limit_denominator(_MOST_LAYERS).denominator
 
 
-def is_chosen(layer: int, ratio: float) -> bool:
-    """Whether the layer of that number is recomputed: `ratio` of all, evenly spread, the last of each stretch."""
+def is_checkpointed(layer: int, ratio: float) -> bool:
+    """Whether to checkpoint a layer: a share `ratio` of all, evenly spread, the last one of each stretch."""
     share = Fraction(ratio).limit_denominator(_MOST_LAYERS)
     return (layer + 1) * share // 1 > layer * share // 1
 
 
 def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str | None) -> None:
-    """Turn activation checkpointing on, and keep it so when the Trainer turns it on again with its own settings.
+    """Enable selective checkpointing, also for when the Trainer enables checkpointing again with its own settings.
 
     Args:
-        ratio: share of the layers that are recomputed; None for all.
-        keeps: what a recomputed layer keeps all the same: "attention" its outputs, "matmuls" those and every second
-            matrix product's; None keeps a layer's inputs alone.
+        ratio: share of the layers to checkpoint; None for all.
+        keeps: what checkpointed layers store besides their inputs: "attention" (its outputs), "matmuls" (those and
+            every second matmul's outputs), or None.
 
     Raises:
-        InputError: the model has no layers that transformers could checkpoint.
+        InputError: the model does not support activation checkpointing.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -60,22 +60,22 @@ def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str |
         enable(activation_checkpointing_kwargs=settings, **kwargs)
         if ratio is not None:
             for number, layer in enumerate(layers):
-                layer.gradient_checkpointing = is_chosen(number, ratio)
+                layer.gradient_checkpointing = is_checkpointed(number, ratio)
 
     replace(inner, "activation_checkpointing_enable", enable_in_part)
     enable_in_part()
 
 
 def _contexts(keeps: str):
-    """The pair of contexts that torch's checkpoint asks for: of the forward pass, and of recomputing."""
-    products = {False: 0, True: 0}
+    """The contexts of the forward pass and of the recomputation, for torch.utils.checkpoint's `context_fn`."""
+    matmuls = {False: 0, True: 0}
 
     def policy(context, operator, *args, **kwargs):
         if operator in _ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if keeps == "matmuls" and operator in _MATMULS:
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:
+            matmuls[context.is_recompute] += 1
+            if matmuls[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

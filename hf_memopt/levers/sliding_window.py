@@ -1,4 +1,4 @@
-"""A narrower attention window: the architecture's own, or one that is put over its causal mask."""
+"""Sliding-window attention: the architecture's own window, or one combined with its causal mask."""
 
 import functools
 import inspect
@@ -12,31 +12,30 @@ _SLIDING = "sliding_attention"
 
 
 def set_window(model, tokens: int) -> None:
-    """Have every layer that may attend to a window do so with one of `tokens` tokens.
+    """Set a model's attention window to `tokens` tokens.
 
-    Where all layers attend to everything, all get the window; where the architecture alternates, the other
-    layers stay. Architectures without a window (Llama) get it from their mask, or from flash attention's own argument.
-    It saves time with kernels that skip what is outside (flash attention, flex attention); sdpa needs a mask for it.
+    If all layers use full attention, all get the window; if the architecture alternates, full-attention layers stay.
+    Architectures without a window (Llama) get it through their mask, or through flash attention's argument. Kernels
+    that skip masked tokens (flash and flex attention) get faster; sdpa needs a mask.
 
     Raises:
-        InputError: the architecture has no window and does not attend through transformers' attention interface.
+        InputError: the architecture has no window and does not use transformers' attention interface.
     """
     config = model.config.get_text_config()
     if has_window(type(config)):
-        _narrow(model, config, tokens)
+        _set_own_window(model, config, tokens)
     elif "flash_attention" in (config._attn_implementation or ""):
-        _give_window(model, tokens)
+        _pass_window(model, tokens)
     else:
         attend_by_pattern(model, f"sliding_window={tokens}", {"sliding_window": tokens})
 
 
 def has_window(kind: type) -> bool:
-    """Whether an architecture knows windows. Its class is asked: a configuration may have been given one that no layer
-    reads."""
+    """Whether a configuration class has a sliding window; an instance may have an attribute that no layer reads."""
     return hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind.__init__).parameters
 
 
-def _narrow(model, config, tokens: int) -> None:
+def _set_own_window(model, config, tokens: int) -> None:
     config.sliding_window = tokens
     kinds = getattr(config, "layer_types", None)
     everywhere = kinds is not None and _SLIDING not in kinds
@@ -54,15 +53,16 @@ def _narrow(model, config, tokens: int) -> None:
             module.sliding_window = tokens
 
 
-def _give_window(model, tokens: int) -> None:
-    """Flash attention builds no mask and takes the window as an argument, which attention modules pass on."""
+def _pass_window(model, tokens: int) -> None:
+    """Pass the window as flash attention's own argument, through the attention modules' **kwargs."""
     inner = inner_model(model)
     setting = f"sliding_window={tokens}"
     for module in causal_attention(inner, setting):
         parameters = inspect.signature(type(module).forward).parameters.values()
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             raise InputError(
-                f"{setting}: {type(module).__name__} passes flash attention nothing: use attn_implementation=sdpa"
+                f"{setting}: {type(module).__name__} does not pass arguments to flash attention: "
+                "use attn_implementation=sdpa"
             )
         replace(module, "forward", _with_window(module.forward, tokens))
     for config in text_configs(inner):

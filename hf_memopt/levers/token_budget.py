@@ -1,4 +1,4 @@
-"""Batches by tokens: as many samples as stay within a budget of padded tokens, instead of a number of samples."""
+"""Batches limited by padded tokens instead of by samples."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,22 +6,22 @@ import torch
 
 from hf_memopt.errors import InputError
 
-_MULTIPLE = 8  # collators pad to it; samples of nearly one length change places
+_MULTIPLE = 8  # tokens; collators pad to it, and samples are shuffled within equal padded lengths
 
 
 class TokenBudgetBatches(torch.utils.data.BatchSampler):
-    """Batches of samples of nearly equal length, none of more padded tokens than the budget.
+    """Batches of samples of similar length, with at most `max_tokens` padded tokens each.
 
-    The same sorted lengths are cut at the same places in every epoch, so that the number of batches stays what it is;
-    samples of one length change places, and the order of batches changes. The number of batches is a multiple of the
-    processes, so that each takes as many steps: the batches with most samples are halved until it is.
+    Sorted lengths are divided at the same places in every epoch, so the number of batches is constant; samples of
+    equal padded length and the order of the batches are shuffled. The number of batches is a multiple of the
+    processes, so that each takes equally many steps: the largest batches are halved until it is.
 
     Args:
-        sampler: gives the samples in an epoch's order; accelerate sets its `epoch`.
+        sampler: yields the samples in an epoch's order; accelerate sets its `epoch`.
         lengths: tokens of every sample.
         max_tokens: samples × longest sample of a batch, at most.
-        processes: that the batches are dealt to, one after the other.
-        seed: of the order of the batches; the order within them is the sampler's.
+        processes: data-parallel processes, which take batches in turn.
+        seed: for the order of batches; the order within a batch is the sampler's.
 
     Raises:
         InputError: a sample is longer than the budget.
@@ -54,7 +54,7 @@ class TokenBudgetBatches(torch.utils.data.BatchSampler):
 
 
 def _cuts(lengths: list[int], max_tokens: int, processes: int) -> list[tuple[int, int]]:
-    """Where ascending lengths are cut: (from, to) of every batch."""
+    """(start, stop) of each batch in ascending lengths."""
     cuts, start = [], 0
     for stop in range(1, len(lengths) + 1):
         if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > max_tokens:
@@ -70,5 +70,5 @@ def _cuts(lengths: list[int], max_tokens: int, processes: int) -> list[tuple[int
 
 
 def samples_within(max_tokens: int, length: int) -> int:
-    """Samples of so many tokens in a batch."""
+    """How many samples of `length` tokens fit into a batch, at least one."""
     return max(1, max_tokens // (-(-length // _MULTIPLE) * _MULTIPLE))

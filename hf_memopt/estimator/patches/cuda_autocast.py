@@ -1,8 +1,7 @@
-"""Autocast as it is on CUDA, for jobs that are traced on the CPU, where its list of fp32 operators is another one.
+"""CUDA's autocast for jobs that are traced on the CPU, whose autocast has another list of fp32 operators.
 
-On CUDA layer norms, softmax and powers are computed in fp32 and give fp32 results; on the CPU they stay in bf16, so
-that GPT-2's activation function alone would seem to need half of what it does. The lists are AT_FORALL_FP32 and
-AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h.
+CUDA computes layer norms, softmax and powers in fp32 and returns fp32; the CPU keeps them in bf16, so that GPT-2's
+activation function alone would be counted at half its size.
 """
 
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, path_to
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Compute in fp32 what CUDA's autocast does, wherever autocast is on.
+    """Compute CUDA autocast's fp32 operators in fp32 wherever autocast is enabled.
 
-    (A TorchFunctionMode would not do: it is not in force where backward recomputes a checkpointed layer.)
+    Not a TorchFunctionMode: that is not active while backward recomputes a checkpointed layer.
     """
     paths = [path_to(owner, name) for owner, names in FP32_UNDER_CUDA_AUTOCAST.items() for name in names]
     with all_replaced({path: _in_fp32(original(path)) for path in paths}):

@@ -1,8 +1,7 @@
-"""A context in which this process is one rank of a job of any size, alone.
+"""Run this process as one rank of a job of any size, without the other ranks.
 
-The engines are the real ones: DeepSpeed's ZeRO and torch's fully_shard run their own code on fake tensors, over a
-process group whose collectives do nothing. Only torch's DistributedDataParallel, whose reducer is C++ that wants
-bytes, has a stand-in here.
+The engines are real: DeepSpeed's ZeRO and torch's fully_shard run their own code on fake tensors, over a process group
+whose collectives do nothing. Only DistributedDataParallel, whose reducer is C++ that reads bytes, is replaced.
 """
 
 import itertools
@@ -25,22 +24,22 @@ from hf_memopt.estimator.patches.table import Part
 _C10D = "torch.distributed.distributed_c10d"
 _MESH = "torch.distributed.device_mesh"
 _NUMBERS = itertools.count(-1, -1)  # of meshes; below 0, where no thread's number is
-_SYNC_BUFFER = 250 * 2**20  # bytes; torch broadcasts a model's start in pieces of this size (DistributedDataParallel)
-# What a launcher leaves in the environment; the traced job must not see it.
+_SYNC_BUFFER = 250 * 2**20  # bytes; the bucket in which DistributedDataParallel broadcasts a model at the start
+# Variables that launchers set, which the traced job must not see.
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
 @contextmanager
 def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterator[None]:
-    """Be one of `world_size` processes.
+    """Act as one of `world_size` processes.
 
     Args:
         engine: none, ddp, fsdp2, mesh or deepspeed.
-        ledger: is told of memory that FSDP gives back without freeing the tensor.
-        rank: which one.
+        ledger: follows memory that FSDP frees by resizing storages.
+        rank: of this process.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
-    # The traced Trainer never spreads over the GPUs that a notebook would have DataParallel use.
+    # Cleared for one process too: the traced Trainer must not join the job that this process is part of.
     with mock.patch.dict(os.environ, environment, clear=True):
         if engine == "none":
             yield
@@ -48,7 +47,7 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
         ranks = {"WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in ranks.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # or accelerate changes it
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # accelerate sets it otherwise
         with _process_group(world_size, rank), ExitStack() as patches:
             if engine == "deepspeed":
                 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -64,20 +63,20 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
 
 @contextmanager
 def _process_group(world_size: int, rank: int) -> Iterator[None]:
-    """A process group of which only this process exists, beside the real one if there is one."""
+    """A fake process group with one existing rank, independent of any real group of this process."""
     check(Part.SEVERAL_DEVICES)
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # destroy_process_group() clears all that is known of any group, real ones too.
+    # destroy_process_group() clears the registries of all groups, real ones included.
     registries = ("map", "names", "group_ranks", "backend_config", "to_tag")
     empty = {f"{_C10D}:_pg_{name}": {} for name in registries} | {f"{_C10D}:_tags_to_pg": {}}
     with (
         all_replaced(empty),
         replaced(f"{_C10D}:_world", c10d._World()),
-        replaced(f"{_C10D}:_group_count", 1_000_000),  # numbers that no real group has
+        replaced(f"{_C10D}:_group_count", 1_000_000),  # numbers no real group gets
         replaced(f"{_C10D}:_unregister_all_process_groups", lambda: None),
-        # init_process_group makes uncaught errors say the rank; this process's are its own.
+        # init_process_group() installs a hook that prefixes uncaught errors with the rank.
         mock.patch.object(sys, "excepthook", sys.excepthook),
     ):
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -92,7 +91,7 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _deepspeed(ledger) -> Iterator[None]:
-    """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no agreement between ranks."""
+    """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no checks across ranks."""
     import deepspeed
 
     check(Part.DEEPSPEED)
@@ -107,10 +106,10 @@ def _deepspeed(ledger) -> Iterator[None]:
         f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
         "deepspeed.ops.adam:DeepSpeedCPUAdam": HostAdam,
         "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
-        # By these numbers real ranks know their weights and modules; one rank's must not run ahead.
+        # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
         f"{zero}.partition_parameters:Init.param_id": 0,
         f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
-        # ZeRO-3 puts its own linear in the place of torch's; torch's own here has it restored afterwards.
+        # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
         "torch.nn.functional:linear": torch.nn.functional.linear,
     }
     groups_before, disabled = dict(vars(groups)), logger.disabled
@@ -126,9 +125,11 @@ def _deepspeed(ledger) -> Iterator[None]:
 
 @contextmanager
 def following_fsdp(ledger) -> Iterator[None]:
-    """Three things of FSDP that the ledger would not see: gathered weights are freed by resizing their storage;
-    DTensor finds out the shape of a result by computing it once on fake tensors of the whole size; gradients come to
-    a shard without autograd's hooks."""
+    """Let the ledger follow FSDP2 where dispatch modes and autograd hooks cannot.
+
+    Gathered weights are freed by resizing their storage; DTensor infers a result's shape by computing it on fake
+    tensors of the unsharded size, which are not memory of the job; sharded gradients bypass autograd's hooks.
+    """
     shard = "torch.distributed.fsdp._fully_shard"
     alloc, free = (f"{shard}._fsdp_param:{name}_storage" for name in ("alloc", "free"))
     post_backward = f"{shard}._fsdp_param_group:FSDPParamGroup.post_backward"
@@ -164,8 +165,7 @@ def following_fsdp(ledger) -> Iterator[None]:
 
 @contextmanager
 def _meshes() -> Iterator[None]:
-    """Meshes lay out ranks where tensors are fake, of which they need values; accelerate wants an accelerator for
-    them."""
+    """Build device meshes, which need tensors with values, outside the fake tensor mode and without an accelerator."""
     build_path, init_path = "accelerate:ParallelismConfig.build_device_mesh", f"{_MESH}:DeviceMesh.__init__"
     build, init = original(build_path), original(init_path)
     number = next(_NUMBERS)  # DTensor caches what it did on a mesh, and an earlier trace's groups are gone
@@ -190,10 +190,10 @@ def _meshes() -> Iterator[None]:
 
 
 class Replica(torch.nn.Module):
-    """Stands for DistributedDataParallel: beside the gradients it keeps their copies, in buckets of its own.
+    """Stands in for DistributedDataParallel, which keeps a second copy of the gradients in its buckets.
 
-    (torch/csrc/distributed/c10d/reducer.cpp: every bucket is a flat tensor of its gradients' size and type, made when
-    the model is wrapped; gradient_as_bucket_view, which would share them, is off by default.)
+    torch/csrc/distributed/c10d/reducer.cpp: a bucket is a flat tensor of its gradients' size and dtype, allocated when
+    the model is wrapped. gradient_as_bucket_view, which shares the memory, is off by default.
     """
 
     ledger = None
@@ -227,8 +227,12 @@ class Replica(torch.nn.Module):
 
 
 def spread(model, mesh: Mesh, bf16: bool):
-    """A model cut up as from_pretrained does with a DistributedConfig, which begins with weights on the meta
-    device."""
+    """Shard a model as from_pretrained does with a DistributedConfig.
+
+    Args:
+        model: with weights on the meta device.
+        bf16: compute in bf16 (fsdp_mixed_precision).
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -249,7 +253,7 @@ def spread(model, mesh: Mesh, bf16: bool):
 
 
 class HostAdam(torch.optim.AdamW):
-    """Stands for DeepSpeedCPUAdam, whose C++ wants bytes: fp32 states on the host and no temporaries."""
+    """Stands in for DeepSpeedCPUAdam, whose C++ reads bytes: fp32 states in host memory, no temporaries."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
@@ -258,7 +262,8 @@ class HostAdam(torch.optim.AdamW):
 def fully_shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], optimizer, mesh, bf16, fp16) -> None:
     """Shard a model as accelerate does under FSDP2: layers, embedding, norm with head, then the rest.
 
-    (accelerate.utils.fsdp_utils.fsdp2_prepare_model; it starts on accelerators only, so its steps are repeated here.)
+    Repeats accelerate.utils.fsdp_utils.fsdp2_prepare_model (1.15), which runs on accelerators only; it can go when
+    that runs on the CPU.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -1,5 +1,4 @@
-"""Stands for DeepSpeed's disk access on fake tensors: buffers take their memory, and reads and writes are done at
-once."""
+"""Stands in for DeepSpeed's NVMe access on fake tensors: buffers take host memory, reads and writes finish at once."""
 
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ from hf_memopt.estimator.accounting.ledger import HOST
 
 
 class Handle:
-    """What deepspeed's `aio_handle` (csrc/aio/py_lib) does, as far as memory is concerned."""
+    """The memory side of deepspeed's `aio_handle` (csrc/aio/py_lib, 0.19.8)."""
 
     def __init__(self, ledger):
         self._ledger = ledger
@@ -17,11 +16,11 @@ class Handle:
         self._locked: set[int] = set()
 
     def new_cpu_locked_tensor(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        """A buffer that stays in host memory."""
+        """Allocate a page-locked buffer."""
         with self._ledger.booking(HOST):
-            made = torch.empty(size, dtype=like.dtype)
-        self._locked.add(made.untyped_storage()._cdata)
-        return made
+            buffer = torch.empty(size, dtype=like.dtype)
+        self._locked.add(buffer.untyped_storage()._cdata)
+        return buffer
 
     def free_cpu_locked_tensor(self, _) -> bool:
         return True
@@ -41,5 +40,5 @@ class Handle:
 
 
 def loader(ledger):
-    """What takes the place of AsyncIOBuilder.load()."""
+    """A replacement of AsyncIOBuilder.load()."""
     return lambda *_, **__: SimpleNamespace(aio_handle=lambda *_, **__: Handle(ledger))

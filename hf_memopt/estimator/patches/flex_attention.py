@@ -1,7 +1,7 @@
-"""Flex attention in a trace: what its kernels and its block mask keep on a card, on fake CPU tensors.
+"""Flex attention in a trace: allocate on fake CPU tensors what its kernels and block mask allocate on a GPU.
 
-Read in torch 2.13 (`nn.attention.flex_attention`, `_higher_order_ops.flex_attention`) and transformers 5.23, not
-measured on a GPU.
+From the source of torch 2.13 (`nn.attention.flex_attention`, `_higher_order_ops.flex_attention`) and transformers
+5.23; not measured on a GPU.
 """
 
 from collections.abc import Iterator
@@ -16,27 +16,27 @@ _BLOCK = 128  # tokens: flex_attention._DEFAULT_SPARSE_BLOCK_SIZE
 
 
 def runs_flex(device: Hardware) -> bool:
-    """Whether levers attend through flex attention on a device (attention_pattern.uses_flex)."""
+    """Whether attention patterns use flex attention on a device (attention_pattern.uses_flex)."""
     return device.backend in ("cuda", "rocm")
 
 
 class _BlockMask:
-    """A BlockMask's tensors: which blocks are masked in part and which not at all, by rows and by columns (int32)."""
+    """A BlockMask's int32 tensors: partially masked and unmasked blocks, by rows and by columns."""
 
     def __init__(self, batch: int, rows: int, columns: int) -> None:
         self.tensors = [
             torch.empty(batch, 1, *shape, dtype=torch.int32)
-            for one, other in ((rows, columns), (columns, rows))
-            for shape in ((one,), (one, other)) * 2
+            for outer, inner in ((rows, columns), (columns, rows))
+            for shape in ((outer,), (outer, inner)) * 2
         ]
 
 
 @contextmanager
 def counted_flex_attention() -> Iterator[None]:
-    """Have levers' attention allocate as flex attention does.
+    """Make attention patterns allocate what flex attention allocates.
 
-    It saves what flash attention saves (queries, keys, values, the output, the log-sum-exp of every query) and the
-    block mask. Backward is counted as flash attention's, which takes more: flex attention has no fp32 sum of dq.
+    Forward saves the queries, keys, values, output and log-sum-exp, as flash attention does, and the block mask.
+    Backward is counted as flash attention's, an upper bound: flex attention has no fp32 accumulator of dq.
     """
     lever = "hf_memopt.levers.attention_pattern"
     stand_ins = {"uses_flex": lambda device: True, "flex_mask": _mask, "flex_attend": _attend}
@@ -52,7 +52,7 @@ def _attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
     from transformers.integrations.flex_attention import repeat_kv
 
     heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    if grouped := not heads & (heads - 1):  # transformers repeats keys and values for other numbers of heads
+    if grouped := not heads & (heads - 1):  # for other head counts transformers repeats keys and values
         groups = 1
     output = torch.nn.functional.scaled_dot_product_attention(
         query, repeat_kv(key, groups), repeat_kv(value, groups), is_causal=True, scale=scaling, enable_gqa=grouped

@@ -1,6 +1,7 @@
-"""Vision towers attend within frames and windows, one call each: thousands, which take as much as a few larger ones.
+"""Trace a vision tower's windows in a few groups instead of thousands of attention calls.
 
-The tensors of a layer's pieces add up to the same, whatever their number, as long as attention keeps no scores.
+Vision towers attend within frames and windows, one call each. As long as attention stores no scores, the tensors of a
+layer add up to the same size however many calls there are.
 """
 
 import sys
@@ -16,14 +17,14 @@ _MOST = 16  # groups that are traced
 
 @contextmanager
 def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
-    """Have the models that are loaded see their windows in a few groups."""
+    """Merge the windows of all imported models into a few groups; not for eager attention, which stores scores."""
     with ExitStack() as stack:
         for name in ("get_vision_attention_seqlens", "get_vision_window_index"):
             path = f"transformers.vision_utils:{name}"
             compute = original(path)
             grouped = _grouped(compute)
             for module_name, module in list(sys.modules.items()):
-                # Models import the function by name, so each holds it itself; eager attention keeps scores of windows.
+                # Each model has imported the function by name, and calls its own copy.
                 imports = module_name.startswith("transformers.models.") and vars(module).get(name) is compute
                 if imports and attn_implementation != "eager":
                     stack.enter_context(replaced(path, grouped, importer=module))
@@ -31,17 +32,17 @@ def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
 
 
 def _grouped(function):
-    def of_groups(*args, **kwargs):
-        return tuple(_joined(found) if _are_bounds(found) else found for found in function(*args, **kwargs))
+    def compute_groups(*args, **kwargs):
+        return tuple(_merge(result) if _are_bounds(result) else result for result in function(*args, **kwargs))
 
-    return of_groups
-
-
-def _are_bounds(found) -> bool:
-    """Whether a tensor says where each piece begins and ends."""
-    return isinstance(found, torch.Tensor) and found.dtype is torch.int32 and len(found) > _MOST + 1
+    return compute_groups
 
 
-def _joined(bounds: torch.Tensor) -> torch.Tensor:
+def _are_bounds(result) -> bool:
+    """Whether a result is cumulative sequence lengths (cu_seqlens, int32), of more windows than are traced."""
+    return isinstance(result, torch.Tensor) and result.dtype is torch.int32 and len(result) > _MOST + 1
+
+
+def _merge(bounds: torch.Tensor) -> torch.Tensor:
     step = -(-(len(bounds) - 1) // _MOST)
     return torch.cat([bounds[:-1:step], bounds[-1:]])
