@@ -6,6 +6,7 @@ from pathlib import Path
 import api_docs
 import cards_docs
 import clusters_docs
+import devices_docs
 import guides_docs
 import levers_docs
 import plans_docs
@@ -17,6 +18,7 @@ from levers_docs import ROOT
 _INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)
 _TABLES = {
     "docs/levers.md": levers_docs.TABLES,
+    "docs/memory.md": devices_docs.TABLES,
     "docs/plans.md": plans_docs.TABLES,
     "docs/clusters.md": clusters_docs.TABLES,
     "docs/guides.md": guides_docs.TABLES,

@@ -297,6 +297,33 @@ def test_files_that_were_contributed_are_calibrations(path):
     assert not file.rehearsal and file.constants
 
 
+def test_the_documentation_has_a_table_as_soon_as_there_are_results(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from devices_docs import assumptions, measured_cards
+
+    assert measured_cards(tmp_path) == "Measured on these cards: nothing yet."
+    assert all(row.source in assumptions() for row in TABLE)
+    (tmp_path / "devices").mkdir()
+    write_json(tmp_path / "devices" / "rtx_4090.json", content())
+    made = measured_cards(tmp_path)
+    assert "| NVIDIA GeForce RTX 4090 | 412 MiB | 16.0 MiB | 140.0 TFLOP/s |" in made
+    assert "−0.4% to +1.2% | 2026-11-20, torch" in made
+    results = {
+        "hardware": {"label": "a card"},
+        "rows": [{"date": "2026-11-21"}],
+        "versions": {"torch": "2.13.0"},
+        "driver": "570.86",
+        "rehearsal": True,
+    }
+    tables = {"Memory, predicted beside measured": [{"case": "a", "error of reserved_bytes": -0.02}]}
+    (tmp_path / "gpu" / "card").mkdir(parents=True)
+    write_json(tmp_path / "gpu" / "card" / "tables.json", tables)
+    write_json(tmp_path / "gpu" / "card" / "results.json", results)
+    assert measured_cards(tmp_path) == made, "a rehearsal in the documentation"
+    write_json(tmp_path / "gpu" / "card" / "results.json", results | {"rehearsal": False})
+    assert "| a card | 1 |  | 2.0% (−2.0% to −2.0%) |  | 2026-11-21, torch 2.13.0" in measured_cards(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_rehearsal_is_stopped_and_continues(tmp_path):

@@ -63,7 +63,7 @@ class Results:
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a case's row in place of its older one, with what it was measured by: later calls may have others."""
-        measured_by = {name: self.header.get(name) for name in ("driver", "versions", "command")}
+        measured_by = {name: self.header.get(name) for name in ("driver", "cuda", "versions", "command")}
         self.rows[row["case"]] = row | measured_by
         content = {**self.header, "rows": list(self.rows.values())}
         write_whole(self.path, json.dumps(content, indent=1, default=str) + "\n")

@@ -12,7 +12,7 @@ from importlib import metadata
 from benchmarks.gpu.case import ROOT, Case
 from hf_memopt.calibration.processes import Processes
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.measured import versions_here
+from hf_memopt.hardware.measured import SWITCH, versions_here
 
 
 class Runner:
@@ -30,9 +30,10 @@ class Runner:
             "env": case.env,
             "date": datetime.now(UTC).date().isoformat(),
         }
-        on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if case.rehearse or task == "predict" else {}
+        env = {"CUDA_VISIBLE_DEVICES": ""} if case.rehearse or task == "predict" else {}
+        env[SWITCH] = "off"  # what is compared are the package's own assumptions
         began = time.monotonic()
-        found = self.processes.run(functools.partial(run_case, case, task, device), limit, {**case.env, **on_cpu})
+        found = self.processes.run(functools.partial(run_case, case, task, device), limit, {**case.env, **env})
         return row | found | {"seconds": round(time.monotonic() - began, 1)}
 
 

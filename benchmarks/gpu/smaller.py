@@ -32,7 +32,7 @@ def measure(case: Case) -> dict:
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
     from hf_memopt.calibration.readings import peaks
-    from hf_memopt.calibration.training import TINY, Setting, config_of, release
+    from hf_memopt.calibration.training import TINY, Setting, load_model_config, release
     from hf_memopt.estimator import overheads
     from hf_memopt.hardware import configure_allocator
     from hf_memopt.levers.adapters import add_adapters
@@ -49,7 +49,7 @@ def measure(case: Case) -> dict:
     if preset.method == "qlora" and not on_card:
         raise Skip("the rehearsal has no 4-bit model of a preset")
     sizes = {} if on_card else {**TINY, "tiny": 1}
-    config = config_of(Setting("smaller", predicted["model"], sizes=sizes))
+    config = load_model_config(Setting("smaller", predicted["model"], sizes=sizes))
     length = predicted["seq_len"] if on_card else 32
     micro = (
         {}

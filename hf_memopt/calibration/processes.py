@@ -57,8 +57,8 @@ class Processes:
         with tempfile.TemporaryDirectory() as folder:
             answer, log = Path(folder, "answer.json"), Path(folder, "log")
             process = self.context.Process(target=_answer, args=(function, env, answer, log))
-            process.start()
             try:
+                process.start()
                 process.join(limit)
                 ended = f"took longer than {limit:.0f} s" if process.is_alive() else f"exit code {process.exitcode}"
             finally:  # Ctrl-C does not reach it: it has a session of its own
@@ -71,6 +71,8 @@ class Processes:
 
 def end_session(process: multiprocessing.Process) -> None:
     """End a process and what it started, which would keep the device's memory."""
+    if process.pid is None:
+        return
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -83,7 +85,10 @@ def _answer(function: Callable[[], dict], env: dict[str, str], answer: Path, log
     if hasattr(os, "setsid"):
         os.setsid()
     die_with_parent()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    except FileNotFoundError:  # Ctrl-C came while this process began, and its parent has tidied up
+        os._exit(1)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= env

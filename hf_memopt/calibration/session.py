@@ -49,8 +49,7 @@ class Session:
         every = measurements(self.device, rehearse)
         self.waiting = [one for one in every if self.found.get(one.name, {}).get("outcome") != "measured"]
         self.count = len(every)
-        if self._path is not None:
-            self._check_writable()
+        self._keep()  # a folder that cannot be written to is refused before anything is measured
 
     def _describe(self) -> tuple[Hardware, dict[str, str | None]]:
         """Asked in a process of its own: to ask CUDA for a card's properties starts it."""
@@ -77,15 +76,6 @@ class Session:
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):  # InputError is a ValueError
             return {}
 
-    def _check_writable(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._keep()
-        except OSError as error:
-            raise InputError(
-                f"{self._path.parent} cannot be written to: {error.strerror}: set HF_MEMOPT_CACHE to a folder that can"
-            ) from error
-
     def run(self, budget: float, say: Callable[[str], None]) -> None:
         """Measure what is waiting, until the budget is spent; each outcome is in the file before the next begins.
 
@@ -110,12 +100,23 @@ class Session:
         row = measure(self._processes, one, self.device, self._env, limit)
         row |= {"seconds": round(time.monotonic() - began, 1), "date": datetime.now(UTC).date().isoformat()}
         self.found[one.name] = row
-        if self._path is not None:
-            self._keep()
+        self._keep()
         return row
 
     def _keep(self) -> None:
-        write_json(self._path, self.content())
+        """Write what has been measured so far; of a rehearsal without --export nothing is kept.
+
+        Raises:
+            InputError: the folder cannot be written to, or its disk is full.
+        """
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, self.content())
+        except OSError as error:
+            fix = "give another --export" if self.rehearsal else "set HF_MEMOPT_CACHE to a folder that can"
+            raise InputError(f"{self._path.parent} cannot be written to: {error.strerror}: {fix}") from error
 
     def content(self) -> dict[str, Any]:
         """The file: what read_device_file() reads, and every measurement."""

@@ -86,7 +86,7 @@ def quantization(method: str):
     )
 
 
-def config_of(setting: Setting):
+def load_model_config(setting: Setting):
     """The model's configuration, in the setting's sizes."""
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.smaller import with_sizes
@@ -112,18 +112,18 @@ def build(setting: Setting, device: str):
 
     from hf_memopt.levers.adapters import add_adapters
 
-    config, dtype = config_of(setting), getattr(torch, setting.dtype)
+    config, dtype = load_model_config(setting), getattr(torch, setting.dtype)
     attention = {"attn_implementation": setting.attention} if setting.attention else {}
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
-    if (packing := quantization(setting.method)) is not None:
+    if (quantization_config := quantization(setting.method)) is not None:
         memory_disk = Path("/dev/shm")  # 8B in 16 bits are 16 GB: through memory, not through a disk
         with tempfile.TemporaryDirectory(dir=memory_disk if memory_disk.is_dir() else None) as folder:
             model.save_pretrained(folder)
             model = None
             release()  # the job itself loads a layer at a time, so the whole model in 16 bits is no part of its peak
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, quantization_config=packing, device_map={"": device}, **attention
+                folder, dtype=dtype, quantization_config=quantization_config, device_map={"": device}, **attention
             )
     if (peft_config := adapter(setting.method)) is not None:
         model = add_adapters(model, peft_config)
@@ -188,9 +188,9 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
 
     from hf_memopt import MemoryArguments, MemoryTrainer
 
-    kind_of_device = accelerator()
+    device = accelerator()
     torch.manual_seed(0)
-    model = build(setting, kind_of_device)
+    model = build(setting, device)
     args = TrainingArguments(
         **{
             "output_dir": folder,
@@ -200,13 +200,13 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
             "disable_tqdm": True,
             "logging_strategy": "no",
             "save_strategy": "no",
-            "use_cpu": kind_of_device == "cpu",
+            "use_cpu": device == "cpu",
             **setting.fields,
             **fields,
         }
     )
     rows = samples(setting, model.config.get_text_config().vocab_size)
-    given = {
+    arguments = {
         "model": model,
         "args": args,
         "train_dataset": rows,
@@ -217,8 +217,8 @@ def make_trainer(setting: Setting, folder: str, steps: int = STEPS, kind=None, c
     if kind is None:
         kind = Trainer if setting.memory is None else MemoryTrainer
     if issubclass(kind, MemoryTrainer):
-        given["memory_args"] = MemoryArguments(**(setting.memory or {}))
-    return kind(**given)
+        arguments["memory_args"] = MemoryArguments(**(setting.memory or {}))
+    return kind(**arguments)
 
 
 def step_clock():
@@ -291,7 +291,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     memory_args = None if setting.memory is None else MemoryArguments(**setting.memory)
     fields = {"per_device_train_batch_size": setting.micro, **setting.fields}
     job = describe(
-        config_of(setting),
+        load_model_config(setting),
         fields,
         setting.length,
         device,

@@ -13,6 +13,7 @@ from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.compatibility.config_files import Fault, difference_here, find_faults, kind_of
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import compiler, has_libaio
+from hf_memopt.hardware.measured import measured_on
 from hf_memopt.units import gib
 
 # Package -> what goes missing without it.
@@ -71,6 +72,7 @@ def examine(as_json: bool) -> None:
             ("memory free", gib(report["free_memory_bytes"])),
             ("host memory", gib(report["host_memory_bytes"])),
             ("data loading", report["data_loading"]["words"]),
+            ("constants", report["calibration"] or "assumed, see docs/memory.md; hf-memopt calibrate measures them"),
             ("bfloat16", "native" if device["native_bf16"] else "emulated or none"),
             ("Python, system", f"{report['python']}, {report['system']}"),
         ],
@@ -129,6 +131,7 @@ def _report() -> dict[str, Any]:
         },
         "device_count": max(1, torch.accelerator.device_count()) if device.backend != "cpu" else 1,
         "free_memory_bytes": _free_memory(device.backend),
+        "calibration": calibration.source if (calibration := measured_on(device)) else None,
         "data_loading": {**asdict(loading), "total": loading.total, "words": str(loading)},
         "host_memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
