@@ -719,7 +719,7 @@ def test_saving_is_tried_after_the_first_step(tmp_path):
 
     with pytest.raises(InputError, match=r"probe_save: no checkpoint can be written to .* No space left on device"):
         train(tmp_path / "full", memory={"probe_save": True}, prepare=full, max_steps=3)
-    with pytest.raises(InputError, match="probe_save: memory does not suffice for a checkpoint"):
+    with pytest.raises(InputError, match="probe_save: not enough memory to write a checkpoint"):
         train(tmp_path / "small", memory={"probe_save": True}, prepare=_saves_fail(2), max_steps=3)
 
 
@@ -880,7 +880,7 @@ def test_the_last_step_is_saved_before_it_is_explained(tmp_path, monkeypatch):
         assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
         raise KeyError("explaining failed")
 
-    monkeypatch.setattr(ending, "oom_report", slow)
+    monkeypatch.setattr(ending, "describe_failure", slow)
     with pytest.raises(KeyError, match="explaining failed"):
         train(tmp_path, prepare=lambda trainer: _fails_from_step(trainer, 2))
 
