@@ -74,7 +74,7 @@ class PairLayout(RowLayout):
 
 
 class KtoLayout(RowLayout):
-    """TRL's KTO batches. The KL term is a mean over the micro-batch, without gradients: every chunk gets all its rows."""
+    """TRL's KTO batches. The KL term is a mean over the micro-batch, without gradients, so chunks get all its rows."""
 
     def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         whole = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
