@@ -38,13 +38,13 @@ def largest_file(size: int):
 @pytest.mark.parametrize("size", [20_000, 80_000], ids=["weights", "optimizer"])
 def test_a_disk_that_fills_up_ends_in_one_sentence_and_the_checkpoint_before_it_is_intact(size, tmp_path):
     def fills_up(trainer):
-        save = trainer._save_whole
+        save = trainer._save_atomically
 
         def limited(*args):
             with largest_file(size) if trainer.state.global_step == 4 else contextlib.nullcontext():
                 save(*args)
 
-        trainer._save_whole = limited
+        trainer._save_atomically = limited
 
     with pytest.raises(
         InputError, match=r"no checkpoint can be written to .*\. Make room .* resumes from checkpoint-2"
@@ -58,13 +58,13 @@ def test_a_disk_that_fills_up_ends_in_one_sentence_and_the_checkpoint_before_it_
 
 def test_before_the_first_checkpoint_there_is_nothing_to_resume_from(tmp_path):
     def full(trainer):
-        save = trainer._save_whole
+        save = trainer._save_atomically
 
         def limited(*args):
             with largest_file(20_000):
                 save(*args)
 
-        trainer._save_whole = limited
+        trainer._save_atomically = limited
 
     with pytest.raises(InputError, match=r"probe_save: no checkpoint can be written .*there is no checkpoint yet"):
         train(tmp_path, prepare=full, memory={"probe_save": True}, **SAVING)
@@ -73,7 +73,7 @@ def test_before_the_first_checkpoint_there_is_nothing_to_resume_from(tmp_path):
 def test_a_log_that_cannot_be_written_costs_no_step(tmp_path, caplog):
     (tmp_path / callback.LOG_FILE).symlink_to("/dev/full")
     assert train(tmp_path, logging_strategy="steps", logging_steps=1, max_steps=3).step == 3
-    assert caplog.text.count("cannot be written to (No space left on device)") == 1
+    assert caplog.text.count("memory_log.jsonl (No space left on device)") == 1
 
 
 def test_an_end_is_explained_on_a_full_disk(tmp_path, caplog):

@@ -147,11 +147,11 @@ def test_rocm_is_told_apart():
 
 
 def test_apple_chips(monkeypatch):
-    monkeypatch.setattr(detect, "_output", lambda *command: "Apple M2")
+    monkeypatch.setattr(detect, "command_output", lambda *command: "Apple M2")
     for total, working_set in ((16, 11), (8, 5)):
         monkeypatch.setattr("psutil.virtual_memory", lambda total=total: SimpleNamespace(total=total * GIB))
         assert detect._apple(working_set * GIB).name == f"apple_m2_{total}gb"
-    monkeypatch.setattr(detect, "_output", lambda *command: "Apple M3 Pro")
+    monkeypatch.setattr(detect, "command_output", lambda *command: "Apple M3 Pro")
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=36 * GIB))
     found = detect._apple(27 * GIB)
     assert found.unified_memory and found.native_bf16 and found.memory == 27 * GIB

@@ -110,7 +110,7 @@ def test_amd_by_its_library(only, monkeypatch):
 def test_amd_by_its_command(said, count, only, monkeypatch):
     """rocm-smi's JSON, where the library is missing."""
     monkeypatch.setitem(sys.modules, "amdsmi", None)
-    monkeypatch.setattr(device_usage, "_output", lambda *command: said)
+    monkeypatch.setattr(device_usage, "command_output", lambda *command: said)
     only("_amd")
     *cards, _ = device_usage.read_devices()
     assert [(card.label, card.total, card.used, card.busy) for card in cards] == [
@@ -123,11 +123,11 @@ def test_apple(only, monkeypatch):
     told = [{"PerformanceStatistics": {"Device Utilization %": 12, "In use system memory": 2**31}}]
     answers = {
         "ioreg": plistlib.dumps(told).decode(),
-        "machdep.cpu.brand_string": "Apple M2\n",
-        "iogpu.wired_limit_mb": "0\n",
+        "machdep.cpu.brand_string": "Apple M2",
+        "iogpu.wired_limit_mb": "0",
     }
     monkeypatch.setattr(
-        device_usage, "_output", lambda *command: answers.get(command[-1], answers.get(command[0], ""))
+        device_usage, "command_output", lambda *command: answers.get(command[-1], answers.get(command[0], ""))
     )
     monkeypatch.setattr(device_usage.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(device_usage.platform, "machine", lambda: "arm64")

@@ -717,7 +717,7 @@ def test_saving_is_tried_after_the_first_step(tmp_path):
 
     with pytest.raises(InputError, match=r"probe_save: no checkpoint can be written to .* No space left on device"):
         train(tmp_path / "full", memory={"probe_save": True}, prepare=full, max_steps=3)
-    with pytest.raises(InputError, match="probe_save: memory does not suffice for a checkpoint"):
+    with pytest.raises(InputError, match="probe_save: not enough memory to write a checkpoint"):
         train(tmp_path / "small", memory={"probe_save": True}, prepare=_saves_fail(2), max_steps=3)
 
 

@@ -11,8 +11,9 @@ from test_memory_trainer import QUIET, Rows, collate, llama, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
+from hf_memopt.hardware.detection import host_memory
 from hf_memopt.monitor.growth import GrowthDiagnosis, Observation
-from hf_memopt.monitor.readers import Reader, Reading, host_capacity, peak_resident
+from hf_memopt.monitor.readers import Reader, Reading, peak_resident
 from hf_memopt.trainer.batch_limit import BatchLimit
 
 GIB = 2**30
@@ -40,13 +41,13 @@ def test_the_cpu_reader_reads_this_process():
 
 
 def test_a_container_has_less(monkeypatch, tmp_path):
-    from hf_memopt.monitor import readers
+    from hf_memopt.hardware import detection
 
     (tmp_path / "memory.max").write_text("1073741824\n")
-    monkeypatch.setattr(readers, "_CGROUP_LIMITS", (str(tmp_path / "memory.max"),))
-    assert host_capacity() == GIB
+    monkeypatch.setattr(detection, "_CGROUP_LIMITS", (str(tmp_path / "memory.max"),))
+    assert host_memory() == GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_capacity() == psutil.virtual_memory().total
+    assert host_memory() == psutil.virtual_memory().total
 
 
 class FakeDevice:

@@ -57,7 +57,7 @@ def test_with_adam_mini_and_resumed(tmp_path):
 @pytest.mark.parametrize("phase", [slow("forward"), "backward"])
 def test_running_out_ends_the_run(phase, tmp_path):
     """Weights are changed on the way back: nothing can be taken again; before that, the last good step is saved."""
-    with pytest.raises(TrainingOutOfMemory, match="optimizer_in_backward cannot take a step again") as end:
+    with pytest.raises(TrainingOutOfMemory, match="optimizer_in_backward cannot repeat a step") as end:
         train(tmp_path, Strikes({phase: {400}}), memory=MEMORY, **ALONE)
     assert end.value.report["step"] > 0
     assert (end.value.report["checkpoint"] is not None) == (phase == "forward")

@@ -30,7 +30,7 @@ def test_everything_is_on_the_page(tmp_path):
         "1.5000",
         "per_device_train_batch_size",
         "2.13.0",
-        "pieces of down to 4 samples",
+        "chunks of down to 4 samples",
         "a note &lt;b&gt;",
     ):
         assert told in text, told
@@ -100,7 +100,7 @@ def test_what_to_try_next(changed, told, tmp_path):
                 "world_size": 2,
                 "gradient_accumulation_steps": 4,
             },
-            "step 10: 32 samples a step as before, on 2 process(es): gradient_accumulation_steps=4",
+            "step 10: effective batch size kept at 32, on 2 process(es): gradient_accumulation_steps=4",
         ),
         ({"event": "of another version", "field": 1}, "step 10: of another version: field=1"),
     ],

@@ -275,7 +275,7 @@ def test_resuming_runs_nothing(name, run, tmp_path):
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "memory_manifest.json").unlink()
         torch.save({"state": Runs(tmp_path / "proof")}, checkpoint / name)
-    with pytest.raises(InputError, match=r"is not read, since it could run code: GLOBAL posix\.mkdir"):
+    with pytest.raises(InputError, match=r"is not loaded, since it could run code: GLOBAL posix\.mkdir"):
         train(folder, resume=True, **SAVING | {"max_steps": 5})
     assert not (tmp_path / "proof").exists()
 

@@ -99,7 +99,7 @@ def test_fetching_is_told_from_what_else_lies_between_two_steps():
     wait = DataWait(clock)
 
     def step(timed: bool):
-        wait.free()
+        wait.reset()
         batches = iter([1])
         if timed:
             batches = wait.timed(slowly(batches))

@@ -406,14 +406,14 @@ def test_a_few_bytes_do_not_take_all_memory(index, tmp_path):
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(InputError, match="is no memory snapshot"):
+    with pytest.raises(InputError, match="is not a memory snapshot"):
         analyze_snapshot(_pickled(tmp_path, b"\x80\x02]r" + index + b"."))
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_what_unpacks_to_too_much(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_memopt.reports.snapshot_file.LARGEST", 10_000)
-    with pytest.raises(InputError, match="unpacks to more than"):
+    with pytest.raises(InputError, match="decompresses to more than"):
         analyze_snapshot(_pickled(tmp_path, gzip.compress(b"{" + b" " * 20_000)))
     with pytest.raises(InputError, match="at most 10,000 are read"):
         analyze_snapshot(_pickled(tmp_path, b"{" + b" " * 20_000))

@@ -269,9 +269,11 @@ def test_flex_attention_gives_the_same(on_flex):
 def test_shared_sequences_are_refused(memory, tmp_path):
     """DeepSpeed's Ulysses puts itself in the place of sdpa and flash attention, not of a pattern's."""
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    from hf_memopt.trainer.data_loading import sequence_parallel_collator
+
     trainer = MemoryTrainer(model=llama(), args=args, memory_args=MemoryArguments(**memory))
     with pytest.raises(InputError, match=f"{next(iter(memory))} needs whole sequences"):
-        trainer._share_tokens(2)
+        sequence_parallel_collator(trainer)
 
 
 SPARSE = {"sparse_block_size": 32, "num_local_blocks": 1}

@@ -130,7 +130,7 @@ def test_machines_without_a_shared_disk_keep_their_parts(tmp_path):
 
 
 def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
-    """ZeRO-3 cannot take a step again: no hang, exit code 75, and the checkpoint before it is whole."""
+    """ZeRO-3 cannot repeat a step: no hang, exit code 75, and the checkpoint before it is whole."""
     from conftest import ROOT
     from conftest import run as command
 
@@ -149,7 +149,7 @@ def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
     )
     assert done.returncode != 0
     assert "exitcode  : 75" in done.stderr
-    assert "DEEPSPEED cannot take a step again" in done.stderr
+    assert "DEEPSPEED cannot repeat a step" in done.stderr
     report = json.loads((tmp_path / "oom_report.json").read_text())
     assert (report["step"], report["kind"]) == (2, "device")
     assert report["checkpoint"].endswith("checkpoint-2"), "the newest that the run wrote before"

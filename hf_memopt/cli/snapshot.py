@@ -94,7 +94,7 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
         reason=found.about.get("reason", plain(Path(file).name)),
         verdict=verdict(found),
         failed=bool(found.out_of_memory),
-        made=charts.both(draw, "kinds"),
+        timeline=charts.both(draw, "kinds"),
         colours=charts.COLOURS,
         by_kind=found.by_kind,
         modules=[(module, size(taken)) for module, taken in found.by_module.items()],

@@ -1,5 +1,6 @@
 """What this machine is: a catalog entry where the device is known, a truthful generic one where it is not."""
 
+import os
 import platform
 import re
 import subprocess
@@ -34,6 +35,7 @@ _NAMES = [
     (r"RX 7900 XTX", "rx_7900_xtx"),
     (r"MI300X", "mi300x"),
 ]
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup v2, v1
 
 
 def get_hardware(name: str) -> Hardware:
@@ -115,7 +117,7 @@ def _apple(working_set: int) -> Hardware:
     """An Apple chip; `working_set` is Metal's recommended limit in bytes."""
     import psutil
 
-    chip = _output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
+    chip = command_output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
     total = psutil.virtual_memory().total
     for name in ("apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb"):
         known = catalog_entry(name)
@@ -134,15 +136,14 @@ def _apple(working_set: int) -> Hardware:
 
 
 def _cpu() -> Hardware:
-    """This machine's CPU; memory is the smaller of what is installed and what the container may use."""
+    """This machine's CPU."""
     import psutil
 
-    memory = min(filter(None, (psutil.virtual_memory().total, _cgroup_limit())))
     return replace(
         catalog_entry("cpu"),
         label=cpu_name(),
         nominal_memory=psutil.virtual_memory().total,
-        memory=memory,
+        memory=host_memory(),
         bandwidth=None,
         architecture=platform.machine(),
         sources=MappingProxyType({"memory": "this machine"}),
@@ -172,15 +173,24 @@ def _same_memory(found: int, nominal: int) -> bool:
     return 0.88 * nominal <= found <= 1.02 * nominal
 
 
-def _cgroup_limit() -> int | None:
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+def host_memory() -> int:
+    """Bytes of host memory that this process may use: what is installed, or a container's limit where that is less."""
+    import psutil
+
+    limits = [psutil.virtual_memory().total]
+    for file in _CGROUP_LIMITS:
         try:
             text = Path(file).read_text().strip()
         except OSError:
             continue
-        if text.isdigit() and int(text) < 2**60:  # cgroup v1 writes a huge number for "no limit"
-            return int(text)
-    return None
+        if text.isdigit():  # "max" is no limit; cgroup v1 writes a number above any machine's memory for it
+            limits.append(int(text))
+    return min(limits)
+
+
+def usable_processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
@@ -192,8 +202,9 @@ def cpu_name() -> str:
     return match.group(1) if match else platform.processor() or platform.machine()
 
 
-def _output(*command: str) -> str:
+def command_output(*command: str) -> str:
+    """What a command prints, stripped; "" where it fails, is missing or takes longer than ten seconds."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

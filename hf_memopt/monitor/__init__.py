@@ -1,1 +1,1 @@
-"""Device memory: readers, thresholds, a callback for any Trainer, and the diagnosis of growth."""
+"""Device memory: readers, thresholds, callbacks for any Trainer, snapshots, and the diagnosis of growth."""

@@ -1,8 +1,7 @@
-"""MemoryCallback: memory beside the loss, for any Trainer."""
+"""MemoryCallback logs memory together with the loss, in any Trainer."""
 
 import json
 import logging
-import os
 import time
 from dataclasses import replace
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from hf_memopt.hardware.detection import usable_processors
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.monitor.growth import ADVICE, GrowthDiagnosis, Observation
 from hf_memopt.monitor.monitor import MemoryMonitor
@@ -26,14 +26,14 @@ _SPEEDS = ("tokens_per_second", "data_wait_share", "device_busy_share", "disk_wa
 class MemoryCallback(TrainerCallback):
     """Logs memory at every logging step, evaluation and save: to the Trainer's trackers and to memory_log.jsonl.
 
-    Give it to any Trainer (`callbacks=[MemoryCallback()]`); attach() puts it before the trackers that the Trainer made
-    itself, so that they get its figures too. MemoryTrainer has one of its own.
+    Pass it to any Trainer (`callbacks=[MemoryCallback()]`), or call attach(), which puts it before the Trainer's own
+    trackers, so that they get its figures too. MemoryTrainer has one already.
 
-    Beside memory it logs why a run may be slow: `data_wait_share` (of the steps' time, before their batches came),
-    `device_busy_share` (as NVML or amdsmi has it) and `disk_wait_share` (of the host's processors, on Linux).
+    It also logs why a run may be slow: `data_wait_share` (share of step time spent waiting for batches),
+    `device_busy_share` (from NVML or amdsmi) and `disk_wait_share` (of the host's processor time, on Linux).
 
     Args:
-        memory_args: MemoryArguments, for the thresholds.
+        memory_args: MemoryArguments, for thresholds and limits.
     """
 
     def __init__(self, memory_args: MemoryArguments | None = None) -> None:
@@ -42,19 +42,19 @@ class MemoryCallback(TrainerCallback):
         self.growth: GrowthDiagnosis | None = None
         self._peaks: dict[str, int] = {}
         self._last_tokens: tuple[float, int] | None = None
-        self._named: str | None = None
+        self._last_label: str | None = None
         self.data_wait, self._disk_wait = DataWait(), DiskWait()
-        # From a trainer that knows them: tensor elements and fullest moment of the last step, tokens so far.
+        # Set by MemoryTrainer: tensor elements and peak bytes of the last step, and tokens so far.
         self.elements = self.near_peak = self.tokens = 0
-        self.note = ""  # what it did about memory since the last dashboard line
+        self.note = ""  # what MemoryTrainer changed since the last dashboard line
 
     def attach(self, trainer) -> "MemoryCallback":
-        """Become the trainer's first callback, whose figures go to the trackers, not to the progress bar's line."""
+        """Become the trainer's first callback, with figures for the trackers but not on the console."""
         callbacks = trainer.callback_handler.callbacks
-        for console in [found for found in callbacks if isinstance(found, ProgressCallback | PrinterCallback)]:
-            kept: dict[str, float] = {}
-            place = callbacks.index(console)
-            callbacks[place : place + 1] = [_Hidden(kept), console, _Shown(kept)]
+        for console in [one for one in callbacks if isinstance(one, ProgressCallback | PrinterCallback)]:
+            hidden: dict[str, float] = {}
+            index = callbacks.index(console)
+            callbacks[index : index + 1] = [_HideFigures(hidden), console, _ShowFigures(hidden)]
         callbacks.insert(0, self)
         return self
 
@@ -62,17 +62,17 @@ class MemoryCallback(TrainerCallback):
         self.monitor = self.monitor or MemoryMonitor.of(self.memory_args, args.device)
         self.growth = GrowthDiagnosis(self.monitor.reader.capacity())
         self._last_tokens = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
-        self.data_wait.free()
+        self.data_wait.reset()
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.data_wait.free()
+        self.data_wait.reset()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.data_wait.step_begins()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.data_wait.step_ends()
-        reading = self.monitor.reader.read()  # gradients were dropped just now
+        reading = self.monitor.reader.read()  # after zero_grad
         others = max(0, reading.used - reading.reserved) if self.monitor.reader.kind != "cpu" else 0
         peak = self.near_peak or reading.peak_allocated
         self.growth.observe(Observation(reading.allocated, peak, reading.reserved, self.elements, others))
@@ -87,40 +87,40 @@ class MemoryCallback(TrainerCallback):
             state.log_history[-1].update(figures)
         self._write(args, state, "train", reading, figures)
         label = self.growth.label()
-        if label != self._named:
-            self._named = label
+        if label != self._last_label:
+            self._last_label = label
             if label is not None:
                 logger.warning("memory grows: %s: %s", label, ADVICE[label])
                 if state.is_world_process_zero:
                     append(args.output_dir, {"event": "memory_grows", "step": state.global_step, "label": label})
         notes = [self.note, f"memory grows: {label}" if label else ""]
         line = self.monitor.dashboard(
-            state.global_step, self._at_its_fullest(reading), ", ".join(note for note in notes if note)
+            state.global_step, self._at_peak(reading), ", ".join(note for note in notes if note)
         )
         self.note = ""
         if line and state.is_world_process_zero:
             print(line, flush=True)
-        self.data_wait.free()
+        self.data_wait.reset()
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._phase(args, state, "eval")
+        self._log_phase(args, state, "eval")
 
     def on_save(self, args, state, control, **kwargs):
-        self._phase(args, state, "save")
+        self._log_phase(args, state, "save")
 
-    def _at_its_fullest(self, reading: Reading) -> Reading:
-        """A reading as of the fullest moment of the step, which is over when it is logged."""
+    def _at_peak(self, reading: Reading) -> Reading:
+        """The reading with the step's peak as `allocated`: when it is logged, activations are freed already."""
         return replace(reading, allocated=max(reading.allocated, self.near_peak or reading.peak_allocated))
 
-    def _phase(self, args, state, phase: str) -> None:
+    def _log_phase(self, args, state, phase: str) -> None:
         if self.monitor is not None:
             self._write(args, state, phase, self.monitor.reader.read(), {})
-            self.data_wait.free()
+            self.data_wait.reset()
 
     def _figures(self, args, state, reading: Reading) -> dict[str, float]:
-        """What trackers get: GiB, shares and tokens a second; peaks and the wait for data are the largest of all
+        """Figures for trackers: GiB, shares and tokens a second; peaks and data_wait_share are the largest of all
         processes."""
-        waited = round((self.data_wait.share() or 0.0) * 10**4)
+        waited = round((self.data_wait.share() or 0.0) * 10**4)  # an integer, like the bytes it is reduced with
         peak, reserved, waited = _largest(args, reading.peak_allocated, reading.peak_reserved, waited)
         figures = {
             "memory/peak_allocated_gib": round(peak / 2**30, 4),
@@ -147,43 +147,38 @@ class MemoryCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         line = {"step": state.global_step, "phase": phase, "time": round(time.time(), 3), **reading.to_dict()}
-        line["status"] = self.monitor.status(self._at_its_fullest(reading).utilization)
+        line["status"] = self.monitor.status(self._at_peak(reading).utilization)
         line |= {name: figures[name] for name in _SPEEDS if name in figures}
         if figures:
-            line |= {"dataloader_num_workers": args.dataloader_num_workers, "processors": _processors()}
+            line |= {"dataloader_num_workers": args.dataloader_num_workers, "processors": usable_processors()}
         append(args.output_dir, line)
 
 
-class _Hidden(TrainerCallback):
-    """Takes the memory figures out before the console prints the rest."""
+class _HideFigures(TrainerCallback):
+    """Removes the memory figures before the console prints the logs."""
 
-    def __init__(self, kept: dict[str, float]) -> None:
-        self.kept = kept
+    def __init__(self, hidden: dict[str, float]) -> None:
+        self.hidden = hidden
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name in [name for name in logs or () if name.startswith("memory/")]:
-            self.kept[name] = logs.pop(name)
+            self.hidden[name] = logs.pop(name)
 
 
-class _Shown(TrainerCallback):
-    """Puts them back for whoever comes after it."""
+class _ShowFigures(TrainerCallback):
+    """Puts them back for the callbacks after the console."""
 
-    def __init__(self, kept: dict[str, float]) -> None:
-        self.kept = kept
+    def __init__(self, hidden: dict[str, float]) -> None:
+        self.hidden = hidden
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is not None:
-            logs.update(self.kept)
-        self.kept.clear()
-
-
-def _processors() -> int:
-    """Processors that this process may run on: more workers than that take turns."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            logs.update(self.hidden)
+        self.hidden.clear()
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
-    """Add a line to a run's memory_log.jsonl, without secrets. A full disk costs the line, not the run."""
+    """Append a line to a run's memory_log.jsonl, without secrets. Where that fails, the run continues without it."""
     path = Path(folder) / LOG_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,15 +190,15 @@ def append(folder: str, line: dict[str, Any]) -> None:
 
 @cache
 def _warn_once(path: Path, reason: str) -> None:
-    logger.warning("%s cannot be written to (%s): what was measured is not kept", path, reason)
+    logger.warning("cannot write to %s (%s): readings are not kept", path, reason)
 
 
 def _largest(args, *sizes: int) -> tuple[int, ...]:
-    """The largest of each size over all processes."""
+    """The largest value of each size over all processes."""
     if args.world_size == 1:
         return sizes
     import torch
 
-    found = torch.tensor(sizes, dtype=torch.int64, device=args.device)
-    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-    return tuple(found.tolist())
+    largest = torch.tensor(sizes, dtype=torch.int64, device=args.device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return tuple(largest.tolist())

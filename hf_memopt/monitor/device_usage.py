@@ -1,29 +1,27 @@
-"""Every device of this machine as its driver sees it: memory, how busy it is, who uses it. Needs no torch.
+"""Every device of this machine as its driver reports it: memory, utilization, processes. Needs no torch.
 
-NVIDIA by NVML (nvidia-ml-py), AMD by amdsmi, which comes with ROCm, or rocm-smi, Apple by ioreg, and the host.
+NVIDIA through NVML (nvidia-ml-py), AMD through amdsmi (part of ROCm) or rocm-smi, Apple through ioreg, and the host.
 """
 
 import json
 import platform
 import plistlib
-import subprocess
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
 
-from hf_memopt.hardware.detection import cpu_name
-from hf_memopt.monitor.readers import host_capacity
+from hf_memopt.hardware.detection import command_output, cpu_name, host_memory
 
 _AMD_MIB = 2**20  # amdsmi counts VRAM in MiB (amdsmi_vram_usage_t), processes' in bytes
 
 
 @dataclass(frozen=True)
 class Process:
-    """Who uses a device.
+    """A process that uses a device.
 
     Attributes:
-        memory: bytes; None where the driver does not tell.
+        memory: bytes; None where the driver does not report them.
     """
 
     pid: int
@@ -39,7 +37,7 @@ class Device:
         label: the product's name.
         kind: nvidia, amd, apple or cpu.
         used, total: bytes.
-        busy: share of the time that something ran, 0 to 1; None where the driver does not tell.
+        busy: share of the time that a kernel ran, 0 to 1; None where the driver does not report it.
         processes: the largest first.
     """
 
@@ -61,7 +59,7 @@ class Device:
 
 
 def read_devices() -> list[Device]:
-    """All of them, the host last."""
+    """All devices, the host last."""
     return [*_nvidia(), *_amd(), *_apple(), _host()]
 
 
@@ -73,7 +71,7 @@ def _nvidia() -> list[Device]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []  # no driver, so no card
+        return []  # no driver
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [_nvidia_device(pynvml, handle) for handle in handles]
@@ -85,13 +83,13 @@ def _nvidia_device(pynvml, handle) -> Device:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    except pynvml.NVMLError:  # a MIG slice tells none
+    except pynvml.NVMLError:  # not available on a MIG slice
         busy = None
     try:
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except pynvml.NVMLError:
         running = []
-    processes = [Process(one.pid, _name(one.pid), one.usedGpuMemory) for one in running]
+    processes = [Process(entry.pid, _name(entry.pid), entry.usedGpuMemory) for entry in running]
     label = pynvml.nvmlDeviceGetName(handle)
     return Device(label, "nvidia", memory.used, memory.total, busy, _sorted(processes))
 
@@ -99,7 +97,7 @@ def _nvidia_device(pynvml, handle) -> Device:
 def _amd() -> list[Device]:
     try:
         import amdsmi
-    except Exception:  # it loads ROCm's library when it is imported, and raises what that raises
+    except Exception:  # importing it loads ROCm's library, which may raise anything
         return _amd_by_command()
     try:
         amdsmi.amdsmi_init()
@@ -115,8 +113,8 @@ def _amd_device(amdsmi, handle) -> Device:
     memory = amdsmi.amdsmi_get_gpu_vram_usage(handle)
     busy = amdsmi.amdsmi_get_gpu_activity(handle).get("gfx_activity")
     processes = [
-        Process(one["pid"], one["name"], one["memory_usage"]["vram_mem"])
-        for one in amdsmi.amdsmi_get_gpu_process_list(handle)
+        Process(entry["pid"], entry["name"], entry["memory_usage"]["vram_mem"])
+        for entry in amdsmi.amdsmi_get_gpu_process_list(handle)
     ]
     label = amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"]
     return Device(
@@ -130,19 +128,19 @@ def _amd_device(amdsmi, handle) -> Device:
 
 
 def _amd_by_command() -> list[Device]:
-    """What rocm-smi prints; it names the cards card0, card1, …."""
-    said = _output("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuse", "--json")
+    """AMD cards from rocm-smi, which names them card0, card1, …."""
+    output = command_output("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuse", "--json")
     try:
-        cards = json.loads(said) if said else {}
+        cards = json.loads(output) if output else {}
     except ValueError:
         return []
-    found = []
+    devices = []
     for name, card in sorted(cards.items()):
         if not name.startswith("card") or "VRAM Total Memory (B)" not in card:
             continue
         busy = card.get("GPU use (%)", "")
         label = card.get("Card Series") or card.get("Card series") or card.get("Card Model") or name
-        found.append(
+        devices.append(
             Device(
                 label,
                 "amd",
@@ -151,37 +149,38 @@ def _amd_by_command() -> list[Device]:
                 float(busy) / 100 if str(busy).isdigit() else None,
             )
         )
-    return found
+    return devices
 
 
 def _apple() -> list[Device]:
     """The GPU of Apple Silicon, whose memory is the host's."""
     if platform.system() != "Darwin" or platform.machine() != "arm64":
         return []
-    said = _output("ioreg", "-r", "-d", "1", "-a", "-c", "IOAccelerator")
+    output = command_output("ioreg", "-r", "-d", "1", "-a", "-c", "IOAccelerator")
     try:
-        figures = plistlib.loads(said.encode())[0].get("PerformanceStatistics", {}) if said else {}
+        figures = plistlib.loads(output.encode())[0].get("PerformanceStatistics", {}) if output else {}
     except (ValueError, IndexError, plistlib.InvalidFileException):
         figures = {}
     busy = figures.get("Device Utilization %")
     used = figures.get("In use system memory", 0)
-    label = _output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
+    label = command_output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
     total = _wired_limit() or psutil.virtual_memory().total
-    return [Device(f"{label.strip()} GPU", "apple", used, total, busy / 100 if busy is not None else None)]
+    return [Device(f"{label} GPU", "apple", used, total, busy / 100 if busy is not None else None)]
 
 
 def _wired_limit() -> int | None:
-    """Bytes that the GPU may keep, where somebody has set it."""
-    said = _output("sysctl", "-n", "iogpu.wired_limit_mb").strip()
-    return int(said) * 2**20 if said.isdigit() and int(said) else None
+    """Bytes that the GPU may wire, where the user has set a limit."""
+    limit = command_output("sysctl", "-n", "iogpu.wired_limit_mb")
+    return int(limit) * 2**20 if limit.isdigit() and int(limit) else None
 
 
 def _host() -> Device:
-    memory, total = psutil.virtual_memory(), host_capacity()
+    memory, total = psutil.virtual_memory(), host_memory()
     processes = []
-    for one in psutil.process_iter(["pid", "name", "memory_info"]):
-        if one.info["memory_info"] is not None and one.info["memory_info"].rss > 256 * 2**20:
-            processes.append(Process(one.info["pid"], one.info["name"] or "", one.info["memory_info"].rss))
+    for process in psutil.process_iter(["pid", "name", "memory_info"]):
+        info = process.info
+        if info["memory_info"] is not None and info["memory_info"].rss > 256 * 2**20:
+            processes.append(Process(info["pid"], info["name"] or "", info["memory_info"].rss))
     used = min(total, memory.total - memory.available)
     return Device(f"{cpu_name()} (host)", "cpu", used, total, psutil.cpu_percent(None) / 100, _sorted(processes))
 
@@ -194,11 +193,4 @@ def _name(pid: int) -> str:
 
 
 def _sorted(processes: list[Process], most: int = 5) -> tuple[Process, ...]:
-    return tuple(sorted(processes, key=lambda one: -(one.memory or 0))[:most])
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return tuple(sorted(processes, key=lambda process: -(process.memory or 0))[:most])

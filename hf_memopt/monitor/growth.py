@@ -1,4 +1,4 @@
-"""Why memory grows over steps: a leak, fragmentation, longer data, or somebody else."""
+"""Why memory grows over steps: a leak, fragmentation, longer samples, or another process."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -6,28 +6,29 @@ from itertools import pairwise
 from statistics import median
 
 ADVICE = {
-    "leak": "something keeps tensors from step to step: look for losses or outputs that are stored without detach() "
-    "or item(), and for a growing cache; emptying the allocator's cache does not help",
-    "fragmentation": "the allocator holds ever more than tensors need: set "
+    "leak": "something keeps tensors from step to step: look for losses or outputs stored without detach() or "
+    "item(), and for a growing cache; emptying the allocator's cache does not help",
+    "fragmentation": "the allocator reserves more and more than tensors need: set "
     "PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to few lengths",
-    "longer data": "peaks follow the size of the batches: memory is as the data are; sort out the longest samples, or "
-    "try the worst batch first (probe_worst_batch)",
-    "other process": "another process takes ever more of this device",
+    "longer data": "peaks follow the size of the batches: remove or shorten the longest samples, or try the largest "
+    "batch first (probe_worst_batch)",
+    "other process": "another process uses more and more of this device",
 }
-_ENOUGH = 0.02  # of the capacity: growth below it is none
-_KEPT = 200
+_MIN_GROWTH = 0.02  # of the capacity; less is noise
+_KEPT = 200  # optimizer steps
+_FEWEST = 12  # steps: three in each quarter that is compared
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One optimizer step, in bytes (`elements`: a number).
+    """Memory in one optimizer step, in bytes.
 
     Attributes:
-        resting: allocated after gradients were dropped.
-        peak: the most that was allocated in the step.
-        reserved: by the allocator.
-        elements: tensor elements of the step's largest micro-batch.
-        others: of other processes on the device.
+        resting: allocated after zero_grad.
+        peak: most bytes allocated within the step.
+        reserved: held by the allocator.
+        elements: tensor elements in the step's micro-batches.
+        others: used by other processes on the device.
     """
 
     resting: int
@@ -38,7 +39,7 @@ class Observation:
 
 
 class GrowthDiagnosis:
-    """Collects observations and names what grows.
+    """Collects observations and names the cause of growth.
 
     Args:
         capacity: bytes of the device.
@@ -52,8 +53,8 @@ class GrowthDiagnosis:
         self._seen.append(step)
 
     def label(self) -> str | None:
-        """leak, fragmentation, longer data, other process; None where nothing grows (or too little was seen)."""
-        if len(self._seen) < 12:
+        """leak, fragmentation, longer data, other process; None where nothing grows, or before enough steps."""
+        if len(self._seen) < _FEWEST:
             return None
         if self._grows(lambda step: step.resting, steadily=True):
             return "leak"
@@ -69,14 +70,14 @@ class GrowthDiagnosis:
         """Whether a size is larger at the end than at the beginning, by more than it varies between neighbours.
 
         Args:
-            steadily: and in each quarter than in the one before.
+            steadily: in each quarter more than in the one before.
         """
         sizes = [size(step) for step in self._seen]
         quarter = len(sizes) // 4
         medians = [median(sizes[start : start + quarter]) for start in range(0, 4 * quarter, quarter)]
         grown = medians[-1] - medians[0]
         noise = median(abs(after - before) for before, after in pairwise(sizes))
-        if grown < max(_ENOUGH * self.capacity, 2 * noise):
+        if grown < max(_MIN_GROWTH * self.capacity, 2 * noise):
             return False
         return not steadily or all(after > before for before, after in pairwise(medians))
 

@@ -1,4 +1,4 @@
-"""What data loading takes of the host: worker processes, batches that wait in them, a stream's shuffle buffers."""
+"""Host memory of data loading: worker processes, prefetched batches, shuffle buffers of streams."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import psutil
 from hf_memopt.units import gib
 
 TOKEN_BYTES = 24  # input_ids, labels and attention_mask or position_ids, 8 bytes each
-# Bytes of text for a token: about four characters of English (OpenAI, "What are tokens and how to count them?"). Other
-# languages and code take more or fewer; a stream's rows have not been seen when this is needed.
+# Bytes of text per token: about four characters of English (OpenAI, "What are tokens and how to count them?"). Other
+# languages and code differ, but a stream's rows cannot be counted before it is read.
 _TEXT_BYTES = 4
 
 
@@ -17,13 +17,13 @@ class LoaderMemory:
     """Host memory of a job's data loading, in bytes.
 
     Attributes:
-        workers: of one process that trains.
-        processes: that train on this machine, each with its workers.
-        prefetch: batches that wait for each worker.
-        batch: of one micro-batch.
-        worker: what one process has of its own (measure_worker); None where it is not known.
-        buffer: rows that each worker shuffles within; 0 where the data are not a stream.
-        free: of the host, now.
+        workers: number per training process.
+        processes: training processes on this machine, each with its workers.
+        prefetch: batches prefetched by each worker.
+        batch: bytes of one micro-batch.
+        worker: bytes of one worker process (measure_worker); None where unknown.
+        buffer: bytes of each worker's shuffle buffer; 0 where the dataset is not a stream.
+        free: bytes available on the host now.
     """
 
     workers: int
@@ -36,21 +36,21 @@ class LoaderMemory:
 
     @property
     def batches(self) -> int:
-        """Of all batches that wait."""
+        """Bytes of all prefetched batches."""
         return self.processes * self.workers * self.prefetch * self.batch
 
     @property
     def total(self) -> int:
-        """Of everything."""
+        """Bytes of workers, batches and buffers together."""
         return self.batches + self.processes * (self.workers * (self.worker or 0) + max(1, self.workers) * self.buffer)
 
     @property
     def warning(self) -> str | None:
-        """What to change where it is more than the host has left; None where it is not."""
+        """What to change where the host has too little memory; None where it has enough."""
         if self.total <= self.free:
             return None
-        each = self.processes * ((self.worker or 0) + self.prefetch * self.batch + self.buffer)
-        changes = [f"dataloader_num_workers={self.free // max(1, each)}"] if self.workers else []
+        per_worker = self.processes * ((self.worker or 0) + self.prefetch * self.batch + self.buffer)
+        changes = [f"dataloader_num_workers={self.free // max(1, per_worker)}"] if self.workers else []
         if self.buffer > (self.worker or 0):
             changes.append("a smaller shuffle_buffer_size")
         needs = f"data loading takes about {gib(self.total)} of host memory, and {gib(self.free)} are free"
@@ -58,14 +58,10 @@ class LoaderMemory:
 
     def __str__(self) -> str:
         many = f"{self.processes} × " if self.processes > 1 else ""
-        own = (
-            "not measured: none could be started"
-            if self.worker is None
-            else f"{mib(self.worker)} each when they start"
-        )
+        own = "not measured: none could be started" if self.worker is None else f"{mib(self.worker)} each at start"
         parts = [
             f"{many}{self.workers} worker(s), {own}",
-            f"{self.prefetch} batch(es) ahead in each: {mib(self.batches)}",
+            f"{self.prefetch} prefetched batch(es) each: {mib(self.batches)}",
         ]
         if self.buffer:
             parts.append(f"shuffle buffers of about {mib(self.buffer)} each")
@@ -80,14 +76,14 @@ def mib(size: int) -> str:
 def loader_memory(
     fields, batch: int, processes: int = 1, buffer_rows: int = 0, tokens: int = 0
 ) -> LoaderMemory | None:
-    """What data loading would take here; None without workers and without a stream's buffer.
+    """The memory that data loading would take here; None without workers and shuffle buffers.
 
     Args:
         fields: TrainingArguments fields, by name.
         batch: bytes of one micro-batch.
-        processes: that train on this machine.
-        buffer_rows: rows that a stream is shuffled within.
-        tokens: of such a row, at most.
+        processes: training processes on this machine.
+        buffer_rows: rows in a stream's shuffle buffer.
+        tokens: most tokens in such a row.
     """
     workers = fields.get("dataloader_num_workers") or 0
     if not workers and not buffer_rows:
@@ -105,18 +101,18 @@ def loader_memory(
 
 
 def measure_worker(context: str | None = None) -> int | None:
-    """Bytes that a data loading worker has for itself when it starts, of a real one; None where none started.
+    """Private bytes of a data loading worker that is really started; None where it cannot be.
 
-    A forked worker shares what this process has read in, until one of the two writes to it, so that it grows while it
-    works; a spawned one imports torch again.
+    A forked worker shares this process's pages until one of the two writes to them, so it grows later; a spawned one
+    imports torch again.
 
     Args:
-        context: fork, spawn or forkserver; by default the system's.
+        context: fork, spawn or forkserver; by default Python's.
     """
     import torch
     from torch.utils.data import DataLoader
 
-    # A generator of its own: the loader draws a seed, and training's random numbers are to stay as they are.
+    # A generator of its own: the loader draws a seed, which must not change training's random numbers.
     loader = DataLoader(
         _OwnMemory(),
         num_workers=1,
@@ -127,12 +123,12 @@ def measure_worker(context: str | None = None) -> int | None:
     )
     try:
         return int(next(iter(loader))) or None
-    except (RuntimeError, OSError):  # none could be started, or it died; training's own workers will say why
+    except (RuntimeError, OSError):  # it did not start, or died; training's own workers will report why
         return None
 
 
 class _OwnMemory:
-    """A data set of one sample: the memory that no other process shares with the one that reads it."""
+    """A dataset of one sample: the private memory (USS) of the process that reads it."""
 
     def __len__(self) -> int:
         return 1
@@ -140,5 +136,5 @@ class _OwnMemory:
     def __getitem__(self, index: int) -> int:
         try:
             return psutil.Process().memory_full_info().uss
-        except (psutil.Error, OSError, AttributeError):  # kernels without /proc/PID/smaps have no such figure
+        except (psutil.Error, OSError, AttributeError):  # kernels without /proc/PID/smaps do not count it
             return 0

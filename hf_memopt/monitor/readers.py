@@ -1,4 +1,4 @@
-"""What a device and its host say of memory, in bytes. Nothing here resets a counter: other readers have theirs."""
+"""Reads the memory of a device and its host, in bytes. Resets no peak counters, which others may rely on."""
 
 import os
 import re
@@ -10,22 +10,23 @@ from pathlib import Path
 
 import psutil
 
+from hf_memopt.hardware.detection import host_memory
+
 _PROCESS = psutil.Process()
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes, at one moment.
+    """Memory at one moment, in bytes.
 
     Attributes:
-        allocated: of tensors of this process on its device; resident memory on a CPU.
-        reserved: what the allocator holds, with what it keeps for later.
-        peak_allocated, peak_reserved: the most so far, since the process began or whoever resets them did.
-        used: of the device by all processes.
-        capacity: of the device, or this process's own limit.
-        retries: times that the allocator had to free its cache to find a block (a number).
-        host_resident, host_available: of this process, and left on the host.
+        allocated: held by this process's tensors on the device; resident memory on a CPU.
+        reserved: held by the allocator, cached blocks included.
+        peak_allocated, peak_reserved: since the process began, or since the counters were last reset.
+        used: on the device by all processes.
+        capacity: of the device, or this process's limit where that is smaller.
+        retries: number of times that the allocator had to free its cache to find a block.
+        host_resident, host_available: resident memory of this process; memory available on the host.
     """
 
     allocated: int
@@ -40,7 +41,7 @@ class Reading:
 
     @property
     def free(self) -> int:
-        """Bytes that nobody uses on the device."""
+        """Bytes of the device that no process uses."""
         return max(0, self.capacity - self.used)
 
     @property
@@ -50,7 +51,7 @@ class Reading:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the reserved memory that no tensor was in, at the peak."""
+        """Share of reserved memory that held no tensor, at the peak."""
         return 1 - self.peak_allocated / self.peak_reserved if self.peak_reserved else 0.0
 
     def to_dict(self) -> dict:
@@ -62,21 +63,21 @@ class Reader:
     """Reads one device.
 
     Args:
-        device: a torch.device; by default what training here would use.
-        limit: bytes that this process may use, where that is less than the device has.
+        device: a torch.device; by default the one that training would use here.
+        limit: bytes that this process may use, where that is less than the device's memory.
     """
 
     def __init__(self, device=None, limit: int | None = None) -> None:
         import torch
 
-        self.device = torch.device(device) if device is not None else _usual_device()
+        self.device = torch.device(device) if device is not None else _default_device()
         self.limit = limit
         self.kind = self.device.type if self.device.type in ("cuda", "xpu", "mps") else "cpu"
         self._module = getattr(torch, self.kind, None)
-        self._host_capacity = host_capacity()
+        self._host_memory = host_memory()
 
     def allocated(self) -> int:
-        """Bytes of tensors now; the cheapest question."""
+        """Bytes of tensors now; the cheapest reading."""
         if self.kind == "mps":
             return self._module.current_allocated_memory()
         if self.kind == "cpu":
@@ -84,32 +85,32 @@ class Reader:
         return self._module.memory_allocated(self.device)
 
     def read(self) -> Reading:
-        """Everything."""
+        """All figures."""
         host = {"host_resident": _PROCESS.memory_info().rss, "host_available": psutil.virtual_memory().available}
-        found = getattr(self, f"_read_{'cuda' if self.kind == 'xpu' else self.kind}")(host)
-        capacity = min(found.pop("capacity"), self.limit or 2**62)
-        return Reading(**found, **host, capacity=capacity)
+        read = {"mps": self._read_mps, "cpu": self._read_cpu}.get(self.kind, self._read_cuda)
+        figures = read(host)
+        capacity = min(figures.pop("capacity"), self.limit or 2**62)
+        return Reading(**figures, **host, capacity=capacity)
 
     def capacity(self) -> int:
         """Bytes that this process may use."""
         return self.read().capacity
 
     def busy(self) -> float | None:
-        """Share of the last moment (a sixth of a second to one, the driver says which) in which the device computed;
-        None where the driver does not tell."""
+        """Share of the driver's last sampling period (1/6 s to 1 s) in which a kernel ran; None where unknown."""
         if self.kind != "cuda":
             return None
         try:
             return self._module.utilization(self.device) / 100
-        except Exception:  # without nvidia-ml-py or amdsmi, on a MIG slice: each with an error type of its own
+        except Exception:  # without nvidia-ml-py or amdsmi, or on a MIG slice; each raises its own type
             return None
 
     def _read_cuda(self, host) -> dict:
-        """CUDA, ROCm and XPU: torch's allocator for this process, the driver for all."""
+        """CUDA, ROCm and XPU: this process from torch's allocator, all processes from the driver."""
         stats = self._module.memory_stats(self.device)
         free, total = self._module.mem_get_info(self.device)
         if getattr(self._module.get_device_properties(self.device), "is_integrated", False):
-            # Host and device share memory: what the host's other programs use is gone for the device too.
+            # Unified memory: what other programs use on the host is not available to the device.
             total = min(total, total - free + host["host_available"])
         return {
             "allocated": stats.get("allocated_bytes.all.current", 0),
@@ -122,7 +123,7 @@ class Reader:
         }
 
     def _read_mps(self, host) -> dict:
-        """Metal tells no peaks: the driver's figure, which does not shrink while training, stands for them."""
+        """Metal reports no peaks: the driver's figure, which does not shrink during training, takes their place."""
         current, driver = self._module.current_allocated_memory(), self._module.driver_allocated_memory()
         return {
             "allocated": current,
@@ -136,7 +137,7 @@ class Reader:
 
     def _read_cpu(self, host) -> dict:
         resident, peak = host["host_resident"], peak_resident()
-        capacity = self._host_capacity
+        capacity = self._host_memory
         return {
             "allocated": resident,
             "reserved": resident,
@@ -149,8 +150,8 @@ class Reader:
 
 
 def peak_resident() -> int:
-    """Bytes: the most host memory that this process has had; what it has now where the system does not say."""
-    if sys.platform == "linux":  # getrusage's figure begins with that of the process that started this one
+    """Peak resident memory of this process in bytes."""
+    if sys.platform == "linux":  # getrusage would include the peak of the parent process before exec
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
     if sys.platform == "win32":
@@ -160,20 +161,7 @@ def peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def host_capacity() -> int:
-    """Bytes of host memory that this process may use: a container's limit, or what is built in."""
-    limits = [psutil.virtual_memory().total]
-    for name in _CGROUP_LIMITS:
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
-
-
-def _usual_device():
+def _default_device():
     import torch
 
     for name in ("cuda", "xpu", "mps"):
@@ -184,10 +172,10 @@ def _usual_device():
 
 @contextmanager
 def process_limited(device, gib: float | None):
-    """A context in which the allocator refuses what is beyond a limit of this process; yields whether it does.
+    """A context in which this process's allocator refuses to exceed a limit; yields whether it does.
 
     Args:
-        gib: GiB of the device; None for no limit. A CPU's allocator has none.
+        gib: GiB of device memory; None for no limit. The CPU allocator has no limit.
     """
     import torch
 
@@ -196,7 +184,7 @@ def process_limited(device, gib: float | None):
         return
     size = gib * 2**30
     if device.type == "mps":
-        # torch 2.13 has no getter here: the default is read as MPSAllocator reads it when it starts.
+        # torch 2.13 has no getter for MPS: read the variable that MPSAllocator reads at its start (default 1.7).
         before = float(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.7"))
         share = min(2.0, size / torch.mps.recommended_max_memory())
         limit = torch.mps.set_per_process_memory_fraction

@@ -1,7 +1,8 @@
-"""SnapshotCallback: every allocation of chosen steps, and of the moments before memory ran out, into a file.
+"""SnapshotCallback writes every allocation of chosen steps, and those before memory ran out, to a file.
 
-On CUDA the caching allocator keeps its own history (torch.cuda.memory._record_memory_history); elsewhere the
-profiler's allocator events are written in the same words. `hf-memopt snapshot FILE` reads both.
+On CUDA the caching allocator records its own history (torch.cuda.memory._record_memory_history: private by name, but
+the documented way to record one; if it changes, test_snapshot.py fails). Elsewhere the profiler's allocator events are
+written in the same format. `hf-memopt snapshot FILE` reads both.
 """
 
 import gzip
@@ -29,18 +30,18 @@ _MOST_OOM_FILES = 3
 class SnapshotCallback(TrainerCallback):
     """Records memory for any Trainer: `callbacks=[SnapshotCallback(steps="2-3")]`.
 
-    Files are written into output_dir: memory_snapshot_step_2.pickle (.json.gz where there is no CUDA) after the last
-    of neighbouring steps, by the first process; memory_snapshot_oom_1.pickle when CUDA's allocator gives up, by
-    whichever process that is. Recording slows the recorded steps down.
+    Files are written into output_dir: memory_snapshot_step_2.pickle (.json.gz without CUDA) after the last of
+    consecutive steps, by the first process; memory_snapshot_oom_1.pickle when CUDA's allocator raises, by the process
+    that it happens in. Recording slows down the recorded steps.
 
     Args:
         steps: optimizer steps to record, counted from 1: "2", "2-4", "2,100-101"; empty for none.
-        on_oom: on CUDA, keep the last allocations all the time, and write them the first three times that memory runs
-            out. Elsewhere only a step that is being recorded can be written.
-        max_entries: allocations and frees that CUDA's history keeps.
+        on_oom: on CUDA, record all the time, and write the last allocations the first three times that memory runs
+            out. Elsewhere only a step that is being recorded is written.
+        max_entries: length of CUDA's history, in allocations and frees.
 
     Raises:
-        InputError: steps that cannot be read.
+        InputError: `steps` has another format.
     """
 
     def __init__(self, steps: str = "2", on_oom: bool = True, max_entries: int = 200_000) -> None:
@@ -56,7 +57,7 @@ class SnapshotCallback(TrainerCallback):
         self._trainer_args = None
         self._step = 0
 
-    # ---- the Trainer's moments
+    # ---- events of the Trainer
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._trainer_args, self._model, self._step = args, model, state.global_step
@@ -69,11 +70,11 @@ class SnapshotCallback(TrainerCallback):
         if any(first == self._step for first, _ in self.ranges) and state.is_world_process_zero:
             self._begin()
         if self._recorder is not None and not any(first < self._step <= last for first, last in self.ranges):
-            self._marks.clear()  # of a history without end, what was said of older steps is of no use
+            self._marks.clear()  # with on_oom the history is a ring: marks of older steps have no allocations left
             self._owners.clear()
             self._own("parameters", self._model.named_parameters())
             self._own("other", self._model.named_buffers())
-            self._own("optimizer_states", _states(optimizer))
+            self._own("optimizer_states", _state_tensors(optimizer))
         self._mark("step", str(self._step))
         self._mark("phase", "forward")
 
@@ -87,7 +88,7 @@ class SnapshotCallback(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         if self._recorder is not None:
-            self._own("optimizer_states", _states(optimizer))
+            self._own("optimizer_states", _state_tensors(optimizer))
 
     def on_step_end(self, args, state, control, **kwargs):
         self._mark("phase", "between")
@@ -101,19 +102,19 @@ class SnapshotCallback(TrainerCallback):
         self._end()
 
     def stop(self) -> None:
-        """Record nothing more, where training ended without on_train_end."""
+        """Stop recording where training ended without on_train_end, as after an error."""
         self._end()
 
     def out_of_memory(self) -> None:
-        """Write what has been recorded, where memory just ran out; CUDA's allocator has said so itself before."""
+        """Write the recording after memory ran out. On CUDA the allocator's observer has done so already."""
         if isinstance(self._recorder, _ProfilerRecorder):
             self._ran_out()
             self._end()
 
-    # ---- what it does then
+    # ---- recording
 
     def _begin(self) -> None:
-        """Record from here on, and forget what was before."""
+        """Start to record, and drop older records."""
         if self._recorder is None:
             device = self._trainer_args.device
             cuda = device.type == "cuda"
@@ -134,8 +135,9 @@ class SnapshotCallback(TrainerCallback):
             self._marks.append((time.time_ns() // 1000, kind, text))
 
     def _hook(self, model) -> None:
-        """Know where forward becomes backward, and on CUDA in which module an allocation is made."""
-        inside: dict[int, list[str]] = {}  # thread -> names; recomputation has its own
+        """Mark the phases by forward hooks, and on CUDA label allocations with the module that makes them."""
+        # Modules that each thread is in: checkpointed layers run forward again in the autograd thread.
+        inside: dict[int, list[str]] = {}
 
         def enter(name):
             def before(module, inputs):
@@ -143,7 +145,7 @@ class SnapshotCallback(TrainerCallback):
                     self._mark("phase", "forward")
                 if self._recorder is not None:
                     inside.setdefault(get_ident(), []).append(name)
-                    self._recorder.say(name)
+                    self._recorder.label(name)
 
             return before
 
@@ -152,22 +154,23 @@ class SnapshotCallback(TrainerCallback):
                 names = inside.get(get_ident())
                 if self._recorder is not None and names:
                     names.pop()
-                    self._recorder.say(names[-1] if names else "")
+                    self._recorder.label(names[-1] if names else "")
                 if not name:
                     self._mark("phase", "backward")
 
             return after
 
-        everywhere = model.named_modules() if isinstance(self._recorder, _CudaRecorder) else [("", model)]
-        for name, module in everywhere:
+        # The profiler knows modules by itself.
+        modules = model.named_modules() if isinstance(self._recorder, _CudaRecorder) else [("", model)]
+        for name, module in modules:
             self._hooks.append(module.register_forward_pre_hook(enter(name)))
             self._hooks.append(module.register_forward_hook(leave(name), always_call=True))
 
     def _own(self, kind: str, tensors) -> None:
-        """Remember which storages are weights, gradients and states; addresses are used again, so the time counts."""
+        """Record which addresses hold weights, gradients and states, and when: addresses are reused."""
         now = time.time_ns() // 1000
         for name, tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)
+            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
             if local is None or not local.numel() or local.device.type == "meta":
                 continue
             address, size = local.data_ptr(), local.numel() * local.element_size()
@@ -181,7 +184,7 @@ class SnapshotCallback(TrainerCallback):
     def _write(self, name: str, reason: str) -> None:
         args = self._trainer_args
         rank = f"_rank_{args.process_index}" if args.process_index else ""
-        about = {
+        metadata = {
             "version": 1,
             "reason": reason,
             "device": str(args.device),
@@ -191,24 +194,25 @@ class SnapshotCallback(TrainerCallback):
         }
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         try:
-            path = self._recorder.write(Path(args.output_dir) / f"memory_snapshot_{name}{rank}", about)
-        except Exception as error:  # a picture of the run is not worth the run
-            logger.warning("the memory snapshot %s could not be written: %s", name, error)
+            path = self._recorder.write(Path(args.output_dir) / f"memory_snapshot_{name}{rank}", metadata)
+        except Exception as error:  # the run matters more than its snapshot
+            logger.warning("could not write the memory snapshot %s: %s", name, error)
             return
         self.files.append(path)
         logger.warning("memory of %s was recorded: hf-memopt snapshot %s", reason, path)
 
 
-# The recorders that want to know when CUDA's allocator gives up.
+# The recorders to call when CUDA's allocator raises.
 _watching: "weakref.WeakSet[_CudaRecorder]" = weakref.WeakSet()
 _observed = False
 
 
 def _observe() -> None:
-    """Attach the process's one observer of CUDA's allocator.
+    """Attach this process's one observer of CUDA's allocator.
 
-    torch 2.13 can attach observers and not detach them (torch/csrc/cuda/memory_snapshot, no counterpart of
-    attachOutOfMemoryObserver): one for each run would call callbacks of runs that are over, and keep their models.
+    torch 2.13 can attach observers but not detach them (attachOutOfMemoryObserver in torch/csrc/cuda has no
+    counterpart): one per run would call callbacks of finished runs and keep their models alive. Where the private
+    function is missing, nothing is written when memory runs out.
     """
     import torch
 
@@ -218,9 +222,9 @@ def _observe() -> None:
         _observed = True
 
 
-def _ran_out(*where) -> None:
+def _ran_out(*details) -> None:
     for recorder in list(_watching):
-        recorder.ran_out(*where)
+        recorder.ran_out(*details)
 
 
 class _CudaRecorder:
@@ -244,29 +248,30 @@ class _CudaRecorder:
         _watching.discard(self)
 
     def watch(self, ran_out: Callable[..., object]) -> None:
-        """Call a function the moment that the allocator gives up, before anything is freed; until the end."""
+        """Call `ran_out` when the allocator raises, before anything is freed, until end()."""
         self.ran_out = ran_out
         _watching.add(self)
         _observe()
 
-    def say(self, text: str) -> None:
-        """Allocations of this thread carry the text from now on."""
+    def label(self, text: str) -> None:
+        """Label the allocations that this thread makes from now on."""
         import torch
 
+        # Private, and missing in older releases. Without it, allocations have no module; everything else is recorded.
         if hasattr(torch.cuda.memory, "_set_memory_metadata"):
             torch.cuda.memory._set_memory_metadata(text)
 
-    def write(self, path: Path, about: dict[str, Any]) -> Path:
+    def write(self, path: Path, metadata: dict[str, Any]) -> Path:
         import torch
 
-        found = torch.cuda.memory._snapshot(self.device) | {"hf_memopt": about}
+        snapshot = torch.cuda.memory._snapshot(self.device) | {"hf_memopt": metadata}
         path = path.with_name(path.name + ".pickle")
-        write_whole(path, pickle.dumps(found))
+        write_whole(path, pickle.dumps(snapshot))
         return path
 
 
 class _ProfilerRecorder:
-    """torch's profiler, whose allocator events tell the same."""
+    """torch's profiler, whose allocator events hold the same."""
 
     def __init__(self, model) -> None:
         self.model, self._profiler = model, None
@@ -282,22 +287,22 @@ class _ProfilerRecorder:
             self._profiler.__exit__(None, None, None)
             self._profiler = None
 
-    def say(self, text: str) -> None:
-        """The profiler knows modules by itself."""
+    def label(self, text: str) -> None:
+        """Nothing: the profiler records modules itself."""
 
-    def write(self, path: Path, about: dict[str, Any]) -> Path:
+    def write(self, path: Path, metadata: dict[str, Any]) -> Path:
         profiler = self._profiler
         self.end()
         modules = {id(module): name for name, module in self.model.named_modules()}
         trace, stacks = profiled_trace(profiler.profiler.kineto_results, modules)
-        found = {"segments": [], "device_traces": [trace], "stacks": stacks, "hf_memopt": about}
+        snapshot = {"segments": [], "device_traces": [trace], "stacks": stacks, "hf_memopt": metadata}
         path = path.with_name(path.name + ".json.gz")
-        write_whole(path, gzip.compress(json.dumps(found).encode(), compresslevel=3))
+        write_whole(path, gzip.compress(json.dumps(snapshot).encode(), compresslevel=3))
         return path
 
 
-def _states(optimizer):
-    """The tensors of an optimizer's states."""
+def _state_tensors(optimizer):
+    """Names and tensors of an optimizer's states."""
     import torch
 
     while hasattr(optimizer, "optimizer") and not isinstance(getattr(optimizer, "state", None), dict):

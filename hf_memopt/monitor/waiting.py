@@ -1,4 +1,4 @@
-"""How much of training is waiting: for batches, and for the disk."""
+"""How much of training time is spent waiting for batches and for the disk."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,33 +7,32 @@ import psutil
 
 
 class DataWait:
-    """The share of training steps' time that went by before their batches were there; logging, evaluation and saving
-    belong to no step.
+    """Share of step time spent waiting for batches. Logging, evaluation and saving do not count as step time.
 
-    Who fetches the batches through timed() is measured exactly. For any other Trainer the wait lasts from the last of
-    these (or the step before) to on_step_begin: transformers 5.23 fetches all micro-batches of a step there. What
-    callbacks behind this one take at the end of a step counts as waiting then. On a GPU the optimizer's kernels may
-    still run while the next batch is fetched, so that the device waits a little less than is said.
+    A trainer that fetches its batches through timed() is measured exactly. For any other Trainer the wait lasts from
+    the end of the last step, log, evaluation or save to on_step_begin, in between which transformers 5.23 fetches all
+    micro-batches of a step; time in later callbacks of on_step_end counts as waiting too. On a GPU the optimizer's
+    kernels may still run while the next batch is fetched, so the device waits slightly less than reported.
 
     Args:
-        clock: seconds, rising.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._free_since: float | None = None
+        self._waiting_since: float | None = None
         self._arrived: float | None = None
-        self._fetching: float | None = None  # seconds, where timed() measures
+        self._fetching: float | None = None  # seconds spent in timed(), where it is used
         self._steps = 0
         self._since_share = _Seconds()
         self._run = _Seconds()
 
-    def free(self) -> None:
-        """Training is between two steps, and the last thing that it did has ended."""
-        self._free_since, self._fetching = self._clock(), None
+    def reset(self) -> None:
+        """Start to wait now: a log, evaluation or save between two steps has ended."""
+        self._waiting_since, self._fetching = self._clock(), None
 
     def timed(self, batches: Iterator) -> Iterator:
-        """The same batches, each timed while it is waited for."""
+        """The same batches; measures the time that each takes to arrive."""
         while True:
             start = self._clock()
             try:
@@ -45,25 +44,25 @@ class DataWait:
             yield batch
 
     def step_begins(self) -> None:
-        """The batches are there."""
+        """The batches of a step have arrived."""
         self._arrived = self._clock()
 
     def step_ends(self) -> None:
-        """Count a step, and begin to wait for the next."""
+        """Count a step, and start to wait for the next."""
         now = self._clock()
-        if self._arrived is not None and self._free_since is not None:
-            waited = self._arrived - self._free_since if self._fetching is None else self._fetching
-            altogether = waited + now - self._arrived
-            self._since_share.add(waited, altogether)
+        if self._arrived is not None and self._waiting_since is not None:
+            waited = self._arrived - self._waiting_since if self._fetching is None else self._fetching
+            total = waited + now - self._arrived
+            self._since_share.add(waited, total)
             self._steps += 1
-            if self._steps > 1:  # the first waits for the workers to start
-                self._run.add(waited, altogether)
-        self._free_since, self._arrived, self._fetching = now, None, None
+            if self._steps > 1:  # the first includes the start of the workers
+                self._run.add(waited, total)
+        self._waiting_since, self._arrived, self._fetching = now, None, None
 
     def share(self) -> float | None:
         """Of the steps since the last call, 0 to 1; None where there were none."""
-        found, self._since_share = self._since_share.share(), _Seconds()
-        return found
+        share, self._since_share = self._since_share.share(), _Seconds()
+        return share
 
     def share_of_run(self) -> float | None:
         """Of all steps but the first, 0 to 1; None where there were none."""
@@ -71,23 +70,23 @@ class DataWait:
 
 
 class _Seconds:
-    """Seconds waited, of seconds altogether."""
+    """Seconds waited, and seconds in total."""
 
     def __init__(self) -> None:
-        self.waited = self.altogether = 0.0
+        self.waited = self.total = 0.0
 
-    def add(self, waited: float, altogether: float) -> None:
+    def add(self, waited: float, total: float) -> None:
         self.waited += waited
-        self.altogether += altogether
+        self.total += total
 
     def share(self) -> float | None:
-        return min(1.0, self.waited / self.altogether) if self.altogether else None
+        return min(1.0, self.waited / self.total) if self.total else None
 
 
 class DiskWait:
-    """The share of this machine's processor time that nothing ran in because reads and writes had not ended.
+    """Share of the machine's processor time that was idle because of pending disk reads and writes.
 
-    Linux alone counts it (`iowait` in /proc/stat), for the whole machine: other programs' disk access is in it.
+    Only Linux counts it (`iowait` in /proc/stat), for the whole machine, other programs' disk access included.
     """
 
     def __init__(self) -> None:
@@ -99,7 +98,7 @@ class DiskWait:
         self._before = now
         if not hasattr(now, "iowait"):
             return None
-        # guest times are in user's already (man 5 proc).
+        # user and nice include the guest times (man 5 proc).
         names = [name for name in now._fields if not name.startswith("guest")]
-        altogether = sum(getattr(now, name) - getattr(before, name) for name in names)
-        return max(0.0, now.iowait - before.iowait) / altogether if altogether > 0 else None
+        total = sum(getattr(now, name) - getattr(before, name) for name in names)
+        return max(0.0, now.iowait - before.iowait) / total if total > 0 else None

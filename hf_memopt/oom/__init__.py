@@ -1,1 +1,1 @@
-"""Out-of-memory failures: recognised, explained, reported."""
+"""Out-of-memory failures: classified, explained, described."""

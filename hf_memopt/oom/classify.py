@@ -1,7 +1,8 @@
-"""Is this failure about memory, whose memory, and would a smaller micro-batch help?
+"""Is this failure about memory, about whose memory, and would a smaller micro-batch help?
 
-The table holds messages as the libraries print them (torch's allocators, CUDA, cuBLAS, cuDNN, NCCL, HIP, XPU, Metal,
-bitsandbytes, DeepSpeed, numpy, the kernel). accelerate's own list knows five of the seventeen that research collected.
+The table holds messages as libraries print them (torch's allocators, CUDA, cuBLAS, cuDNN, NCCL, HIP, XPU, Metal,
+bitsandbytes, DeepSpeed, numpy, the kernel). accelerate 1.15's should_reduce_batch_size recognizes five of the
+seventeen messages that were collected from them.
 """
 
 import re
@@ -23,13 +24,13 @@ class OomKind(StrEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a failure is.
+    """What an exception or a log says about memory.
 
     Attributes:
         kind: whose memory.
-        smaller_batch_helps: whether a step may be taken again in smaller pieces.
-        cause: in words; "" where the failure has nothing to do with memory or resources.
-        message: the exception's own text, on one line.
+        smaller_batch_helps: whether the step may fit in smaller chunks.
+        cause: one sentence; "" where the failure has nothing to do with memory or resources.
+        message: the exception's text, on one line.
     """
 
     kind: OomKind
@@ -38,13 +39,13 @@ class Diagnosis:
     message: str
 
     def helps_on(self, device) -> bool:
-        """Whether a smaller batch helps what runs on a torch.device: host memory is what a CPU's tensors are in."""
+        """Whether a smaller batch helps on a torch.device: host memory holds activations only on a CPU."""
         return self.smaller_batch_helps and (self.kind is not OomKind.HOST or device.type == "cpu")
 
 
-# (kind, whether a smaller micro-batch helps, patterns, cause). The first match wins: what must not be tried again
-# with a smaller batch comes first, since its text often contains a more general one. `A … B` in a pattern is A with B
-# behind it on the same line.
+# (kind, whether a smaller micro-batch helps, patterns, cause). The first match wins. Rows that a smaller batch does
+# not help come first, since their messages often contain those of more general rows. `A … B` in a pattern means A, and
+# B later on the same line. tests/test_oom.py has a real message for each.
 _TABLE = [
     (
         OomKind.NOT_MEMORY,
@@ -120,8 +121,8 @@ _TABLE = [
         "device memory ran out",
     ),
 ]
-# In lower case, one of these is in whatever the table knows. Finding a fixed string is a hundred times quicker than
-# the patterns, and nearly every line of a log has none.
+# Every message that the table matches has one of these, in lower case. Searching for a fixed string is a hundred times
+# faster than the patterns, and nearly all lines of a log have none.
 _HINTS = (
     "memory",
     "outofresources",
@@ -144,25 +145,25 @@ _GAP = " … "
 
 
 def classify_oom(error: BaseException) -> OomKind:
-    """Whose memory ran out, as an exception says, or one in its chain of causes."""
+    """Whose memory ran out, from an exception or one in its chain of causes."""
     return diagnose(error).kind
 
 
 def diagnose(error: BaseException) -> Diagnosis:
-    """An exception, and what it was raised from, looked up in the table."""
+    """The diagnosis of an exception, or of the first in its chain of causes that is in the table."""
     for link in chain(error):
-        found = _diagnosed(link)
-        if found.cause:
-            return found
+        diagnosis = _diagnose_one(link)
+        if diagnosis.cause:
+            return diagnosis
     return Diagnosis(OomKind.NOT_MEMORY, False, "", one_line(error))
 
 
 def diagnose_text(text: str) -> Diagnosis:
-    """The last failure that a log or a pasted error tells of, looked up in the table; needs no torch."""
+    """The diagnosis of the last failure in a log or a pasted error; needs no torch."""
     for line in reversed(text.splitlines()):
         if not any(hint in line.lower() for hint in _HINTS):
             continue
-        if row := _row(line):
+        if row := _find_row(line):
             kind, helps, cause = row
             return Diagnosis(kind, helps, cause, " ".join(line.split()))
         if re.match(r"\s*(\w+\.)*MemoryError\b", line):
@@ -170,26 +171,26 @@ def diagnose_text(text: str) -> Diagnosis:
     return Diagnosis(OomKind.NOT_MEMORY, False, "", "")
 
 
-def _row(line: str) -> tuple[OomKind, bool, str] | None:
-    """Kind, whether a smaller batch helps, and cause, of the table's first row that knows a line."""
+def _find_row(line: str) -> tuple[OomKind, bool, str] | None:
+    """Kind, whether a smaller batch helps, and cause, from the first row that matches a line."""
     for kind, helps, patterns, cause in _TABLE:
-        if any(_is_in(pattern, line) for pattern in patterns):
+        if any(_matches(pattern, line) for pattern in patterns):
             return kind, helps, cause
     return None
 
 
-def _is_in(pattern: str, line: str) -> bool:
-    """Whether a line has the pattern, in linear time: `A.*B` tries every B behind every A, a minute on 300 KB."""
-    first, gap, then = pattern.partition(_GAP)
-    found = re.search(first, line, re.IGNORECASE)
-    return bool(found and (not gap or re.compile(then, re.IGNORECASE).search(line, found.end())))
+def _matches(pattern: str, line: str) -> bool:
+    """Whether a line has the pattern, in linear time: `A.*B` would try every B after every A, a minute on 300 KB."""
+    first, gap, second = pattern.partition(_GAP)
+    match = re.search(first, line, re.IGNORECASE)
+    return bool(match and (not gap or re.compile(second, re.IGNORECASE).search(line, match.end())))
 
 
-def _diagnosed(error: BaseException) -> Diagnosis:
+def _diagnose_one(error: BaseException) -> Diagnosis:
     import torch
 
     text = one_line(error)
-    if isinstance(error, RuntimeError | MemoryError | OSError) and (row := _row(text)):
+    if isinstance(error, RuntimeError | MemoryError | OSError) and (row := _find_row(text)):
         kind, helps, cause = row
         return Diagnosis(kind, helps, cause, text)
     if isinstance(error, torch.OutOfMemoryError):
@@ -200,7 +201,7 @@ def _diagnosed(error: BaseException) -> Diagnosis:
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to any more: Python's cycles, then the allocator's cached blocks."""
+    """Collect Python's reference cycles, then empty the allocator's cache."""
     import gc
 
     import torch

@@ -1,17 +1,17 @@
-"""What happened to memory in a run, in words."""
+"""Memory events as sentences, for logs and report pages."""
 
 from typing import Any
 
 from hf_memopt.units import gib
 
-_LONGEST = 1000  # characters of what an unknown event holds
+_LONGEST = 1000  # characters of an unknown event's fields
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    """An event in one sentence, the end of a run in a paragraph."""
+    """An event as one sentence; the end of a run as a paragraph."""
     try:
         return _end(event) if event.get("event") == "out_of_memory" else _sentence(event)
-    except KeyError:  # of another version, or written by hand: a field that the sentence needs is missing
+    except KeyError:  # written by another version, or by hand
         return _listed(event)
 
 
@@ -21,8 +21,8 @@ def _listed(fields: dict[str, Any]) -> str:
 
 
 def _sentence(event: dict[str, Any]) -> str:
-    between = event.get("stage") in ("eval", "save", "resume")
-    where = f"after step {event['step']}" if between else f"step {event['step'] + 1}"
+    between_steps = event.get("stage") in ("eval", "save", "resume")
+    where = f"after step {event['step']}" if between_steps else f"step {event['step'] + 1}"
     if event["event"] == "oom_recovered":
         text = f"{where}: out of memory in {event['stage']}, recovered"
         if "micro_batch_after" in event:
@@ -30,20 +30,20 @@ def _sentence(event: dict[str, Any]) -> str:
         if event.get("remedy"):
             text += f": {event['remedy']}"
         if event.get("shapes"):
-            text += f"; the batch: {_brief(event['shapes'])}"
+            text += f"; the batch: {_list_shapes(event['shapes'])}"
         if event.get("dataset_indices"):
-            text += f", samples {_first(event['dataset_indices'])}"
+            text += f", samples {_list_indices(event['dataset_indices'])}"
         return f"{text} ({event['message'][:200]})"
     if event["event"] == "worst_batch_fits":
         text = f"before {where}: the largest batch fits, {event['samples_at_once']} samples at once"
-        return f"{text}: {_brief(event['shapes'])}, samples {_first(event.get('dataset_indices'))}"
+        return f"{text}: {_list_shapes(event['shapes'])}, samples {_list_indices(event.get('dataset_indices'))}"
     if event["event"] == "micro_batch_lowered":
         share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
         return (
             f"{where}: memory {event['status']} at {share:.0%}: batch reduced from {before} to {after} samples at once"
         )
     if event["event"] == "micro_batch_restored":
-        # Logs of version 0.1 do not name the samples.
+        # Logs of version 0.1 have no samples_at_once.
         chunks = f"{event['samples_at_once']} samples" if "samples_at_once" in event else "more samples"
         return f"{where}: memory stayed low: batch restored to {chunks} at once"
     if event["event"] == "memory_grows":
@@ -51,21 +51,21 @@ def _sentence(event: dict[str, Any]) -> str:
     if event["event"] == "effective_batch_kept":
         samples, processes = event["effective_batch_size"], event["world_size"]
         return (
-            f"{where}: {samples} samples a step as before, on {processes} process(es): "
+            f"{where}: effective batch size kept at {samples}, on {processes} process(es): "
             f"gradient_accumulation_steps={event['gradient_accumulation_steps']}"
         )
     details = _listed({name: value for name, value in event.items() if name not in ("event", "step", "process")})
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
 
 
-def _first(indices: list[int] | None) -> str:
-    """Up to eight of them; all are in the event."""
+def _list_indices(indices: list[int] | None) -> str:
+    """The first eight indices; the event holds all."""
     if indices is None:
         return "unknown"
     return ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
 
 
-def _brief(shapes: dict[str, list[int]]) -> str:
+def _list_shapes(shapes: dict[str, list[int]]) -> str:
     return ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in list(shapes.items())[:3])
 
 
@@ -74,14 +74,14 @@ def _end(report: dict[str, Any]) -> str:
     lines = [
         f"out of memory in {report['stage']} of step {report['step'] + 1}, and {report['why_not_smaller']}: "
         f"{report['cause']} ({report['message'][:300]})",
-        *([f"  likely why: {report['reason']}"] if report.get("reason") else []),
-        f"  the batch: {_brief(report['shapes'])}, samples {_first(report.get('dataset_indices'))}",
+        *([f"  likely cause: {report['reason']}"] if report.get("reason") else []),
+        f"  the batch: {_list_shapes(report['shapes'])}, samples {_list_indices(report.get('dataset_indices'))}",
         f"  held: {held}",
     ]
     if report.get("predicted_breakdown"):
         parts = report["predicted_breakdown"].items()
-        told = ", ".join(f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in parts if size)
-        lines.append(f"  predicted for one sample: {told}")
+        predicted = ", ".join(f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in parts if size)
+        lines.append(f"  predicted for one sample: {predicted}")
     for change in report["next"]:
         saved = f", predicted to save {gib(change['saved_bytes'])}" if change.get("saved_bytes") else ""
         lines.append(f"  try: {change['change']}{saved}")

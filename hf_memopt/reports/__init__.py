@@ -1,1 +1,1 @@
-"""What people look at when a run is over: one self-contained page, and pages that compare runs."""
+"""Report pages of a run, comparisons of runs, advice, and memory snapshots."""

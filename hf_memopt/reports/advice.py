@@ -1,6 +1,6 @@
-"""Out of memory: what ran out, when, why, and what to change; from a run's folder, a log, or a pasted error.
+"""What ran out of memory, when, why, and what to change, from a run's folder, a log or a pasted error.
 
-Of a folder of a run that did not run out: what holds it up.
+For the folder of a run that did not run out of memory: what makes it slow.
 """
 
 import re
@@ -21,18 +21,18 @@ from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report, read_r
 from hf_memopt.reports.slow import why_slow
 from hf_memopt.terminal import plain
 
-LARGEST_TEXT = 16 * 2**20  # bytes that are read of a log, its end: some 150,000 lines
-_LARGEST_TRACEBACK = 2**20  # characters that are searched for the place of the failure
+LARGEST_TEXT = 16 * 2**20  # bytes read from the end of a log: some 150,000 lines
+_LARGEST_TRACEBACK = 2**20  # characters of it that are searched for the stage
 _LONGEST_MESSAGE = 500  # characters
-SLOW = "slow"  # an Advice's `what` where memory sufficed
-_HOLDS_UP = {
-    "data": "it fits, and waits for its data",
-    "disk": "it fits, and waits for the disk that its data are on",
-    "device": "it fits, and leaves its device idle",
+SLOW = "slow"  # Advice.what of a run that did not run out of memory
+_BOTTLENECKS = {
+    "data": "it fits, but waits for its data",
+    "disk": "it fits, but waits for the disk its data is on",
+    "device": "it fits, but leaves its device idle",
 }
-_MOST_LOGS = 8  # of a folder that are read, the newest
+_MOST_LOGS = 8  # log files read in a folder, the newest
 
-# Traceback frames and messages -> where a run was. The innermost that is known counts, so the last match in the text.
+# Stage of a run -> traceback frames and messages that show it. The innermost known frame counts: the last match.
 _STAGES = [
     ("load", r"in from_pretrained|_load_pretrained_model|in load_checkpoint|model\.to\(|in _move_model_to_device"),
     ("resume", r"in _load_from_checkpoint|in _load_optimizer_and_scheduler|in load_state_dict"),
@@ -40,14 +40,14 @@ _STAGES = [
     ("save", r"in _save_checkpoint|in save_model|in _save_optimizer_and_scheduler|in save_pretrained"),
     (
         "optimizer",
-        # Gaps are bounded here and below, so that a line's length costs linear time.
+        # Repetitions are bounded here and below, so that long lines cost linear time.
         r"in _init_group|in _multi_tensor_adam|optim(izer)?\.py.{0,99}in step|in optimizer_update|"
         r"initialize_optimizer",
     ),
     ("backward", r"in backward\b|run_backward|autograd/__init__"),
     ("forward", r"in forward\b|in compute_loss"),
 ]
-# Steps of tqdm's bar, of the Trainer's log, of MemoryTrainer's; of at most 12 digits.
+# Steps in tqdm's bar, in the Trainer's log and in MemoryTrainer's messages; at most 12 digits.
 _STEP = re.compile(
     r"\|\s{0,20}(\d{1,12})/\d{1,12} \[|[\"']step[\"']: (\d{1,12})\b|out of memory in \w{1,20} of step (\d{1,12})\b"
     r"|(?:^|\s)step (\d{1,12}):"
@@ -60,13 +60,14 @@ class Advice:
     """What is known of a failure, or of a slow run.
 
     Attributes:
-        what: whose memory ran out (oom.classify.OomKind), or SLOW, and, in words, what that means.
-        stage: load, forward, backward, optimizer, eval, save or resume; None where the text does not tell.
-        step: optimizer steps that had been done; None where the text does not tell.
-        why: the likely cause.
-        changes: dicts with `change`, and `saved_bytes` where it was predicted.
-        figures: bytes that the message names.
-        message: the failure's own line.
+        what: whose memory ran out (oom.classify.OomKind), or SLOW.
+        cause: the same as a sentence.
+        stage: load, forward, backward, optimizer, eval, save or resume; None where the text does not show it.
+        step: optimizer steps done before; None where the text does not show it.
+        why: the likely reason.
+        changes: dicts of `change`, and of `saved_bytes` where that was predicted.
+        message: the line that reports the failure.
+        figures: the bytes that the message names.
     """
 
     what: str
@@ -84,38 +85,39 @@ class Advice:
 
 
 def advise(source: str) -> Advice | None:
-    """What a folder, a log file or a text tells; None where it tells of no failure of memory, and of no slow run.
+    """Advice from a folder, a log file or a text; None where it shows neither a failure of memory nor a slow run.
 
     Args:
         source: a run's folder, a file, or the text itself.
 
     Raises:
-        InputError: a folder without anything that a run writes, or a file that cannot be read.
+        InputError: a folder that no run wrote to, or a file that cannot be read.
     """
     path = _as_path(source)
     if path is None:
         return advise_on_text(source)
     if path.is_dir():
-        return _of_folder(path)
-    return advise_on_text(_end_of(path))
+        return _advise_on_folder(path)
+    return advise_on_text(_read_end(path))
 
 
 def advise_on_text(text: str) -> Advice | None:
-    """What a log or a pasted error tells."""
-    found = diagnose_text(text)
-    if not found.cause:
+    """Advice from a log or a pasted error; None where neither shows a failure of memory."""
+    diagnosis = diagnose_text(text)
+    if not diagnosis.cause:
         return None
     figures = parse_figures(text)
     stage, step = _stage(text), _step(text)
-    grown = _GROWTH.findall(text)  # the monitor has named it before
+    grown = _GROWTH.findall(text)  # labels that MemoryCallback logged
     why, usual = explain(
-        Failure(diagnosis=found, stage=stage, step=step, figures=figures, grown=grown[-1] if grown else None)
+        Failure(diagnosis=diagnosis, stage=stage, step=step, figures=figures, grown=grown[-1] if grown else None)
     )
-    return Advice(str(found.kind), found.cause, stage, step, why, _unpredicted(usual), _quoted(found.message), figures)
+    texts = _unpredicted(usual)
+    return Advice(str(diagnosis.kind), diagnosis.cause, stage, step, why, texts, _quote(diagnosis.message), figures)
 
 
-def _quoted(message: str) -> str:
-    """A message of others, as it may be printed."""
+def _quote(message: str) -> str:
+    """A foreign message, safe to print: shortened, without secrets and control characters."""
     return redact_text(plain(message[: 2 * _LONGEST_MESSAGE]))[:_LONGEST_MESSAGE]
 
 
@@ -124,9 +126,9 @@ def _as_path(source: str) -> Path | None:
         path = Path(source).expanduser()
         if path.exists():
             return path
-    except RuntimeError:  # `~name` of nobody here
+    except RuntimeError:  # `~name` of an unknown user
         pass
-    except (OSError, ValueError):  # too long for a file's name, so a text
+    except (OSError, ValueError):  # too long for a file name, so it is text
         return None
     if "\n" not in source and len(source.split()) == 1:
         raise InputError(
@@ -136,29 +138,28 @@ def _as_path(source: str) -> Path | None:
     return None
 
 
-def _end_of(path: Path) -> str:
+def _read_end(path: Path) -> str:
     return decode_log(read_bytes(path, LARGEST_TEXT, tail=True))
 
 
 def decode_log(content: bytes) -> str:
-    """A log as text: in whatever encoding, with every state of a progress bar on a line of its own."""
+    """A log as text, whatever its encoding, with each state of a progress bar on its own line."""
     return content.decode("utf-8", errors="replace").replace("\r", "\n")
 
 
-def _of_folder(folder: Path) -> Advice | None:
-    """oom_report.json, which MemoryTrainer writes at the end; else recovered failures; else the newest log; else what
-    made the run slow."""
+def _advise_on_folder(folder: Path) -> Advice | None:
+    """Advice from oom_report.json; else from recovered failures; else from the newest log; else on a slow run."""
     if ended := read_oom_report(folder):
-        return _of_report(ended)
+        return _advise_on_report(ended)
     events = _events(folder)
     if events:
-        return _of_event(events[-1])
+        return _advise_on_event(events[-1])
     logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
-        if found := advise_on_text(_end_of(log)):
-            return found
+        if advice := advise_on_text(_read_end(log)):
+            return advice
     if any(is_there(folder / name) for name in (LOG, REPORT_FILE)):
-        return _of_slow(folder)
+        return _advise_on_slow_run(folder)
     if not logs:
         raise InputError(
             f"{folder} has none of {OOM}, {LOG}, {REPORT_FILE} and *.log: give the run's output_dir, or its log"
@@ -166,34 +167,34 @@ def _of_folder(folder: Path) -> Advice | None:
     return None
 
 
-def _of_slow(folder: Path) -> Advice | None:
+def _advise_on_slow_run(folder: Path) -> Advice | None:
     run = read_run(folder)
     slow = why_slow(run)
     if slow is None:
         return None
     step = run.readings[-1]["step"] if run.readings else None
-    return Advice(SLOW, _HOLDS_UP[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
+    return Advice(SLOW, _BOTTLENECKS[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
-    """Failures that a run recovered from, and growth that it named."""
+    """Failures that a run recovered from, and growth of memory that it reported."""
     log = folder / LOG
     events = read_log(log)[1].to_list() if is_there(log) else []
     return [event for event in events if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered")]
 
 
-def _of_report(report: dict[str, Any]) -> Advice:
+def _advise_on_report(report: dict[str, Any]) -> Advice:
     stage, step, message = report.get("stage"), report.get("step"), report.get("message", "")
-    found = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), message)
-    figures = parse_figures(found.message)
-    why, usual = explain(Failure(diagnosis=found, stage=stage, step=step, figures=figures))
-    why = report.get("reason") or why  # the trainer knew more
+    diagnosis = Diagnosis(OomKind(report.get("kind", "device")), True, report.get("cause", ""), message)
+    figures = parse_figures(message)
+    why, usual = explain(Failure(diagnosis=diagnosis, stage=stage, step=step, figures=figures))
+    why = report.get("reason") or why  # the trainer knew whether memory grew, and whether this batch was the largest
     proposed = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
     proposed = proposed or _unpredicted(usual)
-    return Advice(str(found.kind), found.cause, stage, step, why, proposed[:3], _quoted(message), figures)
+    return Advice(str(diagnosis.kind), diagnosis.cause, stage, step, why, proposed[:3], _quote(message), figures)
 
 
-def _of_event(event: dict[str, Any]) -> Advice:
+def _advise_on_event(event: dict[str, Any]) -> Advice:
     if event["event"] == "memory_grows":
         label = event.get("label", "")
         return Advice(
@@ -206,16 +207,16 @@ def _of_event(event: dict[str, Any]) -> Advice:
             "",
         )
     message = event.get("message", "")
-    found = diagnose_text(message)
-    cause = found.cause or f"{event['event'].replace('_', ' ')}, and the run went on"
+    diagnosis = diagnose_text(message)
+    cause = diagnosis.cause or f"{event['event'].replace('_', ' ')}, and the run continued"
     stage, step, figures = event.get("stage"), event.get("step"), parse_figures(message)
-    why, usual = explain(Failure(diagnosis=found, stage=stage, step=step, figures=figures))
+    why, usual = explain(Failure(diagnosis=diagnosis, stage=stage, step=step, figures=figures))
     if after := event.get("micro_batch_after"):
         usual = [
-            f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: it then fits at once",
+            f"per_device_train_batch_size={after}, with more gradient_accumulation_steps: fits from the start",
             *usual,
         ]
-    return Advice(str(found.kind), cause, stage, step, why, _unpredicted(usual), _quoted(message), figures)
+    return Advice(str(diagnosis.kind), cause, stage, step, why, _unpredicted(usual), _quote(message), figures)
 
 
 def _unpredicted(texts: list[str]) -> list[dict[str, Any]]:
@@ -223,14 +224,14 @@ def _unpredicted(texts: list[str]) -> list[dict[str, Any]]:
 
 
 def _stage(text: str) -> str | None:
-    """Where the last traceback was."""
+    """The stage that the last traceback shows."""
     start = text.rfind("Traceback (most recent call last)")
     last = text[max(0, start) :][-_LARGEST_TRACEBACK:]
-    places = {stage: match.start() for stage, pattern in _STAGES for match in re.finditer(pattern, last)}
-    if not places:
+    positions = {stage: match.start() for stage, pattern in _STAGES for match in re.finditer(pattern, last)}
+    if not positions:
         return None
-    outer = [stage for stage in ("eval", "save", "load", "resume", "optimizer") if stage in places]
-    return outer[0] if outer else max(places, key=places.get)
+    outer = [stage for stage in ("eval", "save", "load", "resume", "optimizer") if stage in positions]
+    return outer[0] if outer else max(positions, key=positions.get)
 
 
 def _step(text: str) -> int | None:

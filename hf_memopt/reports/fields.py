@@ -1,6 +1,6 @@
-"""What the files of a run's folder may hold, checked once where they are read, so that no page has to ask again.
+"""The schema of a run's files, checked once where they are read, so that no page has to check again.
 
-Every field may be missing, and unknown ones are passed on as they are: other versions write others.
+Every field may be missing, and unknown ones pass unchanged: other versions write other fields.
 """
 
 import math
@@ -11,20 +11,20 @@ from hf_memopt.errors import InputError
 from hf_memopt.oom.classify import OomKind
 
 LARGEST = 2**63  # bytes, steps, samples: what fits into the integers of torch and of matplotlib
-Check = Callable[[Any, str], None]  # gets a value and its name; raises InputError
+Check = Callable[[Any, str], None]  # takes a value and its name, raises InputError
 
 
-def _plain(expected: str, holds: Callable[[Any], bool]) -> Check:
-    """The check of one value, by what it has to be, in words and as a function."""
+def _scalar(expected: str, is_valid: Callable[[Any], bool]) -> Check:
+    """A check of one value, from a description of valid values and a predicate."""
 
     def check(value: Any, name: str) -> None:
-        if not holds(value):
-            raise InputError(f"{name} is {_shown(value)}, not {expected}")
+        if not is_valid(value):
+            raise InputError(f"{name} is {_shorten(value)}, not {expected}")
 
     return check
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = type(value).__name__ if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
@@ -41,50 +41,50 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
-TEXT = _plain("a text", lambda value: isinstance(value, str))
-WORD = _plain("a text or a number", lambda value: isinstance(value, str) or _is_count(value))
-COUNT = _plain("a whole number of 0 or more", _is_count)
-BYTES = _plain("a number of bytes", lambda value: _is_finite(value) and 0 <= value < LARGEST)
-SIGNED_BYTES = _plain("a number of bytes", lambda value: _is_finite(value) and abs(value) < LARGEST)
-SECONDS = _plain("a time in seconds", lambda value: _is_finite(value) and 0 <= value < 2**40)
-RATE = _plain("a number of 0 or more", lambda value: _is_finite(value) and 0 <= value < LARGEST)
-PART = _plain("a share of 1", lambda value: _is_finite(value) and 0 <= value <= 1)
-SHARE = _plain("a share", lambda value: _is_finite(value) and 0 <= value <= 1000)
-LOSS = _plain("a number", lambda value: _is_number(value) and (isinstance(value, float) or abs(value) < LARGEST))
-ANYTHING = _plain("anything", lambda value: True)
-OOM_KIND = _plain(f"one of {', '.join(OomKind)}", lambda value: value in list(OomKind))
+TEXT = _scalar("a text", lambda value: isinstance(value, str))
+LABEL = _scalar("a text or a number", lambda value: isinstance(value, str) or _is_count(value))
+COUNT = _scalar("a whole number of 0 or more", _is_count)
+BYTES = _scalar("a number of bytes", lambda value: _is_finite(value) and 0 <= value < LARGEST)
+SIGNED_BYTES = _scalar("a number of bytes", lambda value: _is_finite(value) and abs(value) < LARGEST)
+SECONDS = _scalar("a time in seconds", lambda value: _is_finite(value) and 0 <= value < 2**40)
+RATE = _scalar("a number of 0 or more", lambda value: _is_finite(value) and 0 <= value < LARGEST)
+FRACTION = _scalar("a share of 1", lambda value: _is_finite(value) and 0 <= value <= 1)
+SHARE = _scalar("a share", lambda value: _is_finite(value) and 0 <= value <= 1000)
+LOSS = _scalar("a number", lambda value: _is_number(value) and (isinstance(value, float) or abs(value) < LARGEST))
+ANYTHING = _scalar("anything", lambda value: True)
+OOM_KIND = _scalar(f"one of {', '.join(OomKind)}", lambda value: value in list(OomKind))
 
 
 def lists(check: Check) -> Check:
-    """The check of lists whose values are all alike."""
+    """A check of lists whose values all pass `check`."""
 
     def checked(value: Any, name: str) -> None:
         if not isinstance(value, list):
-            raise InputError(f"{name} is {_shown(value)}, not a list")
-        for index, one in enumerate(value):
-            check(one, f"{name}[{index}]")
+            raise InputError(f"{name} is {_shorten(value)}, not a list")
+        for index, item in enumerate(value):
+            check(item, f"{name}[{index}]")
 
     return checked
 
 
 def mappings(check: Check) -> Check:
-    """The check of objects whose values are all alike."""
+    """A check of objects whose values all pass `check`."""
 
     def checked(value: Any, name: str) -> None:
         if not isinstance(value, dict):
-            raise InputError(f"{name} is {_shown(value)}, not an object")
-        for key, one in value.items():
-            check(one, f"{name}.{key[:60]}")
+            raise InputError(f"{name} is {_shorten(value)}, not an object")
+        for key, item in value.items():
+            check(item, f"{name}.{key[:60]}")
 
     return checked
 
 
 def objects(**checks: Check) -> Check:
-    """The check of objects with known fields. A known field that is null is taken out, as if it were missing."""
+    """A check of objects with known fields. A known field that is null is removed, as if it were missing."""
 
     def checked(value: Any, name: str) -> None:
         if not isinstance(value, dict):
-            raise InputError(f"{name} is {_shown(value)}, not an object")
+            raise InputError(f"{name} is {_shorten(value)}, not an object")
         for key, check in checks.items():
             if key in value and value[key] is None:
                 del value[key]
@@ -96,7 +96,7 @@ def objects(**checks: Check) -> Check:
 
 def _phase_and_bytes(value: Any, name: str) -> None:
     if not isinstance(value, list) or len(value) != 2:
-        raise InputError(f"{name} is {_shown(value)}, not a phase and its bytes")
+        raise InputError(f"{name} is {_shorten(value)}, not a phase and its bytes")
     TEXT(value[0], f"{name}[0]")
     BYTES(value[1], f"{name}[1]")
 
@@ -135,9 +135,9 @@ READING = objects(
     capacity=BYTES,
     free=SIGNED_BYTES,
     tokens_per_second=RATE,
-    data_wait_share=PART,
-    device_busy_share=PART,
-    disk_wait_share=PART,
+    data_wait_share=FRACTION,
+    device_busy_share=FRACTION,
+    disk_wait_share=FRACTION,
     dataloader_num_workers=COUNT,
     processors=COUNT,
 )
@@ -149,7 +149,7 @@ REPORT = objects(
     method=TEXT,
     strategy=TEXT,
     hardware=objects(label=TEXT, memory_bytes=BYTES),
-    versions=mappings(WORD),
+    versions=mappings(LABEL),
     settings=mappings(ANYTHING),
     memory_arguments=objects(
         target_memory_utilization=SHARE, warning_threshold=SHARE, critical_threshold=SHARE, emergency_threshold=SHARE
@@ -167,6 +167,6 @@ REPORT = objects(
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
     held_out_loss=mappings(LOSS),
     global_step=COUNT,
-    data_wait_share=PART,
+    data_wait_share=FRACTION,
     events=lists(EVENT),
 )

@@ -1,4 +1,4 @@
-"""memory_log.jsonl: a run's readings and events, in a number that a page can show, however long the run was."""
+"""Reads memory_log.jsonl: readings and events, thinned to as many as a page can show."""
 
 import io
 from collections import Counter, deque
@@ -12,46 +12,46 @@ from hf_memopt.redaction import redact
 from hf_memopt.reports.fields import EVENT, READING
 from hf_memopt.terminal import plain_values
 
-LARGEST_LOG = 64 * 2**20  # bytes, of the log's end: some 200,000 logging steps, which are read in seconds
-_LONGEST_LINE = 2**20  # bytes; an event names at most the samples of one batch
-MOST_READINGS = 2000  # a chart cannot show more
+LARGEST_LOG = 64 * 2**20  # bytes read from the end: some 200,000 logging steps, in seconds
+_LONGEST_LINE = 2**20  # bytes; an event lists at most the samples of one batch
+MOST_READINGS = 2000  # more than a chart has pixels for
 MOST_EVENTS = 2000
 _NEEDED = ("time", "step", "allocated", "peak_allocated")
 
 
 class Readings:
-    """Readings, oldest first; of many neighbours the fullest stays.
+    """Readings, oldest first, thinned by keeping the highest of neighbours.
 
     Attributes:
-        seen: how many there were.
+        seen: number of readings added.
     """
 
     def __init__(self, most: int = MOST_READINGS) -> None:
         self._most, self._kept, self.seen = most, [], 0
 
     def add(self, reading: dict[str, Any]) -> None:
-        if self._kept and reading["step"] < self._kept[-1]["step"]:  # a folder that was used again
+        if self._kept and reading["step"] < self._kept[-1]["step"]:  # the folder was used for another run
             self._kept, self.seen = [], 0
         self._kept.append(reading)
         self.seen += 1
         if len(self._kept) > 2 * self._most:
             first, *between, last = self._kept
             pairs = [between[at : at + 2] for at in range(0, len(between), 2)]
-            self._kept = [first, *(max(pair, key=lambda one: one["allocated"]) for pair in pairs), last]
+            self._kept = [first, *(max(pair, key=lambda reading: reading["allocated"]) for pair in pairs), last]
 
     def to_list(self) -> list[dict[str, Any]]:
-        """As they may be shown; what else a line holds is left out."""
+        """Safe to show; only numbers and texts of each line."""
         return [
-            {name: plain_values(value) for name, value in one.items() if isinstance(value, int | float | str)}
-            for one in self._kept
+            {name: plain_values(value) for name, value in reading.items() if isinstance(value, int | float | str)}
+            for reading in self._kept
         ]
 
 
 class Events:
-    """Events, oldest first; of very many the latest.
+    """The latest events, oldest first.
 
     Attributes:
-        left_out: kind of event -> how many are not in the list.
+        left_out: kind of event -> number of older ones that were dropped.
     """
 
     def __init__(self, most: int = MOST_EVENTS) -> None:
@@ -67,25 +67,25 @@ class Events:
         self.left_out.clear()
 
     def to_list(self) -> list[dict[str, Any]]:
-        """As they may be shown."""
+        """Safe to show: without secrets and control characters."""
         return [plain_values(redact(event)) for event in self._kept]
 
 
 def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:
-    """The last training's readings and events; a folder that was used again holds older ones before.
+    """Readings and events of the last run; a folder that was used again also holds older ones.
 
     Args:
-        largest: bytes of the log's end that are read.
+        largest: bytes to read from the log's end.
 
     Raises:
-        InputError: the file cannot be read, holds no JSON at all, or a line's field has no sense.
+        InputError: the file cannot be read, has no line of JSON, or a field is invalid.
     """
     readings, events = Readings(), Events()
     for where, entry in _entries(file, largest):
         try:
             if "event" in entry:
                 EVENT(entry, "")
-                if "event" in entry:  # it was not null
+                if "event" in entry:  # EVENT removes it where it is null
                     events.add(entry)
             elif "allocated" in entry and "time" in entry:
                 _check_reading(entry)
@@ -105,9 +105,9 @@ def _check_reading(entry: dict[str, Any]) -> None:
 
 
 def _entries(file: Path, largest: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a log's lines, each with its place. Lines of a process that was killed are torn, and left out."""
+    """The JSON objects of a log's lines, each with its position. Torn lines of a killed process are skipped."""
     content = read_bytes(file, largest, tail=True)
-    number, found = 0, False
+    number, any_object = 0, False
     for number, line in enumerate(io.BytesIO(content), 1):
         if len(line) > _LONGEST_LINE:
             continue
@@ -116,7 +116,7 @@ def _entries(file: Path, largest: int) -> Iterator[tuple[str, dict[str, Any]]]:
         except ValueError:
             continue
         if isinstance(entry, dict):
-            found = True
+            any_object = True
             yield f"{file} line {number}" + (" of its end" if len(content) == largest else ""), entry
-    if number > 1 and not found:
-        raise InputError(f"{file}: none of its {number} lines is a JSON object: it is not a run's log, delete it")
+    if number > 1 and not any_object:
+        raise InputError(f"{file}: none of its {number} lines is a JSON object: it is not the log of a run, delete it")

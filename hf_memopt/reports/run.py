@@ -1,4 +1,4 @@
-"""A run's folder as it was left: memory_report.json, memory_log.jsonl, oom_report.json."""
+"""Reads a run's folder: memory_report.json, memory_log.jsonl, oom_report.json."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,16 +17,16 @@ REPORT_FILE, LOG, OOM = "memory_report.json", "memory_log.jsonl", "oom_report.js
 
 @dataclass(frozen=True)
 class Run:
-    """What a folder holds, checked (reports/fields.py) and without secrets.
+    """The files of a run's folder, checked (reports/fields.py) and without secrets.
 
     Attributes:
-        folder: where it is.
-        report: memory_report.json; empty where the run did not get that far, or a plain Trainer wrote the log.
-        readings: the log's lines with figures, oldest first: `time` (seconds since 1970), `step`, `phase`, bytes; of a
-            long log each stretch's fullest.
-        events: what happened, oldest first: dicts with `event` and `step`; of very many the latest.
-        logged: how many readings there were.
-        left_out: kind of event -> how many are not in `events`.
+        folder: its path.
+        report: memory_report.json; empty where the run ended before it was written, or a plain Trainer wrote the log.
+        readings: the log's readings, oldest first: `time` (seconds since 1970), `step`, `phase`, bytes; of a long log
+            the highest of neighbours.
+        events: dicts with `event` and `step`, oldest first; of very many the latest.
+        logged: number of readings in the log.
+        left_out: kind of event -> number of older ones that are not in `events`.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own name, as it may be shown."""
+        """The folder's name, safe to show."""
         return plain(self.folder.resolve().name)
 
 
@@ -46,10 +46,10 @@ def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
     """Read a folder that a recipe, MemoryTrainer or MemoryCallback wrote to.
 
     Args:
-        largest_log: bytes of the log's end that are read.
+        largest_log: bytes to read from the log's end.
 
     Raises:
-        InputError: no folder, nothing of ours in it, or a file that is damaged.
+        InputError: the folder does not exist, has none of our files, or one of them is damaged.
     """
     folder = user_path(directory)
     if not folder.is_dir():
@@ -91,12 +91,12 @@ def _checked(file: Path, check: Check) -> dict[str, Any]:
     try:
         check(content, "")
     except InputError as error:
-        raise InputError(f"{file}: {error}: the file is damaged; delete it, and the others are read") from None
+        raise InputError(f"{file}: {error}: the file is damaged; delete it to read the others") from None
     return content
 
 
 def _merged(reported: list[dict[str, Any]], logged: Events, ended: dict[str, Any]) -> Events:
-    """What memory_report.json says, else the log; with the run's end, and the growth that only the log names."""
+    """Events of memory_report.json, else of the log; with the end of the run, and growth that only the log has."""
     events = Events()
     for event in reported:
         events.add(event)

@@ -1,4 +1,4 @@
-"""memory_report.html: what a run took, when, why, and what to try next; and runs side by side."""
+"""memory_report.html: what memory a run used, when and why, and what to try next; and runs side by side."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,8 +15,8 @@ from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
 
 PAGE = "memory_report.html"
-# Fields of TrainingArguments that decide memory.
-_DECISIVE = (
+# Fields of TrainingArguments that memory use depends on, shown first.
+_MEMORY_SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "per_device_eval_batch_size",
@@ -39,13 +39,13 @@ _DECISIVE = (
 
 
 def write_run_report(directory: str | Path) -> Path:
-    """Write memory_report.html into a run's folder, from what lies there.
+    """Write memory_report.html into a run's folder, from the files there.
 
     Returns:
-        The file.
+        Its path.
 
     Raises:
-        InputError: the folder holds no run.
+        InputError: no run wrote to the folder.
     """
     run = read_run(directory)
     path = run.folder / PAGE
@@ -54,7 +54,7 @@ def write_run_report(directory: str | Path) -> Path:
 
 
 def run_page(run: Run) -> str:
-    """A run as one HTML page."""
+    """The HTML page of one run."""
     report = run.report
     estimate, measured = report.get("estimate") or {}, report.get("measured", {})
     settings = report.get("settings", {})
@@ -70,25 +70,25 @@ def run_page(run: Run) -> str:
         facts=_facts(run),
         next=suggest_next_steps(run),
         chart_over_time=_chart(run, thresholds, capacity),
-        words=_words(run, capacity),
+        chart_text=_describe_chart(run, capacity),
         chart_by_phase=_chart_by_phase(report, estimate),
         note=_note(run),
         capacity=capacity,
         thresholds=[(name, f"{share:.0%}", size(share * capacity)) for name, share in thresholds.items()],
         readings=[
             (
-                one["step"],
-                one.get("phase", ""),
-                size(one["allocated"]),
-                size(one["peak_allocated"]),
-                size(one.get("free")),
-                one.get("status", ""),
+                reading["step"],
+                reading.get("phase", ""),
+                size(reading["allocated"]),
+                size(reading["peak_allocated"]),
+                size(reading.get("free")),
+                reading.get("status", ""),
             )
-            for one in run.readings
+            for reading in run.readings
         ],
         compared=_compared(estimate, measured),
         phases=_phases(estimate, measured),
-        breakdown={kind: taken for kind, taken in estimate.get("breakdown", {}).items() if taken},
+        breakdown={kind: bytes for kind, bytes in estimate.get("breakdown", {}).items() if bytes},
         peak_phase=estimate.get("phase", ""),
         notes=estimate.get("notes", []),
         colours=charts.COLOURS,
@@ -96,71 +96,71 @@ def run_page(run: Run) -> str:
         speed=_speed(run),
         losses=[(step, f"{loss:.4f}") for step, loss in report.get("held_out_loss", {}).items()],
         settings=_settings(report),
-        everything=[(name, value) for name, value in settings.items() if value not in (None, "", [], {})],
+        all_settings=[(name, value) for name, value in settings.items() if value not in (None, "", [], {})],
         machine=_machine(report),
     )
 
 
 def compare_page(runs: list[Run]) -> str:
-    """Runs side by side as one HTML page."""
+    """The HTML page that compares runs."""
     names = _names(runs)
     rows = {name: figures(run) for name, run in zip(names, runs, strict=True)}
-    told = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
+    known = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
     logged = {name: run.readings for name, run in zip(names, runs, strict=True) if run.readings}
-    made = None
+    chart = None
     if logged:
-        made = charts.both(lambda axes, narrow: charts.compared(axes, narrow, logged), "runs")
+        chart = charts.both(lambda axes, narrow: charts.compared(axes, narrow, logged), "runs")
     return render_page(
         "runs",
         names=names,
         figures=[
             [key.removesuffix("_bytes").replace("_", " ")] + [_cell(key, row[key]) for row in rows.values()]
-            for key in told
+            for key in known
         ],
         differences=[[key, *map(str, values)] for key, values in differences(runs).items()],
-        chart_of_all=made,
+        chart_of_all=chart,
     )
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """What runs are compared by: bytes, tokens a second, losses, numbers of events; None for what is not known."""
+    """The figures that runs are compared by: bytes, tokens a second, losses, event counts; None where unknown."""
     report, measured = run.report, run.report.get("measured", {})
     estimate = report.get("estimate") or {}
     losses = report.get("held_out_loss", {})
-    quick = speed(run)
-    counted = Counter(event.get("event") for event in run.events) + run.left_out
+    tokens_per_second = speed(run)
+    counts = Counter(event.get("event") for event in run.events) + run.left_out
     return {
         "steps": report.get("global_step") or (run.readings[-1]["step"] if run.readings else None),
         "predicted_peak_allocated_bytes": estimate.get("peak_allocated_bytes"),
         "peak_allocated_bytes": measured.get("peak_allocated_bytes"),
         "peak_reserved_bytes": measured.get("peak_reserved_bytes"),
         "peak_host_bytes": measured.get("peak_host_bytes"),
-        "tokens_per_second": quick and quick[0],
+        "tokens_per_second": tokens_per_second and tokens_per_second[0],
         "data_wait_share": data_wait_share(run),
         "held_out_loss": list(losses.values())[-1] if losses else None,
-        "recovered_out_of_memory": counted["oom_recovered"],
-        "ended_out_of_memory": counted["out_of_memory"],
+        "recovered_out_of_memory": counts["oom_recovered"],
+        "ended_out_of_memory": counts["out_of_memory"],
     }
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs: name -> the value of each."""
-    told = []
+    """Settings that differ between runs: name -> the value in each run."""
+    settings = []
     for run in runs:
         report = run.report
-        told.append(
+        settings.append(
             {name: report.get(name) for name in ("preset", "method", "strategy")}
             | report.get("settings", {})
             | (report.get("memory_arguments") or {})
         )
-    names = dict.fromkeys(name for one in told for name in one)
-    apart = {"output_dir", "run_name", "logging_dir"}
-    values = {name: [one.get(name) for one in told] for name in names if name not in apart}
-    return {name: given for name, given in values.items() if len(set(map(str, given))) > 1}
+    names = dict.fromkeys(name for run_settings in settings for name in run_settings)
+    ignored = {"output_dir", "run_name", "logging_dir"}  # differ in every run
+    rows = {name: [run_settings.get(name) for run_settings in settings] for name in names if name not in ignored}
+    return {name: values for name, values in rows.items() if len(set(map(str, values))) > 1}
 
 
 def _names(runs: list[Run]) -> list[str]:
-    """The folders' names, longer where two are alike."""
+    """The folders' names; their paths where two names are the same."""
     short = [run.name for run in runs]
     return short if len(set(short)) == len(short) else [plain(str(run.folder)) for run in runs]
 
@@ -176,14 +176,14 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _subtitle(report: dict[str, Any]) -> str:
-    told = [
+    parts = [
         report.get("model"),
         report.get("preset") and f"preset {report['preset']}",
         report.get("method"),
         report.get("hardware", {}).get("label"),
         report.get("date"),
     ]
-    return " · ".join(str(one) for one in told if one)
+    return " · ".join(str(part) for part in parts if part)
 
 
 def _verdict(run: Run, failed) -> str:
@@ -193,43 +193,43 @@ def _verdict(run: Run, failed) -> str:
             f"Ended out of memory in {failed.get('stage')} of step {(failed.get('step') or 0) + 1}{why}. "
             f"{failed.get('cause', '')}"
         )
-    found = figures(run)
-    steps = f"{found['steps'] or 0} steps"
-    peak = found["peak_allocated_bytes"] or (max((one["peak_allocated"] for one in run.readings), default=None))
-    told = f"Ran {steps}. Peak {size(peak)} allocated, measured"
-    if found["predicted_peak_allocated_bytes"] and found["peak_allocated_bytes"]:
-        apart = found["predicted_peak_allocated_bytes"] / found["peak_allocated_bytes"] - 1
-        told += f"; predicted {size(found['predicted_peak_allocated_bytes'])} ({_signed(apart, 1)})"
-    recovered = found["recovered_out_of_memory"]
-    return f"{told}. Recovered from running out of memory {recovered} times." if recovered else f"{told}."
+    measured = figures(run)
+    peak = measured["peak_allocated_bytes"]
+    shown = peak or max((reading["peak_allocated"] for reading in run.readings), default=None)
+    verdict = f"Ran {measured['steps'] or 0} steps. Peak {size(shown)} allocated, measured"
+    if peak and (predicted := measured["predicted_peak_allocated_bytes"]):
+        verdict += f"; predicted {size(predicted)} ({_signed(predicted / peak - 1, 1)})"
+    if recovered := measured["recovered_out_of_memory"]:
+        return f"{verdict}. Recovered from running out of memory {recovered} time{'s' * (recovered > 1)}."
+    return f"{verdict}."
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    found = figures(run)
+    measured = figures(run)
     capacity = run.report.get("hardware", {}).get("memory_bytes")
-    told = [
+    titles = [
         ("peak allocated", "peak_allocated_bytes"),
         ("peak reserved", "peak_reserved_bytes"),
-        ("peak of the host", "peak_host_bytes"),
+        ("peak host memory", "peak_host_bytes"),
         ("tokens a second", "tokens_per_second"),
-        ("share of a step's time waiting for data", "data_wait_share"),
+        ("share of step time waiting for data", "data_wait_share"),
         ("held-out loss", "held_out_loss"),
         ("steps", "steps"),
     ]
-    facts = [(title, _cell(key, found[key])) for title, key in told if found[key] is not None]
-    return facts + ([("memory of the device", size(capacity))] if capacity else [])
+    facts = [(title, _cell(key, measured[key])) for title, key in titles if measured[key] is not None]
+    return facts + ([("device memory", size(capacity))] if capacity else [])
 
 
 def _thresholds(report: dict[str, Any]) -> dict[str, float]:
-    given = report.get("memory_arguments") or dict(zip(THRESHOLDS, PROFILES["balanced"], strict=True))
+    shares = report.get("memory_arguments") or dict(zip(THRESHOLDS, PROFILES["balanced"], strict=True))
     short = ("target", "warning", "critical", "emergency")
-    return {name: given[field] for name, field in zip(short, THRESHOLDS, strict=True) if given.get(field)}
+    return {name: shares[field] for name, field in zip(short, THRESHOLDS, strict=True) if shares.get(field)}
 
 
 def _chart(run: Run, thresholds, capacity: int):
     if not run.readings:
         return None
-    predicted = (run.report.get("estimate") or {}).get("peak_allocated_bytes") if _own_allocator(run.report) else None
+    predicted = (run.report.get("estimate") or {}).get("peak_allocated_bytes") if _counts_tensors(run.report) else None
     steps = sorted({event["step"] for event in run.events if "step" in event})
     return charts.both(
         lambda axes, narrow: charts.over_time(axes, narrow, run.readings, thresholds, capacity, predicted, steps),
@@ -238,23 +238,23 @@ def _chart(run: Run, thresholds, capacity: int):
 
 
 def _chart_by_phase(report: dict[str, Any], estimate: dict[str, Any]):
-    timeline = [tuple(one) for one in report.get("predicted_timeline") or ()]
+    timeline = [tuple(point) for point in report.get("predicted_timeline") or ()]
     if not timeline:
         return None
-    peak = estimate.get("peak_allocated_bytes", max(taken for _, taken in timeline))
+    peak = estimate.get("peak_allocated_bytes", max(size for _, size in timeline))
     return charts.both(lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak), "phases")
 
 
-def _own_allocator(report: dict[str, Any]) -> bool:
-    """Whether readings count tensors; on a CPU they are the process's resident memory."""
+def _counts_tensors(report: dict[str, Any]) -> bool:
+    """Whether readings are of tensors; on a CPU they are resident memory."""
     return "peak_reserved_bytes" in report.get("measured", {})
 
 
-def _words(run: Run, capacity: int) -> str:
+def _describe_chart(run: Run, capacity: int) -> str:
     if not run.readings:
         return ""
     first, last = run.readings[0], run.readings[-1]
-    top = max(one["peak_allocated"] for one in run.readings)
+    top = max(reading["peak_allocated"] for reading in run.readings)
     share = f", {top / capacity:.0%} of {size(capacity)}" if capacity else ""
     return (
         f"Line chart of memory over time: {size(first['allocated'])} at step {first['step']}, "
@@ -264,11 +264,11 @@ def _words(run: Run, capacity: int) -> str:
 
 def _note(run: Run) -> str:
     thinned = f" {len(run.readings)} of {run.logged} readings." if run.logged > len(run.readings) else ""
-    if not run.report or _own_allocator(run.report):
-        return f"Allocated by this process's tensors, as each logging step, evaluation and save found it.{thinned}"
+    if not run.report or _counts_tensors(run.report):
+        return f"Memory allocated for this process's tensors at each logging step, evaluation and save.{thinned}"
     return (
-        "Resident memory of the process, which on a CPU also holds Python and its libraries; predicted and measured "
-        f"below count tensors alone.{thinned}"
+        "Resident memory of the process, which on a CPU includes Python and its libraries. The predicted and measured "
+        f"peaks count only tensors.{thinned}"
     )
 
 
@@ -277,25 +277,28 @@ def _compared(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[
     for name, value in measured.items():
         if not name.endswith("_bytes"):
             continue
-        told = estimate.get(name)
-        apart = _signed(told / value - 1, 2) if told and value else ""
-        rows.append((name.removesuffix("_bytes").replace("_", " "), size(told) if told else "", size(value), apart))
+        predicted = estimate.get(name)
+        difference = _signed(predicted / value - 1, 2) if predicted and value else ""
+        label = name.removesuffix("_bytes").replace("_", " ")
+        rows.append((label, size(predicted) if predicted else "", size(value), difference))
     return rows
 
 
 def _signed(share: float, digits: int) -> str:
-    """A share as a percentage with its sign; a zero has none."""
+    """A share as a percentage with its sign; none for zero."""
     percent = round(100 * share, digits) + 0.0
     return f"{percent:{'+' if percent else ''}.{digits}f} %"
 
 
 def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, ...]]:
-    told, found = estimate.get("phases", {}), measured.get("phases", {})
-    names = [name for name in told if name not in ("start", "between")]
-    names += [name for name in found if name not in names]
-    return [
-        (name, size(told[name]) if name in told else "", size(found[name]) if name in found else "") for name in names
-    ]
+    predicted, peaks = estimate.get("phases", {}), measured.get("phases", {})
+    names = [name for name in predicted if name not in ("start", "between")]
+    names += [name for name in peaks if name not in names]
+
+    def cell(sizes: dict[str, int], name: str) -> str:
+        return size(sizes[name]) if name in sizes else ""
+
+    return [(name, cell(predicted, name), cell(peaks, name)) for name in names]
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
@@ -307,14 +310,16 @@ def _logged_capacity(run: Run) -> float:
 
 
 def _speed(run: Run) -> tuple[str, ...] | None:
-    found = speed(run)
-    return found and (*(f"{value:,.0f}" for value in found[:3]), str(found[3]))
+    speeds = speed(run)
+    return speeds and (*(f"{value:,.0f}" for value in speeds[:3]), str(speeds[3]))
 
 
 def _settings(report: dict[str, Any]) -> list[tuple[str, Any]]:
     settings = report.get("settings", {})
     rows = [(name, report[name]) for name in ("preset", "method", "strategy", "command") if report.get(name)]
-    rows += [(name, settings[name]) for name in _DECISIVE if settings.get(name) not in (None, "", {}, [], False)]
+    rows += [
+        (name, settings[name]) for name in _MEMORY_SETTINGS if settings.get(name) not in (None, "", {}, [], False)
+    ]
     return rows + [(name, value) for name, value in (report.get("levers") or {}).items()]
 
 

@@ -1,23 +1,23 @@
-"""Why a run that fits is slow: it waits for data, for the disk, or gives its device too little to do."""
+"""Why a run that fits is slow: it waits for data or for the disk, or its device is idle."""
 
 from dataclasses import dataclass
 from statistics import median
 
 from hf_memopt.reports.run import Run
 
-# Shares from which a change can be felt: a step without its wait would take a tenth less, …
-_WAITS = 0.1
-_DISK = 0.1  # of the processors' time, idle because of the disk
-_IDLE = 0.7  # the device computes for less than this
-ROOM = 0.6  # of the device's memory; a run that takes less could take about twice the samples
+# Shares above which a change is noticeable. Judgement, not measured: without a wait of 0.1 a step takes a tenth less.
+_DATA_WAIT = 0.1  # of step time
+_DISK_WAIT = 0.1  # of the processors' time
+_BUSY = 0.7  # of the time that the device computes
+HALF_EMPTY = 0.6  # of the device's memory: below it, about twice the samples fit
 
 
 @dataclass(frozen=True)
 class Slow:
     """Attributes:
     cause: data, disk or device.
-    why: a sentence with the figures that were measured.
-    changes: the most effective first, in Hugging Face's words.
+    why: a sentence with the measured figures.
+    changes: settings to change, the most effective first.
     """
 
     cause: str
@@ -26,29 +26,32 @@ class Slow:
 
 
 def why_slow(run: Run) -> Slow | None:
-    """What holds a run up; None where nothing does, or the log does not say (it is of an older version)."""
-    waited, busy, disk = data_wait_share(run), _usual(run, "device_busy_share"), _usual(run, "disk_wait_share")
-    if waited is not None and waited >= _WAITS:
+    """The bottleneck of a run; None where there is none, or the log does not show it (written by an older version)."""
+    waited = data_wait_share(run)
+    busy, disk = _median(run, "device_busy_share"), _median(run, "disk_wait_share")
+    if waited is not None and waited >= _DATA_WAIT:
         workers = _logged(run, "dataloader_num_workers")
         why = f"the steps waited for data {waited:.0%} of their time"
-        if disk is not None and disk >= _DISK and workers:
-            why += f", with {workers} workers, and the host's processors for the disk {disk:.0%} of theirs"
+        if disk is not None and disk >= _DISK_WAIT and workers:
+            why += f" with {workers} workers, and the processors waited for the disk {disk:.0%} of theirs"
             return Slow("disk", why, _DISK_CHANGES)
         return Slow("data", f"{why}, with dataloader_num_workers={workers}", _data_changes(run, workers))
-    if busy is not None and busy < _IDLE:
-        return Slow("device", f"the device computed {busy:.0%} of the time, and data were there", _device_changes(run))
+    if busy is not None and busy < _BUSY:
+        return Slow(
+            "device", f"the device was busy {busy:.0%} of the time, without waiting for data", _device_changes(run)
+        )
     return None
 
 
 def data_wait_share(run: Run) -> float | None:
-    """Share of the steps' time that the run waited for data: what it counted itself, else the log's median."""
-    return run.report.get("data_wait_share", _usual(run, "data_wait_share"))
+    """Share of step time that the run waited for data: its own count, else the log's median."""
+    return run.report.get("data_wait_share", _median(run, "data_wait_share"))
 
 
 _DISK_CHANGES = [
     "copy the data to a local disk (NVMe), or keep them in host memory (datasets: keep_in_memory=True)",
     "tokenize (and pack) once, before training: tokens are a fraction of the files they come from",
-    "fewer dataloader_num_workers on a hard disk or network folder, whose readers hold each other up",
+    "fewer dataloader_num_workers on a hard disk or network folder, where parallel reads slow each other down",
 ]
 
 
@@ -58,8 +61,8 @@ def _data_changes(run: Run, workers: int) -> list[str]:
     changes = []
     if most > workers:
         changes.append(
-            f"dataloader_num_workers={most}: batches are made beside the step, not before it (an IterableDataset of "
-            "your own must share its rows out among them)"
+            f"dataloader_num_workers={most}: batches are made while a step runs, not before it (your own "
+            "IterableDataset must divide its rows among them)"
         )
     if workers:
         ahead = 2 * (_count(settings.get("dataloader_prefetch_factor")) or 2)
@@ -73,25 +76,25 @@ def _data_changes(run: Run, workers: int) -> list[str]:
 def _device_changes(run: Run) -> list[str]:
     settings = run.report.get("settings", {})
     batch, steps = settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")
-    share = filled(run)
+    share = used_share(run)
     changes = []
-    if share is not None and share < ROOM:
+    if share is not None and share < HALF_EMPTY:
         changes.append(f"{larger_batch(batch, steps)}: {share:.0%} of the device's memory was used")
     if settings.get("activation_checkpointing") and changes:
-        changes.append("checkpoint_ratio below 1: fewer layers are computed twice")
+        changes.append("checkpoint_ratio below 1: fewer checkpointed layers")
     if not settings.get("torch_compile"):
-        changes.append("torch_compile=true: fewer, larger kernels, so that the device waits less for Python")
+        changes.append("torch_compile=true: fewer, larger kernels, so the device waits less for Python")
     return [*changes, "evaluate, save and log less often (eval_steps, save_steps, logging_steps)"]
 
 
 def larger_batch(batch: int | None, steps: int | None) -> str:
-    """Twice the samples at once and the same effective batch, in words."""
+    """The settings for twice the micro-batch at the same effective batch size."""
     if isinstance(batch, int) and isinstance(steps, int) and steps > 1 and steps % 2 == 0:
         return f"per_device_train_batch_size={2 * batch} with gradient_accumulation_steps={steps // 2}"
     return "a larger per_device_train_batch_size with fewer gradient_accumulation_steps"
 
 
-def filled(run: Run) -> float | None:
+def used_share(run: Run) -> float | None:
     """Share of the device that the run took at most: of its allocator, or of the host."""
     measured, capacity = run.report.get("measured", {}), run.report.get("hardware", {}).get("memory_bytes")
     taken = measured.get("peak_reserved_bytes") or measured.get("peak_host_bytes")
@@ -102,18 +105,18 @@ def filled(run: Run) -> float | None:
     return None
 
 
-def _usual(run: Run, name: str) -> float | None:
-    """The median of a share over the log; the first reading, which has the start in it, is left out."""
-    found = [one[name] for one in run.readings if name in one][1:]
-    return median(found) if found else None
+def _median(run: Run, name: str) -> float | None:
+    """The median of a logged share, without the first reading, which includes start-up."""
+    shares = [reading[name] for reading in run.readings if name in reading][1:]
+    return median(shares) if shares else None
 
 
 def _logged(run: Run, name: str) -> int:
-    """A number of the log's last reading that has it, or of the run's settings; 0 where neither says."""
-    logged = [one[name] for one in run.readings if name in one]
+    """A number from the last reading that has it, else from the run's settings; 0 where neither has it."""
+    logged = [reading[name] for reading in run.readings if name in reading]
     return logged[-1] if logged else _count(run.report.get("settings", {}).get(name))
 
 
 def _count(value: object) -> int:
-    """A setting as a count; 0 where a report of somebody's says anything else."""
+    """A setting as a count; 0 where the file holds anything else."""
     return value if isinstance(value, int) and value > 0 else 0

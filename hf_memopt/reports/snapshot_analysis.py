@@ -1,4 +1,4 @@
-"""What a memory snapshot tells: the peak and what it is made of, the largest blocks, fragments, and what grows."""
+"""Analyzes a memory snapshot: the peak by kind, the largest allocations, fragmentation and growth."""
 
 import re
 from collections import Counter, defaultdict
@@ -9,29 +9,29 @@ from typing import Any
 from hf_memopt.reports.snapshot_file import read_snapshot
 from hf_memopt.reports.snapshot_recording import KINDS, Allocation, Recording, parse_recording
 
-_OWN = ("site-packages/torch/", "hf_memopt/monitor/", "<built-in", "contextlib.py", "threading.py")
+_SKIPPED_FRAMES = ("site-packages/torch/", "hf_memopt/monitor/", "<built-in", "contextlib.py", "threading.py")
 
-_MOST_STEPS = 100  # whose growth is looked at, the last: each of them looks at all allocations
+_MOST_STEPS = 100  # the last steps, whose growth is analyzed: each takes a pass over all allocations
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything in bytes.
+    """The analysis of a snapshot; sizes in bytes.
 
     Attributes:
-        about: `reason`, `device`, `capacity`, as far as the file says.
+        about: `reason`, `device`, `capacity`, as far as the file has them.
         peak_bytes: the most that was allocated at once within the recording.
-        peak_phase: forward, backward, optimizer or between; empty where the file does not say.
-        peak_step: the optimizer step it was in; None where the file does not say.
-        by_kind: kind -> bytes at the peak, which sum to it.
+        peak_phase: forward, backward, optimizer or between; empty where the file does not record it.
+        peak_step: the optimizer step of the peak; None where the file does not record it.
+        by_kind: kind -> bytes at the peak; they add up to it.
         by_module: module (with `*` for a layer's number) -> bytes of activations at the peak, largest first.
-        largest: the peak's largest blocks, those of one place together: `size`, `count`, `kind`, `name`, `stack`.
+        largest: the largest allocations at the peak, grouped by stack: `size`, `count`, `kind`, `name`, `stack`.
         fragmentation: `reserved`, `allocated`, `unused` and `largest_unused` at the end, `share` unused; None without
             CUDA's segments.
-        growth: for each step but the first: `step`, `resting` (after it), `grown`, and `kept`: what was made in it and
-            stayed, largest first, as in `largest`.
-        out_of_memory: `asked` and `free`, each time that memory ran out.
-        timeline: moments (seconds from the beginning) and bytes by kind.
+        growth: for each step but the first: `step`, `resting` (allocated after it), `grown`, and `kept`:
+            allocations made in it and still there, as in `largest`.
+        out_of_memory: bytes `asked` for and `free`, for each time that memory ran out.
+        timeline: seconds since the beginning, and bytes by kind.
     """
 
     about: dict[str, Any]
@@ -48,58 +48,58 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, Any]:
         """As one JSON object, without the timeline."""
-        told = asdict(self)
-        del told["timeline"]
-        return told
+        fields = asdict(self)
+        del fields["timeline"]
+        return fields
 
 
 def analyze_snapshot(file, top: int = 10) -> Snapshot:
-    """Read a file and say what it tells.
+    """Read and analyze a snapshot file.
 
     Args:
         file: what SnapshotCallback or torch.cuda.memory._dump_snapshot wrote.
-        top: how many blocks and modules to list.
+        top: number of allocations and modules to list.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        InputError: it cannot be read, or is not a snapshot.
     """
     return analyze_recording(parse_recording(read_snapshot(file)), top)
 
 
-def analyze_recording(found: Recording, top: int = 10) -> Snapshot:
-    """What a recording tells."""
-    timeline, moment = _timeline(found.allocations)
-    alive = [one for one in found.allocations if one.began <= moment < one.ended]
+def analyze_recording(recording: Recording, top: int = 10) -> Snapshot:
+    """Analyze a recording."""
+    timeline, moment = _timeline(recording.allocations)
+    alive = [one for one in recording.allocations if one.began <= moment < one.ended]
     by_kind = Counter()
     by_module = Counter()
     for one in alive:
         by_kind[one.kind] += one.size
         if one.kind == "activations":
-            by_module[_general(one.module) or "(outside modules)"] += one.size
+            by_module[_generalize(one.module) or "(outside modules)"] += one.size
     return Snapshot(
-        about=found.about,
+        about=recording.about,
         peak_bytes=sum(by_kind.values()),
-        peak_phase=found.phase(moment),
-        peak_step=next((name for name, began, ended in found.steps if began <= moment < ended), None),
+        peak_phase=recording.phase(moment),
+        peak_step=next((name for name, began, ended in recording.steps if began <= moment < ended), None),
         by_kind={kind: by_kind[kind] for kind in KINDS},
         by_module=dict(by_module.most_common(top)),
         largest=_largest(alive, top),
-        fragmentation=_fragmentation(found.segments),
-        growth=_growth(found, top),
-        out_of_memory=[{"asked": asked, "free": free} for asked, free in found.out_of_memory],
+        fragmentation=_fragmentation(recording.segments),
+        growth=_growth(recording, top),
+        out_of_memory=[{"asked": asked, "free": free} for asked, free in recording.out_of_memory],
         timeline=timeline,
     )
 
 
 def _timeline(allocations: list[Allocation], points: int = 1500) -> tuple[list[tuple[float, dict[str, int]]], float]:
-    """Bytes by kind over time, thinned so that every stretch keeps its fullest moment; and the moment of the peak."""
+    """Bytes by kind over time, thinned to the highest point of each interval; and the time of the peak."""
     changes = []
     for one in allocations:
         changes.append((one.began, one.size, one.kind))
         if one.ended != float("inf"):
             changes.append((one.ended, -one.size, one.kind))
-    changes.sort(key=lambda change: (change[0], change[1]))  # of one moment what is given back comes first
-    stretch = max(1, len(changes) // points)
+    changes.sort(key=lambda change: (change[0], change[1]))  # at equal times, frees before allocations
+    interval = max(1, len(changes) // points)
     now, total = Counter(), 0
     line, best, at = [], (-1, 0.0, {}), (-1, 0.0)
     start = next((time for time, _, _ in changes if time != float("-inf")), 0.0)
@@ -110,26 +110,26 @@ def _timeline(allocations: list[Allocation], points: int = 1500) -> tuple[list[t
             at = (total, time)
         if total >= best[0]:
             best = (total, max(0.0, (time - start) / 1e6), dict(now))
-        if (number + 1) % stretch == 0 or number + 1 == len(changes):
+        if (number + 1) % interval == 0 or number + 1 == len(changes):
             line.append(best[1:])
             best = (-1, 0.0, {})
     return line, at[1]
 
 
-def _general(module: str) -> str:
-    """A module's name with `*` for numbers: what one layer needs, all layers need."""
+def _generalize(module: str) -> str:
+    """A module's name with `*` for layer numbers, which groups equal layers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
 def _largest(allocations: Iterable[Allocation], top: int) -> list[dict[str, Any]]:
-    """Blocks of one place in the code put together, the largest first."""
-    places: defaultdict[tuple, list[Allocation]] = defaultdict(list)
-    stacks: dict[int, tuple[str, ...]] = {}  # by identity: very many allocations may share one
+    """Allocations grouped by stack, kind and name, the largest group first."""
+    groups: defaultdict[tuple, list[Allocation]] = defaultdict(list)
+    stacks: dict[int, tuple[str, ...]] = {}  # by id of the frames, which many allocations share
     for one in allocations:
         if id(one.frames) not in stacks:
             stacks[id(one.frames)] = tuple(_stack(one))
-        places[one.kind, _general(one.name), _general(one.module), stacks[id(one.frames)]].append(one)
-    ordered = sorted(places.items(), key=lambda item: -sum(one.size for one in item[1]))
+        groups[one.kind, _generalize(one.name), _generalize(one.module), stacks[id(one.frames)]].append(one)
+    ordered = sorted(groups.items(), key=lambda item: -sum(one.size for one in item[1]))
     return [
         {
             "size": sum(one.size for one in blocks),
@@ -143,16 +143,16 @@ def _largest(allocations: Iterable[Allocation], top: int) -> list[dict[str, Any]
 
 
 def _stack(one: Allocation, most: int = 6) -> list[str]:
-    """The innermost frames that say something: the operator, then code that is not torch's own machinery."""
-    told = []
+    """The operator and the innermost frames outside of torch."""
+    lines = []
     for frame in one.frames:
         file, name = frame.get("filename", ""), frame.get("name", "")
-        if not file and not told and name:
-            told.append(name)
-        elif file and not any(part in file for part in _OWN) and not file.startswith("torch/"):
+        if not file and not lines and name:
+            lines.append(name)
+        elif file and not any(part in file for part in _SKIPPED_FRAMES) and not file.startswith("torch/"):
             short = "/".join(file.rsplit("/", 3)[-2:])
-            told.append(f"{short}:{frame.get('line', 0)} {name}")
-    return told[:most]
+            lines.append(f"{short}:{frame.get('line', 0)} {name}")
+    return lines[:most]
 
 
 def _fragmentation(segments) -> dict[str, Any] | None:
@@ -169,22 +169,22 @@ def _fragmentation(segments) -> dict[str, Any] | None:
     }
 
 
-def _growth(found: Recording, top: int) -> list[dict[str, Any]]:
-    """What is still there after each step that was made in it, beside weights, gradients and states."""
-    told, before = [], None
-    for name, began, ended in found.steps[-_MOST_STEPS:]:
+def _growth(recording: Recording, top: int) -> list[dict[str, Any]]:
+    """Allocations made in each step that are still there after it, without weights, gradients and states."""
+    rows, before = [], None
+    for name, began, ended in recording.steps[-_MOST_STEPS:]:
         moment = next(
             (
                 time
-                for time, kind, phase in found.marks
+                for time, kind, phase in recording.marks
                 if kind == "phase" and phase == "between" and began <= time <= ended
             ),
             ended,
         )
-        there = [one for one in found.allocations if one.began <= moment < one.ended]
-        resting = sum(one.size for one in there)
+        alive = [one for one in recording.allocations if one.began <= moment < one.ended]
+        resting = sum(one.size for one in alive)
         if before is not None:
-            made = [one for one in there if one.began >= began and one.kind not in KINDS[:3]]
-            told.append({"step": name, "resting": resting, "grown": resting - before, "kept": _largest(made, top)})
+            made = [one for one in alive if one.began >= began and one.kind not in KINDS[:3]]
+            rows.append({"step": name, "resting": resting, "grown": resting - before, "kept": _largest(made, top)})
         before = resting
-    return told
+    return rows

@@ -1,4 +1,4 @@
-"""Allocations of a recorded stretch of training: when each came and went, and what it was for."""
+"""The allocations of a memory snapshot: when each was made and freed, and what it held."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -11,7 +11,7 @@ from hf_memopt.terminal import plain
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "other")
 _BEGIN, _END = float("-inf"), float("inf")
-_MOST_FRAMES = 300  # of a stack; Python's own limit is 1000 calls, of which the innermost say most
+_MOST_FRAMES = 300  # of a stack, the innermost; Python's recursion limit is 1000
 _OPTIMIZERS = ("/optim/", "/optimization.py", "/ops/adam/", "torchao/optim")
 _AUTOGRAD = ("torch/autograd/", "torch/_tensor.py")
 _MODELS = ("torch/nn/modules/", "/modeling_", "/models/")
@@ -23,11 +23,11 @@ class Allocation:
 
     Attributes:
         address, size: in bytes.
-        began, ended: microseconds since 1970; infinite where it was there before, or stayed.
-        frames: innermost first, dicts of `filename`, `line`, `name`.
-        module: of the model, in whose forward it was made.
+        began, ended: microseconds since 1970; infinite where it is older than the recording, or was not freed in it.
+        frames: dicts of `filename`, `line`, `name`, innermost first.
+        module: name of the module whose forward made it.
         kind: one of KINDS.
-        name: of the weight, gradient or state.
+        name: name of the weight, gradient or optimizer state.
     """
 
     address: int
@@ -42,13 +42,13 @@ class Allocation:
 
 @dataclass
 class Recording:
-    """A snapshot of one device, put in order.
+    """The snapshot of one device.
 
     Attributes:
-        allocations: by their beginning.
-        marks: time, `step` or `phase`, and which; empty in files that SnapshotCallback did not write.
-        segments: what the allocator took from the device: dicts of `total_size`, `blocks`, …; empty without CUDA.
-        out_of_memory: bytes that were asked for in vain, and free then, each time.
+        allocations: in the order they were made.
+        marks: (time, "step" or "phase", its name); empty in files that SnapshotCallback did not write.
+        segments: the CUDA allocator's segments, dicts of `total_size`, `blocks`, …; empty without CUDA.
+        out_of_memory: (bytes asked for, bytes free) of each failed allocation.
         about: `reason`, `device`, `capacity` (bytes), where they are known.
     """
 
@@ -60,18 +60,18 @@ class Recording:
 
     @property
     def steps(self) -> list[tuple[str, float, float]]:
-        """The recorded optimizer steps: name, beginning, end."""
+        """The recorded optimizer steps: name, start and end in microseconds."""
         begun = [(time, name) for time, kind, name in self.marks if kind == "step"]
         ends = [time for time, _ in begun[1:]] + [_END]
         return [(name, time, end) for (time, name), end in zip(begun, ends, strict=False) if name != "end"]
 
     def phase(self, moment: float) -> str:
-        """forward, backward, optimizer or between at a moment; empty where nobody said."""
-        at = bisect_right(self._phase_times, moment) - 1
-        return self._phase_names[at] if at >= 0 else ""
+        """forward, backward, optimizer or between at a time; "" where it was not recorded."""
+        index = bisect_right(self._phase_times, moment) - 1
+        return self._phase_names[index] if index >= 0 else ""
 
-    def visit(self, moment: float) -> int:
-        """Which phase it is, counted."""
+    def phase_number(self, moment: float) -> int:
+        """Number of phases that had begun by a time."""
         return bisect_right(self._phase_times, moment)
 
     def __post_init__(self) -> None:
@@ -81,44 +81,46 @@ class Recording:
 
 
 def parse_recording(snapshot: dict[str, Any]) -> Recording:
-    """The busiest device's allocations, each with its kind.
+    """The allocations of the device with most of them, each with its kind.
 
     Raises:
-        InputError: the file has no allocations, or is damaged.
+        InputError: the snapshot has no allocations, or is damaged.
     """
     try:
         recording, owners = _read(snapshot)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"the snapshot is damaged: {type(error).__name__} {one_line(error)}: record it anew"
+            f"the snapshot is damaged: {type(error).__name__} {one_line(error)}: record it again"
         ) from error
     if not recording.allocations:
         raise InputError(
             "the snapshot has no allocations: recording was not on (torch.cuda.memory._record_memory_history, or "
             "SnapshotCallback)"
         )
-    _name(recording, owners)
+    _assign_kinds(recording, owners)
     return recording
 
 
 def _read(snapshot: dict[str, Any]) -> tuple[Recording, list["_Owner"]]:
-    """A snapshot's parts, each of the type that the rest counts on; and who owns which address."""
+    """The recording in a snapshot, with checked types, and the owners of its addresses."""
     traces, stacks = snapshot["device_traces"], snapshot.get("stacks")
     device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
-    segments = [_segment(one) for one in snapshot.get("segments", ()) if one.get("device", device) == device]
+    segments = [_segment(raw) for raw in snapshot.get("segments", ()) if raw.get("device", device) == device]
     about = snapshot.get("hf_memopt", {})
-    owners = [_owner(*one) for one in about.get("owners", ())]
+    owners = [_owner(*raw) for raw in about.get("owners", ())]
     trace = traces[device] if traces else []
     frames = _Frames(stacks)
     allocations = _allocations(trace, frames, segments, owners)
-    failed = [(_size(one["size"]), _size(one.get("device_free", 0))) for one in trace if one["action"] == "oom"]
+    failed = [
+        (_size(event["size"]), _size(event.get("device_free", 0))) for event in trace if event["action"] == "oom"
+    ]
     marks = sorted((_moment(time), str(kind), str(name)) for time, kind, name in about.get("marks", ()))
     return Recording(allocations, marks, segments, failed, _about(about)), owners
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """What an address was for at a moment."""
+    """The tensor that an address held at a time."""
 
     moment: float
     address: int
@@ -129,12 +131,12 @@ class _Owner:
 
 def _owner(moment, address, size, kind, name) -> _Owner:
     if kind not in KINDS:
-        raise ValueError(f"an owner of kind {kind!r:.60}, which is none of {', '.join(KINDS)}")
+        raise ValueError(f"an owner of kind {kind!r:.60}, not one of {', '.join(KINDS)}")
     return _Owner(_moment(moment), _size(address), _size(size), kind, str(name))
 
 
 def _about(about: dict[str, Any]) -> dict[str, Any]:
-    """Reason, device and capacity, as far as they are known."""
+    """Reason, device and capacity, as far as the file has them."""
     texts = {name: plain(str(about[name])) for name in ("reason", "device") if about.get(name) is not None}
     return texts | ({"capacity": _size(about["capacity"])} if about.get("capacity") is not None else {})
 
@@ -154,21 +156,21 @@ def _moment(value: Any) -> float:
 
 
 class _Frames:
-    """Stacks in one form, and each of them once: in a file, very many allocations may share one.
+    """Reads each stack once: very many allocations may share one.
 
     Args:
-        stacks: what allocations refer to by number; None where each has its own frames.
+        stacks: stacks that allocations refer to by index; None where each has its own frames.
     """
 
     def __init__(self, stacks: list | None) -> None:
         self._stacks, self._read = stacks, {}
 
-    def of(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        """The frames of an allocation, or of a block, innermost first."""
+    def read(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """The frames of an event or a block, innermost first."""
         numbered = self._stacks is not None and "stack" in event
         raw = self._stacks[event["stack"]] if numbered else event.get("frames") or ()
-        if id(raw) not in self._read:  # the snapshot holds it, so nothing else can get its id
-            self._read[id(raw)] = [_frame(one) for one in raw[:_MOST_FRAMES]]
+        if id(raw) not in self._read:  # unique while the snapshot holds it
+            self._read[id(raw)] = [_frame(frame) for frame in raw[:_MOST_FRAMES]]
         return self._read[id(raw)]
 
 
@@ -192,9 +194,9 @@ def _segment(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _allocations(trace, stacks: _Frames, segments, owners: list[_Owner]) -> list[Allocation]:
-    """Every block of the trace, and those that were there before it began or are in the segments at its end."""
+    """Every block of the trace, and older ones that are in the segments or have an owner."""
     live: dict[int, Allocation] = {}
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
     for event in trace:
         action = event["action"]
         if action not in ("alloc", "free_completed"):
@@ -202,31 +204,31 @@ def _allocations(trace, stacks: _Frames, segments, owners: list[_Owner]) -> list
         address, size, moment = _size(event.get("addr")), _size(event["size"]), _moment(event.get("time_us", 0))
         if action == "alloc":
             module = plain(str(event.get("user_metadata") or ""))
-            one = Allocation(address, size, moment, frames=stacks.of(event), module=module)
+            one = Allocation(address, size, moment, frames=stacks.read(event), module=module)
             live[address] = one
-            found.append(one)
+            allocations.append(one)
         else:
             one = live.pop(address, None)
             if one is None:  # older than the trace
                 one = Allocation(address, size)
-                found.append(one)
+                allocations.append(one)
             one.ended = moment
-    seen = {(one.address, one.size) for one in found}
-    for address, size, block in _still_there(segments):
+    seen = {(one.address, one.size) for one in allocations}
+    for address, size, block in _active_blocks(segments):
         if address not in live:
-            found.append(Allocation(address, size, frames=stacks.of({"frames": block["frames"]})))
+            allocations.append(Allocation(address, size, frames=stacks.read({"frames": block["frames"]})))
             seen.add((address, size))
-    if not segments:  # without CUDA only the owners know what was there before
-        starts = {one.address: one.began for one in reversed(found)}
+    if not segments:  # without CUDA only the owners show what is older
+        starts = {one.address: one.began for one in reversed(allocations)}
         for owner in owners:
             if starts.get(owner.address, _END) > owner.moment and (owner.address, owner.size) not in seen:
-                found.append(Allocation(owner.address, owner.size))
+                allocations.append(Allocation(owner.address, owner.size))
                 seen.add((owner.address, owner.size))
-    return sorted(found, key=lambda one: one.began)
+    return sorted(allocations, key=lambda one: one.began)
 
 
-def _still_there(segments) -> Iterable[tuple[int, int, dict[str, Any]]]:
-    """Blocks that are in use at the end: address, bytes, and the block."""
+def _active_blocks(segments) -> Iterable[tuple[int, int, dict[str, Any]]]:
+    """Blocks in use at the end: address, bytes, and the block."""
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
@@ -235,30 +237,30 @@ def _still_there(segments) -> Iterable[tuple[int, int, dict[str, Any]]]:
             address += block["size"]
 
 
-def _name(recording: Recording, owners: list[_Owner]) -> None:
-    """Say what each allocation is for: by its owner's address, else by when it was made and how long it lived."""
+def _assign_kinds(recording: Recording, owners: list[_Owner]) -> None:
+    """Set each allocation's kind: its owner's, else by the phase that made it and the one that freed it."""
     by_address, phases = defaultdict(list), {}
     for owner in sorted(owners, key=lambda owner: owner.moment):
         by_address[owner.address].append(owner)
     for one in recording.allocations:
-        there = by_address.get(one.address, ())
-        first = bisect_left(there, one.began, key=lambda owner: owner.moment)
-        if first < len(there) and there[first].moment < one.ended:
-            one.kind, one.name = there[first].kind, there[first].name
+        candidates = by_address.get(one.address, ())
+        first = bisect_left(candidates, one.began, key=lambda owner: owner.moment)
+        if first < len(candidates) and candidates[first].moment < one.ended:
+            one.kind, one.name = candidates[first].kind, candidates[first].name
         else:
-            if id(one.frames) not in phases:  # very many allocations may share a stack
+            if id(one.frames) not in phases:  # once for all allocations that share the stack
                 phases[id(one.frames)] = phase_by_frames(one.frames)
             one.kind = _kind(recording, one, bool(by_address), phases[id(one.frames)])
 
 
-def _kind(found: Recording, one: Allocation, owned: bool, usual_phase: str) -> str:
-    phase = (found.phase(one.began) if one.began != _BEGIN else "between") or usual_phase
+def _kind(recording: Recording, one: Allocation, owned: bool, stack_phase: str) -> str:
+    phase = (recording.phase(one.began) if one.began != _BEGIN else "between") or stack_phase
     if phase == "between":
         return "other"
-    ended = found.visit(one.ended) if one.ended != _END else _END
-    if found.marks and ended == found.visit(one.began):
+    ended = recording.phase_number(one.ended) if one.ended != _END else _END
+    if recording.marks and ended == recording.phase_number(one.began):
         return "temporaries"
-    if not found.marks and one.ended != _END and phase != "forward":
+    if not recording.marks and one.ended != _END and phase != "forward":
         return "temporaries"
     if phase == "optimizer":
         return "other" if owned else "optimizer_states"
@@ -266,7 +268,7 @@ def _kind(found: Recording, one: Allocation, owned: bool, usual_phase: str) -> s
 
 
 def phase_by_frames(frames) -> str:
-    """Which phase a stack is of, in a file that does not say. On CUDA backward has a thread without Python frames."""
+    """The phase of a stack, in a file without marks. On CUDA, backward runs in a thread without Python frames."""
     files = [frame.get("filename", "") for frame in frames]
     if any(part in file for file in files for part in _OPTIMIZERS):
         return "optimizer"

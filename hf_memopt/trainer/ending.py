@@ -137,4 +137,4 @@ class Ending:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, report)
         except OSError as error:  # the error above says what happened; a full disk must not replace it
-            logger.error("cannot write %s: %s", path, error.strerror)
+            logger.error("%s cannot be written: %s", path, error.strerror)

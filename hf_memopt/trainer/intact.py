@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the one that is named, or the newest that is intact."""
+"""Finds the checkpoint to resume from: the requested one, or the newest intact one."""
 
 import json
 import logging
@@ -6,17 +6,18 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.trainer.manifest import manifest_fault
-from hf_memopt.trainer.sharded_states import FOLDER
+from hf_memopt.trainer.sharded_states import STATES_FOLDER
 
 logger = logging.getLogger(__name__)
 
 
 def newest_intact(output_dir: str | Path, save_only_model: bool = False) -> Path | None:
-    """The newest intact checkpoint-N in a run's folder, with a warning for each newer one that is damaged; None where
-    there is no checkpoint.
+    """The newest intact checkpoint-N in a run's folder; None where there is no checkpoint.
+
+    Warns about each newer one that is damaged.
 
     Raises:
-        InputError: there are checkpoints, and all are damaged.
+        InputError: all checkpoints are damaged.
     """
     faults = {}
     for checkpoint in _newest_first(Path(output_dir)):
@@ -27,16 +28,16 @@ def newest_intact(output_dir: str | Path, save_only_model: bool = False) -> Path
             return checkpoint
         faults[checkpoint.name] = fault
     if faults:
-        found = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+        listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
         raise InputError(
-            f"{output_dir} has no checkpoint that is intact ({found}): start afresh with another output_dir, or with "
+            f"{output_dir} has no intact checkpoint ({listed}): start afresh with another output_dir, or with "
             "--resume_from_checkpoint no"
         )
     return None
 
 
 def check_intact(checkpoint: Path, save_only_model: bool = False) -> None:
-    """Raise unless a checkpoint that was asked for can be resumed from.
+    """Raise unless a requested checkpoint can be resumed from.
 
     Raises:
         InputError: it is missing or damaged. The message names the newest intact one beside it.
@@ -48,14 +49,14 @@ def check_intact(checkpoint: Path, save_only_model: bool = False) -> None:
         return
     others = (other for other in _newest_first(checkpoint.parent) if other.name != checkpoint.name)
     other = next((other for other in others if not checkpoint_fault(other, save_only_model)), None)
-    instead = f"name {other.name}, which is intact" if other else "start afresh with another output_dir"
+    instead = f"use {other.name}, which is intact" if other else "start afresh with another output_dir"
     raise InputError(f"resume_from_checkpoint: {checkpoint} is damaged ({fault}): {instead}")
 
 
 def checkpoint_fault(checkpoint: Path, save_only_model: bool = False) -> str:
-    """What is missing from a checkpoint folder, cut short or changed; "" where it is intact.
+    """What is missing, truncated or changed in a checkpoint; "" where it is intact.
 
-    What plain Trainer wrote has no manifest: its files are opened instead.
+    A checkpoint of plain Trainer has no manifest, so its files are opened instead.
     """
     fault = manifest_fault(checkpoint)
     return _fault_of_files(checkpoint, save_only_model) if fault is None else fault
@@ -66,21 +67,21 @@ def _newest_first(folder: Path) -> list[Path]:
         number = checkpoint.name.removeprefix("checkpoint-")
         return int(number) if number.isdecimal() else -1
 
-    found = [checkpoint for checkpoint in folder.glob("checkpoint-*") if checkpoint.is_dir() and step(checkpoint) >= 0]
-    return sorted(found, key=step, reverse=True)
+    folders = [path for path in folder.glob("checkpoint-*") if path.is_dir() and step(path) >= 0]
+    return sorted(folders, key=step, reverse=True)
 
 
 def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
     if not (checkpoint / "trainer_state.json").is_file():
         return "no trainer_state.json"
-    for pattern in ("*config.json", "*.index.json", "memory_state.json"):  # what is read when a run resumes
+    for pattern in ("*config.json", "*.index.json", "memory_state.json"):  # read when a run resumes
         for file in sorted(checkpoint.glob(pattern)):
             if fault := _json_fault(file):
                 return fault
     if fault := _state_fault(checkpoint / "trainer_state.json"):
         return fault
     if any(checkpoint.glob("global_step*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
-        return ""  # an engine's own folders; the engine checks them when it loads
+        return ""  # folders of DeepSpeed or FSDP, which check them when they load
     patterns = ("model*.safetensors", "adapter_model.safetensors", "*/adapter_model.safetensors")
     weights = [file for pattern in patterns for file in checkpoint.glob(pattern)]
     if not weights and not any(checkpoint.glob("*_model*.bin")):
@@ -96,13 +97,15 @@ def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
 
 
 def _faults_of_states(checkpoint: Path):
-    states = f"{FOLDER}/.metadata" if (checkpoint / FOLDER).is_dir() else "optimizer.pt"
+    states = f"{STATES_FOLDER}/.metadata" if (checkpoint / STATES_FOLDER).is_dir() else "optimizer.pt"
     for name in (states, "scheduler.pt"):
         if not (checkpoint / name).is_file():
             yield f"no {name}"
     random_states = list(checkpoint.glob("rng_state*.pth"))
-    if not random_states:  # Ray Tune's trials save none
-        logger.warning("%s has no rng_state.pth: dropout will not be what it would have been", checkpoint)
+    if not random_states:  # checkpoints of Ray Tune's trials have none
+        logger.warning(
+            "%s has no rng_state.pth: dropout will draw other masks than without the interruption", checkpoint
+        )
     for file in (*checkpoint.glob("*.pt"), *random_states):
         yield _tensors_fault(file)
 
@@ -137,9 +140,9 @@ def _safetensors_fault(file: Path) -> str:
 
 
 def _tensors_fault(file: Path) -> str:
-    """torch.save's archive has its directory at the end: one that is cut short cannot be opened.
+    """Check a file of torch.save by opening its zip archive, whose directory is at the end: a truncated one fails.
 
-    Nothing is unpickled here, and of a large file nothing but the directory is read.
+    Unpickles nothing, and reads only the directory of a large file.
     """
     import zipfile
 

@@ -1,7 +1,6 @@
-"""Ctrl-C and SIGTERM while training: the step is finished, a checkpoint is written, and the run stops.
+"""Ctrl-C and SIGTERM during training finish the step, write a checkpoint and stop the run.
 
-The first signal is a request, which all processes of a run follow at the end of the same step. A second Ctrl-C stops
-at once.
+All processes stop at the end of the same step. A second Ctrl-C stops at once.
 """
 
 import contextlib
@@ -14,18 +13,18 @@ from transformers import ProgressCallback, TrainerCallback
 
 from hf_memopt.errors import Terminated, one_line
 
-# Only these are replaced: a handler of the user's own, the one of enable_jit_checkpoint (transformers saves a
-# checkpoint at SIGTERM by itself then), and a signal that a background job ignores stay as they are.
+# Only default handlers are replaced. The user's own, that of enable_jit_checkpoint (with which transformers saves a
+# checkpoint at SIGTERM itself) and ignored signals of background jobs stay.
 _REPLACED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class _Stopped:
-    """What both exceptions say.
+    """Fields of both exceptions.
 
     Attributes:
         step: the last finished step.
-        checkpoint: the newest that the run wrote or resumed from, perhaps older than `step`; None without one.
-        message: where the run stopped and what it left, in one sentence.
+        checkpoint: the newest that the run wrote or resumed from, maybe older than `step`; None if there is none.
+        message: one sentence with the step and the checkpoint.
     """
 
     def __init__(self, message: str, step: int, checkpoint: str | None) -> None:
@@ -37,11 +36,11 @@ class _Stopped:
 
 
 class TrainingInterrupted(_Stopped, KeyboardInterrupt):
-    """train() was stopped by Ctrl-C (SIGINT). A KeyboardInterrupt, so that what follows train() does not run."""
+    """train() was stopped by Ctrl-C (SIGINT). A KeyboardInterrupt, so that code after train() does not run."""
 
 
 class TrainingTerminated(_Stopped, Terminated):
-    """train() was stopped by SIGTERM. Left alone it ends the process with exit code 143, without a traceback."""
+    """train() was stopped by SIGTERM. Uncaught, it ends the process with exit code 143 and no traceback."""
 
     def __init__(self, message: str, step: int, checkpoint: str | None) -> None:
         super().__init__(message, step, checkpoint)
@@ -50,12 +49,12 @@ class TrainingTerminated(_Stopped, Terminated):
 
 @contextlib.contextmanager
 def interruptible(trainer) -> Iterator["_StopAtStepEnd"]:
-    """While it lasts, Ctrl-C and SIGTERM stop training at the end of a step.
+    """A context in which Ctrl-C and SIGTERM stop training at the end of a step.
+
+    Handlers are installed only in the main thread (Python allows no other), and restored at the end.
 
     Yields:
-        What has the attribute `signal`: the one that came, or None.
-
-    Handlers are installed in the main thread alone (Python allows no other), and put back at the end.
+        A callback whose attribute `signal` is the signal that came, or None.
 
     Raises:
         TrainingInterrupted, TrainingTerminated: at the end of the step, or at once after a second Ctrl-C.
@@ -66,15 +65,15 @@ def interruptible(trainer) -> Iterator["_StopAtStepEnd"]:
         with _handled(stop.request):
             yield stop
     except Exception as error:
-        # A data loader's worker that the same signal has ended, or a process that has left already.
+        # A data loading worker that the same signal ended, or another process that has stopped already.
         if stop.signal is None:
             raise
         stop.save_last_step()
         raise stop.ending(f"{type(error).__name__}: {one_line(error)}"[:200]) from error
     except (TrainingInterrupted, TrainingTerminated):
-        _close_bars(trainer)
+        _close_training_bar(trainer)
         if stop.agreed and not trainer._peers.alone:
-            trainer._peers.smallest(None)  # whoever ends first takes the store along that the others still watch
+            trainer._peers.smallest(None)  # a barrier: the first process may host the store that the others still read
         raise
     finally:
         trainer.remove_callback(stop)
@@ -94,11 +93,11 @@ def _handled(handler) -> Iterator[None]:
 
 
 class _StopAtStepEnd(TrainerCallback):
-    """Notes the request, and stops where every process has finished the same step. The last callback of all.
+    """Notes a request, and stops when every process has finished the same step. Runs after all other callbacks.
 
     Attributes:
-        signal: the first that came, here or in another process; None while there was none.
-        agreed: every process stops at the step that was finished last.
+        signal: the first that came, here or in another process; None before.
+        agreed: all processes stop after the last finished step.
     """
 
     def __init__(self, trainer) -> None:
@@ -109,9 +108,9 @@ class _StopAtStepEnd(TrainerCallback):
         self._process = os.getpid()
 
     def request(self, number: int, frame) -> None:
-        """The signals' handler."""
+        """Signal handler."""
         if os.getpid() != self._process:
-            _in_a_copy(number)
+            _handle_in_fork(number)
         elif self.signal is None:
             self.signal = number
             self._announce()
@@ -120,7 +119,7 @@ class _StopAtStepEnd(TrainerCallback):
         elif signal.SIGINT in (number, self.signal):
             raise self.ending("at once")
 
-    # ---- the Trainer's moments
+    # ---- events of the Trainer
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._updating = True
@@ -136,7 +135,7 @@ class _StopAtStepEnd(TrainerCallback):
         control.should_evaluate = False  # it may take longer than a launcher waits
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        """An evaluation is not waited for: the step before it is finished. Several processes would have to agree."""
+        """Stop within an evaluation: the step before it is finished. Several processes would have to agree first."""
         if self.signal is None or args.world_size > 1:
             return
         if state.global_step and self._saves():
@@ -145,15 +144,15 @@ class _StopAtStepEnd(TrainerCallback):
         self._leave(control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """The Trainer comes here when it has saved. What comes after is for runs that finished: it may load the best
-        model, and with save_total_limit=1 delete the checkpoint that was just written."""
+        """Leave train() after the Trainer has saved. The rest of it is for finished runs: it may load the best model,
+        and with save_total_limit=1 delete the checkpoint just written."""
         if self.agreed:
             self._leave(control)
 
     # ---- the end
 
     def save_last_step(self) -> None:
-        """A checkpoint of the last finished step, where training broke off in the middle of the next one."""
+        """Save the last finished step where training stopped within the next one."""
         trainer, runner = self.trainer, self.trainer._runner
         if self._updating or not (self._saves() and runner.recovers and trainer.state.global_step):
             return
@@ -164,9 +163,9 @@ class _StopAtStepEnd(TrainerCallback):
         step, checkpoint = self.trainer.state.global_step, self.trainer.newest_checkpoint()
         kind = TrainingTerminated if self.signal == signal.SIGTERM else TrainingInterrupted
         where = f"stopped at step {step}" + f" ({why})" * bool(why)
-        return kind(f"{where}; {self._left(checkpoint, step)}", step, checkpoint)
+        return kind(f"{where}; {self._describe_checkpoint(checkpoint, step)}", step, checkpoint)
 
-    def _left(self, checkpoint, step: int) -> str:
+    def _describe_checkpoint(self, checkpoint, step: int) -> str:
         saved = checkpoint is not None and checkpoint.endswith(f"checkpoint-{step}")
         nothing = "" if self._saves() or saved else "nothing was saved, since save_strategy is no; "
         if checkpoint is None:
@@ -174,32 +173,35 @@ class _StopAtStepEnd(TrainerCallback):
         return f"{nothing}{'saved as' if saved else 'the newest checkpoint is'} {checkpoint}"
 
     def _saves(self) -> bool:
-        """Whoever asked for no checkpoints gets none here either."""
+        """Whether the user wants checkpoints at all."""
         return self.trainer.args.save_strategy != "no"
 
     def _leave(self, control) -> None:
-        self.trainer.callback_handler.on_train_end(self.trainer.args, self.trainer.state, control)  # closes trackers
+        self.trainer.callback_handler.on_train_end(
+            self.trainer.args, self.trainer.state, control
+        )  # so that trackers close
         raise self.ending()
 
     def _announce(self) -> None:
         if self.trainer.args.process_index == 0:
             again = "; Ctrl-C again stops at once" if self.signal == signal.SIGINT else ""
             line = f"\nstopping at the end of step {self.trainer.state.global_step + 1}{again}\n"
-            os.write(2, line.encode())  # print() must not be called by a handler that may have interrupted one
+            os.write(2, line.encode())  # print() is not reentrant, and the handler may have interrupted one
 
 
-def _in_a_copy(number: int) -> None:
-    """A process that was forked from this one has inherited the handler.
+def _handle_in_fork(number: int) -> None:
+    """Handle a signal in a forked process, which inherits the handler.
 
-    A data loader's worker lives until its parent has finished the step; SIGTERM ends it, as multiprocessing expects.
+    Data loading workers ignore Ctrl-C, so that their parent can finish the step; SIGTERM ends them as multiprocessing
+    expects.
     """
     if number != signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def _close_bars(trainer) -> None:
-    """What is printed next begins on a line of its own."""
+def _close_training_bar(trainer) -> None:
+    """Close the progress bar, so that the next output starts on a new line."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
             callback.training_bar.close()

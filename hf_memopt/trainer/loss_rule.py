@@ -1,8 +1,8 @@
-"""How the loss of a chunk relates to that of its micro-batch, found out by asking the loss itself.
+"""How a chunk's loss relates to that of its micro-batch, determined by running the loss.
 
-What a model or a subclass's compute_loss does with the number of items, and what its mean is over, is nowhere
-written. So a few samples are run together and one by one, without gradients: exactly one rule gives the loss of all
-from the losses of each. Where none does (contrastive losses, weighted means, …), a micro-batch must not be split.
+Nothing declares what a model or a compute_loss does with num_items_in_batch, or what its mean is over. So two samples
+are run together and one by one, without gradients, to see which rule gives their loss together from their losses
+alone. Where none does (contrastive losses, weighted means, …), micro-batches must not be split.
 """
 
 import contextlib
@@ -17,76 +17,77 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.oom.classify import OomKind, diagnose
-from hf_memopt.trainer.split import copied
+from hf_memopt.trainer.split import copy_batch
 from hf_memopt.trainer.step_state import StepState
 
 _SAMPLES = 2
 _NEGATIVE_LOG_LIKELIHOODS = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)
-KNOWN = ("transformers.", "trl.", "hf_memopt.")  # whose code needs not be asked before it trains
-# Relative rounding of a loss that is run in batches of other sizes.
+KNOWN = ("transformers.", "trl.", "hf_memopt.")  # packages whose losses are not run before training
+# Relative rounding error of a loss computed in batches of another size.
 _FINE = {torch.float32: 1e-5, torch.float64: 2e-6}  # fp64 models compute norms and softmax in fp32
 _COARSE = 1e-2  # half precision, TF32
 
 
 class LossRule(StrEnum):
-    """What the loss of a micro-batch is."""
+    """What the loss of a micro-batch is of its samples' losses."""
 
-    SUM = "sum"  # divided by the items of the whole window: the losses of chunks add up
-    LABELS = "mean over labels"  # that count, shifted where the model shifts them
+    SUM = "sum"  # divided by num_items_in_batch of the window: losses of chunks add up
+    LABELS = "mean over labels"  # not -100, shifted where the model shifts them
     UNSHIFTED = "mean over unshifted labels"
     SAMPLES = "mean over samples"
 
     def weight(self, trainer, whole: dict[str, Any], chunk: dict[str, Any]) -> float:
-        """The factor of a chunk's loss in the loss of its micro-batch."""
+        """The weight of a chunk's loss in the loss of its micro-batch."""
         if self is LossRule.SUM:
             return 1.0
         _check_spans(whole)
-        rule = self if self.items(trainer, whole) else LossRule.SAMPLES  # no label counts at all
-        return rule.items(trainer, chunk) / rule.items(trainer, whole)
+        rule = self if self.count_items(trainer, whole) else LossRule.SAMPLES  # every label is -100
+        return rule.count_items(trainer, chunk) / rule.count_items(trainer, whole)
 
-    def items(self, trainer, inputs: dict[str, Any]) -> int:
-        """What the mean is over, counted."""
+    def count_items(self, trainer, inputs: dict[str, Any]) -> int:
+        """The number of items that the mean is over."""
         if self is LossRule.SAMPLES:
             return trainer.count_samples(inputs)
         labels = inputs["labels"]
+        # Trainer._loss_shifts_labels: what transformers 5.23 counts num_items_in_batch by, private to it.
         shifted = self is LossRule.LABELS and labels.dim() > 1 and trainer._loss_shifts_labels
         return int((labels[..., 1:] if shifted else labels).ne(-100).sum())
 
 
 def _check_spans(inputs: dict[str, Any]) -> None:
-    """Heads for question answering leave out answers that lie beyond the tokens, of start and end each.
+    """Refuse answers beyond the tokens, which heads for question answering leave out of their mean.
 
     Raises:
-        InputError: there are such answers, so that the loss is no mean over samples.
+        InputError: there are such answers, so that the loss is not a mean over samples.
     """
     tokens = inputs.get("input_ids")
     for name in ("start_positions", "end_positions"):
         place = inputs.get(name)
         if isinstance(place, torch.Tensor) and isinstance(tokens, torch.Tensor) and (place >= tokens.shape[-1]).any():
-            raise InputError(f"{name} lie beyond the tokens, and do not count in the loss")
+            raise InputError(f"{name} lie beyond the tokens, and are left out of the loss")
 
 
 def has_own_loss(trainer) -> bool:
-    """Whether the loss comes from code that is neither transformers' nor TRL's: a trainer's, a function, a model's."""
+    """Whether the loss comes from neither transformers nor TRL, but from a user's trainer, function or model."""
     model = inner_model(trainer.accelerator.unwrap_model(trainer.model))
     known = all(kind.__module__.startswith(KNOWN) for kind in (trainer.compute_loss, type(model)))
     return trainer.compute_loss_func is not None or not known
 
 
 def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
-    """The rule of a trainer's loss.
+    """Determine the rule of a trainer's loss.
 
     Args:
         inputs: a micro-batch of at least two samples.
-        num_items: of its window, as the Trainer counts them; None where it does not.
+        num_items: the Trainer's num_items_in_batch of the window; None where it counts none.
 
     Raises:
-        InputError: no rule holds, or it cannot be told which of two does.
+        InputError: no rule holds, or rounding hides which of two does.
     """
-    group = _telling_samples(trainer, inputs)
+    group = _distinguishing_samples(trainer, inputs)
     count = trainer.count_samples(group)
     single = [type(inputs)(trainer.split_batch(group, at, at + 1)) for at in range(count)]
-    with _unchanged(trainer) as model, _asked():
+    with _eval_mode(trainer) as model, _failing_loss():
         together, *losses = [_loss(trainer, model, part, num_items) for part in (group, *single)]
     rules = _candidates(trainer, group, num_items)
     sums = {rule: _weighted_sum(trainer, rule, group, single, losses) for rule in rules}
@@ -102,8 +103,7 @@ def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
 
 
 def _weighted_sum(trainer, rule: LossRule, group, single: list[dict[str, Any]], losses: list[float]) -> float:
-    """The loss of a group by a rule; samples without weight are left out, since a mean over none of their labels is no
-    number."""
+    """The loss of a group by a rule. Samples of weight 0 are left out: their losses are means over no label, NaN."""
     weights = [rule.weight(trainer, group, part) for part in single]
     return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
 
@@ -117,9 +117,12 @@ def _candidates(trainer, inputs: dict[str, Any], num_items) -> list[LossRule]:
     return [*rules, LossRule.SAMPLES]
 
 
-def _telling_samples(trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Two neighbouring samples of a micro-batch, with labels by which the rules differ: sample means and label means
-    are one where both samples have as many labels, and class weights do not show in samples of one class."""
+def _distinguishing_samples(trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Two neighbouring samples of a micro-batch, with labels that distinguish the rules.
+
+    With equal numbers of labels, means over samples and over labels are the same; with a single class, class weights
+    do not show.
+    """
     labels = inputs.get("labels")
     by_class = isinstance(labels, torch.Tensor) and labels.dim() and not labels.is_floating_point()
     start = _most_labels(labels) if by_class and labels.dim() > 1 else 0
@@ -137,8 +140,11 @@ def _telling_samples(trainer, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _few_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Few of the labels: the losses of single tokens differ more than means of many. The first sample keeps its last
-    one and has one at position 0, which does not count where labels are shifted; the second keeps its last three."""
+    """Keep few labels, since losses of single tokens differ more than means of many.
+
+    The first sample keeps its last label and gets one at position 0, which counts only where labels are not shifted;
+    the second keeps its last three.
+    """
     first, second = (row.ne(-100).nonzero().flatten() for row in labels)
     if len(first) < 2 or len(second) < 2:
         return labels
@@ -149,22 +155,22 @@ def _few_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _most_labels(labels: torch.Tensor) -> int:
-    """Where two neighbours begin that both have labels, as many as any two."""
+    """Index of the first of two neighbours that both have labels, as many as possible."""
     counts = labels.ne(-100).flatten(1).sum(dim=1)
     return int(torch.minimum(counts[:-1], counts[1:]).argmax())
 
 
 def _loss(trainer, model, inputs: dict[str, Any], num_items) -> float:
-    prepared = trainer._prepare_inputs(copied(inputs))
-    alone = _Alone() if trainer.args.world_size > 1 else contextlib.nullcontext()
-    means = _Means(ignores_any="start_positions" in inputs)
+    prepared = trainer._prepare_inputs(copy_batch(inputs))
+    alone = _RefuseCollectives() if trainer.args.world_size > 1 else contextlib.nullcontext()
+    means = _RefuseOtherMeans(ignores_any="start_positions" in inputs)
     with torch.no_grad(), alone, means, trainer.compute_loss_context_manager():
         return float(trainer.compute_loss(model, prepared, num_items_in_batch=num_items))
 
 
 @contextlib.contextmanager
-def _asked() -> Iterator[None]:
-    """A loss that fails on a few samples, other than for memory, cannot be split either."""
+def _failing_loss() -> Iterator[None]:
+    """Turn a loss's error on single samples, unless it is about memory, into an InputError: it cannot be split."""
     try:
         yield
     except InputError:
@@ -175,12 +181,13 @@ def _asked() -> Iterator[None]:
         raise InputError(f"the loss of single samples fails ({type(error).__name__}: {one_line(error)})") from error
 
 
-class _Means(TorchDispatchMode):
-    """Refuses cross entropies whose mean is over something else than labels that are not -100, before they run: a few
-    samples may hold none of the labels that show it, and a label out of range ends a CUDA process.
+class _RefuseOtherMeans(TorchDispatchMode):
+    """Refuses cross entropies with class weights, or with another ignore_index than -100, before they run.
+
+    Two samples may have none of the labels that would show them, and a label out of range ends a CUDA process.
 
     Args:
-        ignores_any: question answering ignores positions beyond the tokens, which LossRule looks for.
+        ignores_any: allow any ignore_index: question answering uses the number of tokens, which LossRule checks.
     """
 
     def __init__(self, ignores_any: bool) -> None:
@@ -195,14 +202,14 @@ class _Means(TorchDispatchMode):
         if func.overloadpacket in _NEGATIVE_LOG_LIKELIHOODS:
             _, _, weight, reduction, ignored = args
             if reduction == 1 and weight is not None and weight.ne(weight[0]).any():
-                raise InputError("the loss is neither the sum nor a mean of their own losses: it weights classes")
+                raise InputError("the loss is neither the sum nor a mean of their own losses: it has class weights")
             if reduction == 1 and ignored != -100 and not self._ignores_any:
                 raise InputError(f"the loss is a mean over labels that are not {ignored}, and only -100 is known")
         return func(*args, **(kwargs or {}))
 
 
-class _Alone(TorchDispatchMode):
-    """Refuses to communicate: processes that split their micro-batches differently would wait for each other."""
+class _RefuseCollectives(TorchDispatchMode):
+    """Refuses collectives: processes that split their micro-batches differently would wait for each other."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -211,8 +218,8 @@ class _Alone(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _unchanged(trainer) -> Iterator[torch.nn.Module]:
-    """The model without dropout; afterwards modes, random numbers and logged metrics are as before."""
+def _eval_mode(trainer) -> Iterator[torch.nn.Module]:
+    """A context with the model in eval mode, after which modes, random states and metrics are as before."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     state = StepState.now(trainer)
     modes = {module: module.training for module in model.modules()}

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, noted in it when it is complete: a file lost or changed later is found by name."""
+"""memory_manifest.json: size and hash of a checkpoint's files, to find files that are lost or damaged later."""
 
 import hashlib
 import json
@@ -9,22 +9,22 @@ from hf_memopt.files import write_whole
 
 FILE = "memory_manifest.json"
 _STATE = "trainer_state.json"
-# Bytes of a file that are hashed: all of most files, and of large safetensors the header with the tensors' names.
-# Reading all of a large model twice would double the time of a save.
+# Bytes hashed per file: all of most files, and the header of large safetensors. Hashing all of a large model would
+# double the time of a save.
 _HASHED = 16 * 2**20
 
 
 def write_manifest(checkpoint: Path) -> None:
-    """Note size and hash of every file below a checkpoint folder, in memory_manifest.json."""
+    """Write the size and hash of every file of a checkpoint to its memory_manifest.json."""
     files = {str(file.relative_to(checkpoint)): _entry(file) for file in sorted(_files(checkpoint))}
     write_whole(checkpoint / FILE, json.dumps({"files": files}, indent=2) + "\n")
 
 
 def manifest_fault(checkpoint: Path) -> str | None:
-    """What is missing or changed since the checkpoint was written, by file.
+    """The first file that is missing or changed since the checkpoint was written, and how.
 
     Returns:
-        "" where nothing is; None where there is no manifest, or a stale one.
+        "" where there is none; None without a manifest, or with a stale one.
     """
     try:
         files = _read(checkpoint)
@@ -38,8 +38,8 @@ def manifest_fault(checkpoint: Path) -> str | None:
 
 
 def is_stale(checkpoint: Path) -> bool:
-    """Whether somebody has written the checkpoint anew since then, as plain Trainer does in the same folder, or has
-    edited its state: another trainer_state.json than the noted one, and newer."""
+    """Whether trainer_state.json is newer than the manifest and not the one it lists: a plain Trainer has written to
+    the folder, or somebody has edited the state."""
     state = checkpoint / _STATE
     try:
         newer = state.stat().st_mtime_ns > (checkpoint / FILE).stat().st_mtime_ns
@@ -62,16 +62,16 @@ def _entry(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": hashlib.sha256(start).hexdigest()}
 
 
-def _fault(file: Path, name: str, noted: Any) -> str:
+def _fault(file: Path, name: str, entry: Any) -> str:
     if not file.is_file():
         return f"no {name}"
     try:
-        found = _entry(file)
+        actual = _entry(file)
     except OSError as error:
         return f"{name}: {error.strerror}"
-    if not isinstance(noted, dict) or found["bytes"] != noted.get("bytes"):
-        written = noted.get("bytes") if isinstance(noted, dict) else noted
-        return f"{name} has {found['bytes']} bytes, and {written} were written"
-    if found["sha256"] == noted.get("sha256"):
+    if not isinstance(entry, dict) or actual["bytes"] != entry.get("bytes"):
+        written = entry.get("bytes") if isinstance(entry, dict) else entry
+        return f"{name} has {actual['bytes']} bytes, but {written} were written"
+    if actual["sha256"] == entry.get("sha256"):
         return ""
     return f"{name} was changed after it was written; delete {FILE} if that was you"

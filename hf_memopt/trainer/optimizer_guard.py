@@ -1,13 +1,13 @@
-"""An optimizer step that runs out of memory: repeated where that is exact, otherwise known to be half done.
+"""Optimizer steps that run out of memory: repeated where that is exact, else reported as partly done.
 
-An optimizer changes states and weights operator by operator. After an exception in the middle of that, neither
-continuing nor starting again gives the right weights. Two things can be repeated without doing anything twice:
+An optimizer updates states and weights operator by operator. After an exception in the middle, neither continuing nor
+repeating the step gives the right weights. Two things can be repeated exactly:
 
-* an operator that only makes new tensors, or whose second run writes the same values as its first (a copy);
-* the whole step, as long as nothing that existed before it was written.
+* an operator that only makes new tensors, or that writes the same values again (a copy);
+* the whole step, as long as no tensor from before it was written.
 
-Every other failure ends the run. The caller learns whether the step had written anything, and saves the weights only
-if it had not: "half a step" is in no checkpoint.
+Any other failure ends the run. The caller is told whether the step had written anything, and saves the weights only if
+it had not, so that no checkpoint holds half an update.
 """
 
 import traceback
@@ -20,32 +20,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
 from hf_memopt.oom.classify import diagnose, free_memory
 
-# Their second run writes the same values, however far the first one came.
-_SAME_TWICE = frozenset({"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_"})
-# Optimizers of these packages write through torch's dispatcher alone, fused and 8-bit kernels included. torchao's
-# kernels are compiled, and what others do (Triton, ctypes, attributes of their own) cannot be known.
-_SEEN = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "hf_memopt.levers")
+# Run twice, they write the same values, however far the first run came.
+_IDEMPOTENT = frozenset({"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_"})
+# Optimizers of these packages write only through torch's dispatcher, fused and 8-bit kernels included (torch 2.13,
+# bitsandbytes 0.50). torchao's kernels are compiled, and others may use Triton or ctypes, which it does not see.
+_DISPATCHED = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "hf_memopt.levers")
 
 
 class StepWatch(TorchDispatchMode):
-    """Sees every operator of an optimizer step and repeats those that can be repeated.
+    """Watches every operator of an optimizer step and repeats those that can be repeated.
 
-    `_version` counters could not say what was written: fused kernels and bitsandbytes' leave them as they are.
+    Tensors' `_version` would not do: fused kernels and those of bitsandbytes write without increasing it.
 
     Attributes:
         repeated: messages of the failures after which an operator was repeated.
-        wrote: an operator that writes to a tensor from before the step was at least begun.
+        wrote: an operator that writes to a tensor from before the step has begun.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.repeated: list[str] = []
         self.wrote = False
-        self._made: set[int] = set()
+        self._made: set[int] = set()  # storages allocated within the step
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile work as it does without a mode; torchao's step refuses to run uncompiled."""
+        """Let compiled functions run compiled under this mode; torchao's step refuses to run otherwise."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -78,32 +78,35 @@ class StepWatch(TorchDispatchMode):
 
 @cache
 def _written(func) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operator writes to."""
+    """Position and name of the arguments that an operator writes to.
+
+    Read from `OpOverload._schema`, which is private (torch 2.13): nothing public describes aliasing.
+    """
     named = enumerate(func._schema.arguments)
     return tuple((at, arg.name) for at, arg in named if arg.alias_info is not None and arg.alias_info.is_write)
 
 
 @cache
 def _makes(func) -> bool:
-    """Whether an operator's results are memory of their own, not views of its arguments."""
-    if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(): declared a view, of what only it has
+    """Whether an operator's results are new memory, not views of its arguments."""
+    if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor(): declared a view, but of new memory
         return True
     return all(result.alias_info is None for result in func._schema.returns)
 
 
 @cache
 def _can_repeat(func) -> bool:
-    """Whether a second run after a failure leaves what one run would have left."""
+    """Whether running an operator again after a failure has the same result as running it once."""
     if func._schema.is_mutable:
-        return func._schema.name in _SAME_TWICE
+        return func._schema.name in _IDEMPOTENT
     return func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def _tensors(held) -> Iterator[torch.Tensor]:
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, list | tuple | Iterator):
-        for part in held:
+def _tensors(nested) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, list | tuple | Iterator):
+        for part in nested:
             yield from _tensors(part)
 
 
@@ -112,7 +115,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Undo:
-    """Puts back what Python holds of an optimizer: which states there are, step counts, a group's settings.
+    """Restores an optimizer's Python state: the dict of states, step counts, settings of groups.
 
     Tensors are not copied; it is for a step that wrote to none.
     """
@@ -120,12 +123,12 @@ class _Undo:
     def __init__(self, optimizer) -> None:
         state = {} if optimizer is None else optimizer.state
         groups = [] if optimizer is None else optimizer.param_groups
-        self._held = [(one, dict(one)) for one in (state, *state.values(), *groups)]
+        self._copies = [(original, dict(original)) for original in (state, *state.values(), *groups)]
 
     def __call__(self) -> None:
-        for one, before in self._held:
-            one.clear()
-            one.update(before)
+        for original, copy in self._copies:
+            original.clear()
+            original.update(copy)
 
 
 def guard(
@@ -134,28 +137,28 @@ def guard(
     survived: Callable[[list[str]], None],
     failed: Callable[[BaseException, bool], None],
 ):
-    """A step function that repeats what can be repeated exactly.
+    """Wrap an optimizer's step so that it repeats what can be repeated exactly.
 
     Args:
-        step: the optimizer's.
-        optimizer: torch's own.
-        survived: called with the messages of failures that were survived.
-        failed: called with the exception and whether weights or states may have been changed; it may raise. Where they
-            were not, the optimizer is what it was before the step.
+        step: the optimizer's `step`.
+        optimizer: the torch.optim.Optimizer.
+        survived: called with the messages of the failures that the step recovered from.
+        failed: called with the exception and whether weights or states may have changed; it may raise. Where they have
+            not, the optimizer is as it was before the step.
     """
 
-    @wraps(step)  # schedulers look for marks on it
+    @wraps(step)  # torch's schedulers mark `step` by an attribute and look for it (_wrapped_by_lr_sched)
     def guarded(*args, **kwargs):
         messages: list[str] = []
-        seen = sees_writes(optimizer)
+        dispatched = sees_writes(optimizer)
         for attempt in ("all weights at once", "one by one"):
-            watch, undo = StepWatch(), _Undo(optimizer if seen else None)
+            watch, undo = StepWatch(), _Undo(optimizer if dispatched else None)
             try:
                 with watch:
                     result = step(*args, **kwargs)
                 break
             except Exception as error:
-                wrote = watch.wrote or not seen
+                wrote = watch.wrote or not dispatched
                 failure = diagnose(error)
                 if not wrote:
                     undo()
@@ -163,7 +166,7 @@ def guard(
                     failed(error, wrote)
                     raise
                 messages += [*watch.repeated, failure.message]
-                traceback.clear_frames(error.__traceback__)  # they hold temporaries
+                traceback.clear_frames(error.__traceback__)  # the frames hold temporaries
             free_memory()
             use_less(optimizer)
         messages += watch.repeated
@@ -176,13 +179,13 @@ def guard(
 
 
 def torch_optimizer(trainer):
-    """torch's own optimizer, within accelerate's; None before there is one."""
+    """The torch optimizer inside accelerate's wrapper; None before the Trainer has made one."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def sees_writes(optimizer) -> bool:
-    """Whether every write of an optimizer's step passes through torch's dispatcher, where StepWatch sees it."""
-    known = type(optimizer).__module__.startswith(_SEEN)
+    """Whether all writes of an optimizer's step go through torch's dispatcher, where StepWatch sees them."""
+    known = type(optimizer).__module__.startswith(_DISPATCHED)
     return known and not any(map(_is_compiled, _wrapped_functions(optimizer.step)))
 
 
@@ -193,18 +196,19 @@ def _wrapped_functions(function) -> Iterator[Callable]:
 
 
 def _is_compiled(function) -> bool:
-    """torch.compile marks what it returns; torch._dynamo.disable does so too, and adds a mark of its own."""
+    """Whether torch.compile returned a function. It sets this attribute (torch 2.13), as does torch._dynamo.disable,
+    which sets a second one too."""
     marks = getattr(function, "__dict__", {})
     return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable")
 
 
 def steps_in_backward(optim) -> bool:
-    """Whether a TrainingArguments `optim` changes weights while backward runs, so that no step can be taken again."""
+    """Whether a TrainingArguments `optim` changes weights while backward runs, so that no step can be repeated."""
     return getattr(optim, "value", optim) in STEPS_IN_BACKWARD
 
 
 def use_less(optimizer) -> bool:
-    """Have an optimizer work through one weight after another, not all at once, where it can; True if changed."""
+    """Make an optimizer update one weight at a time (foreach=False), where it can; True if that changed anything."""
     changed = False
     for group in optimizer.param_groups:
         if "foreach" in group and not group.get("fused") and group["foreach"] is not False:

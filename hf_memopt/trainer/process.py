@@ -1,4 +1,4 @@
-"""What train() changes in the process that it runs in, for as long as it runs."""
+"""Process-wide settings that train() changes while it runs."""
 
 import contextlib
 import logging
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def settings_of_run(trainer) -> Iterator[None]:
-    """Set the allocator's limit and the compiler's memory budget, and put both back at the end, however it comes.
+    """A context with the allocator's limit and the compiler's memory budget of a trainer's MemoryArguments.
 
-    A snapshot that is being recorded ends too: on_train_end, which ends it usually, is not called after an error.
+    On exit it also stops snapshots, since on_train_end is not called after an error.
     """
     memory, device = trainer.memory_args, trainer.args.device
     budget = memory.compile_memory_budget if trainer.args.torch_compile else None
@@ -23,7 +23,7 @@ def settings_of_run(trainer) -> Iterator[None]:
         with process_limited(device, memory.max_memory_gib) as limited, memory_budget(budget):
             if memory.max_memory_gib is not None and not limited:
                 logger.warning(
-                    "max_memory_gib=%s: a CPU's allocator cannot be limited; thresholds follow it",
+                    "max_memory_gib=%s: the CPU allocator has no limit; only the thresholds follow it",
                     memory.max_memory_gib,
                 )
             yield

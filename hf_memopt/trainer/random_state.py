@@ -1,4 +1,4 @@
-"""Every random generator that a training step may draw from, to come back to."""
+"""Saves and restores all random generators that a training step may draw from."""
 
 import random
 from dataclasses import dataclass
@@ -7,11 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of Python's, numpy's and torch's generators (the CPU's and this process's device's).
+    """States of the generators of Python, numpy and torch (the CPU's and that of this process's device).
 
     Attributes:
-        index: of the device. torch's current device belongs to a thread: another one would restore the generator of
-            device 0.
+        index: of the device. torch's current device is set per thread: another thread would restore device 0.
     """
 
     python: Any
@@ -44,7 +43,7 @@ class RandomState:
 
 
 def _device_module():
-    """torch.cuda, torch.xpu or torch.mps where a device is in use."""
+    """torch.cuda, torch.xpu or torch.mps; None on a CPU, or before CUDA is initialized."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

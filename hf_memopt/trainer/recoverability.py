@@ -1,7 +1,7 @@
-"""What may be done again or in chunks after a step ran out of memory: decided once, when the trainer is made.
+"""Whether a trainer's micro-batches may run again, and in chunks: decided when the trainer is made.
 
-Chunks add up to the whole where a loss is a sum or a mean over samples. A loss that compares the samples of a batch
-with each other has another value in chunks, and no exception tells.
+Losses of chunks add up where the loss is a sum or a mean over samples. A loss that compares the samples of a batch has
+another value in chunks, without any exception.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ import torch
 from hf_memopt.trainer.optimizer_guard import steps_in_backward
 from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
 
-# TRL 1.16: how the batches of each trainer lie. Other trainers of TRL generate, or keep state between micro-batches.
+# Batch layouts of TRL 1.16's trainers. Its other trainers generate, or keep state between micro-batches.
 _TRL_LAYOUTS = {
     "SFTTrainer": RowLayout,
     "DPOTrainer": PairLayout,
     "RewardTrainer": PairLayout,
     "KTOTrainer": KtoLayout,
 }
-# DPO losses that sort the batch (aot) or average over its tokens (sft) instead of its pairs.
+# TRL 1.16's DPO losses that sort the batch (aot) or average over its tokens (sft) instead of its pairs.
 _ACROSS_PAIRS = {"aot", "aot_unpaired", "sft"}
 
 
@@ -27,10 +27,10 @@ class Recoverability:
     """How a trainer's steps can be recovered.
 
     Attributes:
-        layout: where the samples of a batch lie.
-        repeats: a micro-batch may run again and gives the same gradients.
-        splits: its chunks' gradients add up to its own.
-        reason: why not both; "" where both hold.
+        layout: how batches hold their samples.
+        repeats: a micro-batch may run again, with the same gradients.
+        splits: the gradients of its chunks add up to its own.
+        reason: why one of the two does not hold; "" where both do.
     """
 
     layout: RowLayout
@@ -40,18 +40,18 @@ class Recoverability:
 
 
 def assess_recoverability(trainer) -> Recoverability:
-    """Look at a trainer's class, loss and model."""
+    """Decide from a trainer's class, loss, model and engine."""
     kind = trl_trainer(trainer)
     layout = _TRL_LAYOUTS.get(kind.__name__, RowLayout)() if kind else RowLayout()
-    if reason := _not_repeated(trainer, kind):
+    if reason := _why_not_repeated(trainer, kind):
         return Recoverability(layout, repeats=False, splits=False, reason=reason)
-    if reason := _not_split(trainer, kind):
+    if reason := _why_not_split(trainer, kind):
         return Recoverability(layout, splits=False, reason=reason)
     return Recoverability(layout)
 
 
 def trl_trainer(trainer) -> type | None:
-    """The class of TRL that a trainer is made of; None where it is none of TRL's."""
+    """The class of TRL that a trainer derives from; None where it derives from none."""
     return next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
 
 
@@ -64,20 +64,20 @@ def holds_whole_model(trainer) -> bool:
 
 
 def changes_weights_in_backward(trainer) -> bool:
-    """Whether a failure in backward leaves weights of two steps."""
+    """Whether backward updates weights, so that a failure in it leaves some updated and some not."""
     return trainer.memory_args.optimizer_in_backward or steps_in_backward(trainer.args.optim)
 
 
-def _not_repeated(trainer, kind: type | None) -> str:
+def _why_not_repeated(trainer, kind: type | None) -> str:
     if not trainer.memory_args.oom_recovery:
         return "oom_recovery is off"
-    if not holds_whole_model(trainer):  # processes wait for each other all the time
-        return f"{trainer.accelerator.distributed_type.value} cannot take a step again"
+    if not holds_whole_model(trainer):  # processes wait for each other within every layer
+        return f"{trainer.accelerator.distributed_type.value} cannot repeat a step"
     if changes_weights_in_backward(trainer):
         name = "optimizer_in_backward" if trainer.memory_args.optimizer_in_backward else trainer.args.optim.value
-        return f"{name} cannot take a step again"
+        return f"{name} cannot repeat a step"
     if trainer.args.n_gpu > 1:
-        return "DataParallel cannot take a step again: start a process per GPU"
+        return "DataParallel cannot repeat a step: start a process per GPU"
     if kind is not None and kind.__name__ not in _TRL_LAYOUTS:
         return f"{kind.__name__} generates, keeps state or mixes means within a step, which cannot run again in chunks"
     if kind is not None and trainer.args.world_size > 1:
@@ -88,7 +88,7 @@ def _not_repeated(trainer, kind: type | None) -> str:
     return f"{name} normalizes over the whole batch and counts every pass" if name is not None else ""
 
 
-def _not_split(trainer, kind: type | None) -> str:
+def _why_not_split(trainer, kind: type | None) -> str:
     if (kind is not None and getattr(trainer, "aux_loss_enabled", False)) or _balances_experts(trainer):
         return "the router's auxiliary loss is a mean over the whole batch"
     if kind is not None and (mixing := _ACROSS_PAIRS & set(getattr(trainer, "loss_types", ()))):

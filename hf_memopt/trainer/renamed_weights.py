@@ -1,8 +1,8 @@
-"""Checkpoints whose weights have other names than the model's own.
+"""Checkpoints whose weights have other names than the model's.
 
-transformers 5 saves models that it has rebuilt (Qwen2.5-VL, Mixtral's experts and others) under the names of the
-original checkpoints. Its Trainer hands those to load_state_dict as they are, which finds none of them, says so in a
-warning, and trains the weights that the model was made with.
+transformers 5 saves models whose modules it has reorganized (Qwen2.5-VL, Mixtral's experts and others) under the names
+of the original checkpoints. Its Trainer (5.23) passes these to load_state_dict, which matches none, warns, and trains
+the initial weights. Can go when the Trainer renames them as from_pretrained does.
 """
 
 import json
@@ -15,12 +15,12 @@ from hf_memopt.errors import InputError
 
 
 def load_renamed(model, folder: str | Path) -> bool:
-    """Load a checkpoint's weights into a model if their names are not the model's; whether it was so.
+    """Load a checkpoint's weights into a model if their names differ from the model's; True if they did.
 
-    from_pretrained knows the names. It makes the weights once more, in host memory.
+    from_pretrained maps the names, and needs host memory for a second copy of the weights.
 
     Raises:
-        InputError: weights are missing, for which from_pretrained would draw random numbers.
+        InputError: weights are missing, which from_pretrained would initialize at random.
     """
     if not isinstance(model, PreTrainedModel) or not _names(Path(folder)) - model.state_dict().keys():
         return False
@@ -34,7 +34,7 @@ def load_renamed(model, folder: str | Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    """The names of a checkpoint's weights; none where it has no file of them."""
+    """The names of a checkpoint's weights; empty where it has no safetensors."""
     from safetensors import safe_open
 
     index, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME

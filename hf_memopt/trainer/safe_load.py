@@ -1,10 +1,9 @@
-"""Checkpoints are resumed from without running what is in them.
+"""Loads checkpoints without running code in them.
 
-transformers and accelerate load with weights_only=True. Two libraries beneath them do not: DeepSpeed 0.19.8
+transformers and accelerate load with weights_only=True. Two libraries below them do not: DeepSpeed 0.19.8
 (TorchCheckpointEngine.load: weights_only=False) and torch 2.13's distributed checkpoints
-(FileSystemReader.read_metadata unpickles, DefaultLoadPlanner.load_bytes: weights_only=False). Whoever resumes from a
-folder that somebody else wrote would run their code. What is patched here can go when these libraries load safely
-themselves.
+(FileSystemReader.read_metadata unpickles, DefaultLoadPlanner.load_bytes: weights_only=False). Resuming from
+a folder of unknown origin would run its code. The patches here can go when both load with weights_only=True.
 """
 
 import importlib
@@ -17,14 +16,16 @@ from unittest import mock
 
 from hf_memopt.errors import InputError
 
-# Classes that DeepSpeed 0.19.8 pickles into its checkpoints beside tensors and containers.
+# Classes in DeepSpeed 0.19.8's checkpoints, apart from tensors and containers. One that is missing here makes its
+# checkpoints refused, not unsafe.
 _DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-# What the metadata of torch's distributed checkpoints consist of, beside the dtypes and layouts of torch.
+# Names in the metadata of torch 2.13's distributed checkpoints, apart from its own module's classes, dtypes and
+# layouts.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _METADATA_NAMES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -38,13 +39,13 @@ _METADATA_NAMES = {
 
 @contextmanager
 def without_code(checkpoint: str) -> Iterator[None]:
-    """While it lasts, torch.load, DeepSpeed and torch's distributed checkpoints read tensors and plain values alone.
+    """A context in which torch.load, DeepSpeed and torch's distributed checkpoints read only tensors and plain values.
 
     Args:
-        checkpoint: the folder's name, for the error.
+        checkpoint: the folder, for the error message.
 
     Raises:
-        InputError: a file asks for something else, which could run code.
+        InputError: a file refers to anything else, which could run code.
     """
     import torch
     from torch.distributed.checkpoint import filesystem
@@ -58,22 +59,23 @@ def without_code(checkpoint: str) -> Iterator[None]:
             refused.append(_reason(error))
             raise
 
+    # FileSystemReader.read_metadata calls `pickle.load` by its module-level name.
     reader = SimpleNamespace(**{**vars(pickle), "load": lambda file: _MetadataUnpickler(file, refused).load()})
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(torch, "load", load_weights_only))
         patches.enter_context(mock.patch.object(filesystem, "pickle", reader))
-        patches.enter_context(torch.serialization.safe_globals(_classes_of_deepspeed()))
+        patches.enter_context(torch.serialization.safe_globals(_deepspeed_classes()))
         try:
             yield
-        except BaseException as error:  # torch's CheckpointException is one, and hides what it was raised from
+        except BaseException as error:  # torch's CheckpointException derives from it, and hides its cause
             if not refused:
                 raise
             raise InputError(
-                f"resume_from_checkpoint: {checkpoint} is not read, since it could run code: {refused[0]}"
+                f"resume_from_checkpoint: {checkpoint} is not loaded, since it could run code: {refused[0]}"
             ) from error
 
 
-def _classes_of_deepspeed() -> list[type]:
+def _deepspeed_classes() -> list[type]:
     if "deepspeed" not in sys.modules:
         return []
     named = (name.rpartition(".") for name in _DEEPSPEED)
@@ -90,18 +92,18 @@ class _MetadataUnpickler(pickle.Unpickler):
 
         if (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
+            return value
         if module == _METADATA:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:  # not what the module has imported
-                return found
-        self._refused.append(f"its metadata ask for {module}.{name}")
+            cls = super().find_class(module, name)
+            if isinstance(cls, type) and cls.__module__ == module:  # not a name that the module imports
+                return cls
+        self._refused.append(f"its metadata refer to {module}.{name}")
         raise pickle.UnpicklingError(self._refused[-1])
 
 
 def _reason(error: Exception) -> str:
-    """What torch refused, without its advice to switch the check off."""
+    """What torch refused, without its advice to turn the check off."""
     text = " ".join(str(error).split())
     start = text.find("GLOBAL ")
     return text[start:].split(" was not ")[0][:200] if start >= 0 else text[:200]

@@ -1,4 +1,4 @@
-"""Which samples a batch consists of, found out by asking a copy of the sampler, so that the real one is not moved."""
+"""Which samples a batch consists of, from a copy of the sampler, so that the real one does not advance."""
 
 import copy
 import itertools
@@ -8,24 +8,24 @@ import torch
 
 
 def batch_indices(loader, epoch: int, number: int) -> list[int] | None:
-    """The data set's positions of the samples in an epoch's batch; None where the order cannot be known.
+    """Dataset indices of a batch; None where the sample order is not known.
 
     Args:
-        loader: the data loader that accelerate prepared.
-        number: of the batch in its epoch, counted for this process.
+        loader: the data loader, prepared by accelerate.
+        number: index of the batch in its epoch, counted for this process.
     """
     order = batch_order(loader, epoch)
     return next(itertools.islice(order, number, None), None) if order is not None else None
 
 
 def batch_order(loader, epoch: int) -> Iterator[list[int]] | None:
-    """An epoch's batches of this process, as positions in the data set; None where the order cannot be known."""
+    """Dataset indices of this process's batches in an epoch; None where the sample order is not known."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None or isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
         return None
     batches = copy.copy(batches)
     inner = batches
-    while hasattr(inner, "batch_sampler"):  # accelerate's shard of the processes, and what skips batches
+    while hasattr(inner, "batch_sampler"):  # accelerate 1.15's BatchSamplerShard and SkipBatchSampler
         inner.batch_sampler = copy.copy(inner.batch_sampler)
         inner = inner.batch_sampler
     if not hasattr(inner, "sampler"):

@@ -1,7 +1,7 @@
-"""Checkpoints of models that transformers cut up, from which another number of processes goes on.
+"""Checkpoints of models that from_pretrained sharded (tensor parallelism, FSDP2), resumable with another world size.
 
-transformers 5.23 saves their weights, whole, and refuses to save more. The optimizer's states are written here by
-torch's distributed checkpoints, every process its own part, and come back in the parts of whoever reads them.
+transformers 5.23 saves their unsharded weights and refuses to save optimizer states. These are written as torch
+distributed checkpoints, which every process loads its own shards of. Can go when the Trainer saves them itself.
 """
 
 from collections.abc import Iterator
@@ -9,16 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-FOLDER = "optimizer"  # within a checkpoint
+from hf_memopt.trainer.optimizer_guard import torch_optimizer
+
+STATES_FOLDER = "optimizer"  # in a checkpoint
 _SCHEDULER = "scheduler.pt"
 
 
 @contextmanager
 def states_saved_here(model=None, args=None, *_, **__) -> Iterator[None]:
-    """The Trainer's constructor refuses to save the states of such a model, which are not its to save.
+    """A context for the Trainer's constructor, which requires save_only_model=True for such a model (transformers
+    5.23), not knowing that the states are saved here.
 
     Args:
-        model, args: what the constructor is given.
+        model, args: the constructor's arguments.
     """
     if args is None or not getattr(model, "is_distributed_loading_by_transformers", False):
         yield
@@ -28,48 +31,44 @@ def states_saved_here(model=None, args=None, *_, **__) -> Iterator[None]:
 
 
 def save_states(trainer, folder: str | Path) -> None:
-    """Write the optimizer's states and the schedule's. Every process calls it."""
+    """Write the states of optimizer and scheduler. Called by every process."""
     import torch
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(_states(trainer), checkpoint_id=Path(folder) / FOLDER)
+    dcp.save(_states(trainer), checkpoint_id=Path(folder) / STATES_FOLDER)
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / _SCHEDULER)
 
 
 def load_states(trainer, folder: str | Path) -> None:
-    """Read what save_states() wrote, if it did. Every process calls it."""
+    """Load what save_states() wrote, if anything. Called by every process."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    if not (Path(folder) / FOLDER).is_dir():
+    if not (Path(folder) / STATES_FOLDER).is_dir():
         return
     states = _states(trainer)
-    dcp.load(states, checkpoint_id=Path(folder) / FOLDER)
-    set_optimizer_state_dict(trainer.model, _optimizer(trainer), states)
+    dcp.load(states, checkpoint_id=Path(folder) / STATES_FOLDER)
+    set_optimizer_state_dict(trainer.model, torch_optimizer(trainer), states)
     trainer.lr_scheduler.load_state_dict(torch.load(Path(folder) / _SCHEDULER, weights_only=True))
 
 
 def load_weights(model, folder: str | Path) -> None:
-    """Cut a checkpoint's whole weights up as the model's are."""
+    """Load a checkpoint's unsharded weights into a sharded model. Called by every process."""
     import torch
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    whole: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}  # broadcast from the first process
     if torch.distributed.get_rank() == 0:
         for file in sorted(Path(folder).glob("model*.safetensors")):
-            whole |= load_file(file)
+            weights |= load_file(file)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, whole, options=options)
+    set_model_state_dict(model, weights, options=options)
 
 
 def _states(trainer) -> dict:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    return get_optimizer_state_dict(trainer.model, _optimizer(trainer))
-
-
-def _optimizer(trainer):
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return get_optimizer_state_dict(trainer.model, torch_optimizer(trainer))

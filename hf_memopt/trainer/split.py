@@ -1,4 +1,4 @@
-"""Micro-batches divided into chunks along their samples, padding and all, so that the chunks' gradients add up."""
+"""Splits micro-batches into chunks of samples, padding included, so that the chunks' gradients add up."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from hf_memopt.errors import InputError
 
-_FIRST = ("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask", "input_features")
+_BATCH_KEYS = ("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask", "input_features")
 
 
 class RowLayout:
@@ -19,20 +19,20 @@ class RowLayout:
         return count_rows(inputs)
 
     def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The samples from `start` to before `stop`; all of the batch where that is all.
+        """The samples from `start` up to, but not including, `stop`.
 
         Raises:
-            InputError: a value does not have one row per sample (several samples in one row, patches of several
-                images in one tensor), so that nobody can say where a sample ends.
+            InputError: a value does not have one row per sample (several samples packed into one row, patches of
+                several images in one tensor).
         """
         samples = self.count(inputs)
         if (start, stop) == (0, samples):
             return dict(inputs)
-        return {name: self._part(name, value, samples, start, stop) for name, value in inputs.items()}
+        return {name: self._slice(name, value, samples, start, stop) for name, value in inputs.items()}
 
-    def _part(self, name: str, value: Any, samples: int, start: int, stop: int) -> Any:
+    def _slice(self, name: str, value: Any, samples: int, start: int, stop: int) -> Any:
         if isinstance(value, Mapping):
-            return {key: self._part(f"{name}.{key}", inner, samples, start, stop) for key, inner in value.items()}
+            return {key: self._slice(f"{name}.{key}", inner, samples, start, stop) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             if len(value) != samples:
                 raise _cannot_split(name, f"{len(value)} entries", samples)
@@ -43,23 +43,23 @@ class RowLayout:
             return value[start:stop]
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
-        return self._rows(name, value, samples, start, stop)
+        return self._slice_rows(name, value, samples, start, stop)
 
-    def _rows(self, name: str, value: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
-        # Multimodal rotary embeddings: (3 or 4 axes, samples, tokens). There may be as many samples as axes.
+    def _slice_rows(self, name: str, value: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
+        # Multimodal rotary embeddings: (3 or 4 axes, samples, tokens). Checked first, since samples may equal axes.
         if "position_ids" in name and value.dim() == 3:
             if value.shape[1] != samples:
                 raise _cannot_split(name, f"the shape {tuple(value.shape)}", samples)
             return value[:, start:stop]
         if value.shape[0] == samples:
             return value[start:stop]
-        if value.shape[0] == 1:  # one row for all samples
+        if value.shape[0] == 1:  # one row shared by all samples
             return value
         raise _cannot_split(name, f"the shape {tuple(value.shape)}", samples)
 
 
 class PairLayout(RowLayout):
-    """TRL's preference batches: the rows of all chosen answers, then those of all rejected ones.
+    """TRL's preference batches: rows of all chosen answers, then of all rejected ones.
 
     Some tensors (`margin`, `ref_chosen_logps`) have one row per pair.
     """
@@ -67,14 +67,14 @@ class PairLayout(RowLayout):
     def count(self, inputs: Mapping[str, Any]) -> int:
         return count_rows(inputs) // 2
 
-    def _rows(self, name: str, value: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
+    def _slice_rows(self, name: str, value: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
         if value.shape[0] == 2 * samples:
             return torch.cat([value[start:stop], value[samples + start : samples + stop]])
-        return super()._rows(name, value, samples, start, stop)
+        return super()._slice_rows(name, value, samples, start, stop)
 
 
 class KtoLayout(RowLayout):
-    """TRL's KTO batches. The KL term is a mean over the micro-batch without gradients: every chunk has all of it."""
+    """TRL's KTO batches. The KL term is a mean over the micro-batch, without gradients, so chunks get all its rows."""
 
     def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         whole = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
@@ -82,15 +82,15 @@ class KtoLayout(RowLayout):
         return super().chunk(rest, start, stop) | whole
 
 
-def copied(value: Any) -> Any:
-    """A batch that a loss may pop from and change in place."""
+def copy_batch(value: Any) -> Any:
+    """A copy of a batch, which a loss may pop from and change in place."""
     if isinstance(value, Mapping):
-        return type(value)({name: copied(inner) for name, inner in value.items()})
+        return type(value)({name: copy_batch(inner) for name, inner in value.items()})
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def tensor_versions(value: Any) -> list[int]:
-    """How often each tensor of a batch was written to in place."""
+    """How often each tensor of a batch was written to in place (torch's `_version`, which autograd checks too)."""
     if isinstance(value, Mapping):
         return [version for inner in value.values() for version in tensor_versions(inner)]
     return [value._version] if isinstance(value, torch.Tensor) else []
@@ -101,14 +101,14 @@ def _cannot_split(name: str, what: str, samples: int) -> InputError:
 
 
 def count_rows(inputs: Mapping[str, Any]) -> int:
-    """Rows of a batch: the first dimension of its tokens, else of its first tensor; 1 where it holds none."""
-    names = [name for name in _FIRST if name in inputs] + list(inputs)
+    """Rows of a batch: the first dimension of its tokens, else of its first tensor; 1 without tensors."""
+    names = [name for name in _BATCH_KEYS if name in inputs] + list(inputs)
     sizes = [inputs[name].shape[0] for name in names if isinstance(inputs[name], torch.Tensor) and inputs[name].dim()]
     return sizes[0] if sizes else 1
 
 
 def count_elements(inputs: Any) -> int:
-    """Elements of all tensors of a batch: what its activations grow with."""
+    """Elements of all tensors of a batch, with which its activations grow."""
     if isinstance(inputs, torch.Tensor):
         return inputs.numel()
     if isinstance(inputs, Mapping):
@@ -117,13 +117,13 @@ def count_elements(inputs: Any) -> int:
 
 
 def count_tokens(inputs: Mapping[str, Any]) -> int:
-    """Tokens of a batch, padding included; 0 where it has none."""
+    """Tokens in a batch, padding included; 0 without tokens."""
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
     return tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else 0
 
 
 def tensor_shapes(inputs: Any) -> dict[str, list[int]]:
-    """The shape of every tensor of a batch, by name; nothing of a batch that is no mapping."""
+    """The shape of every tensor of a batch, by name; empty where the batch is not a mapping."""
     if not isinstance(inputs, Mapping):
         return {}
     return {name: list(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}

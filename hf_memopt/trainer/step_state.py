@@ -1,4 +1,4 @@
-"""What a forward pass changes beside gradients: random generators, and the metrics that TRL's losses log."""
+"""What a forward pass changes apart from gradients: random states, and metrics that losses log."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -6,33 +6,35 @@ from typing import Any
 
 from hf_memopt.trainer.random_state import RandomState
 
-# TRL 1.16's trainers append to them in compute_loss; a pass that runs again would count twice.
-_LOGGED = ("_metrics", "_total_train_tokens")
+# Private attributes that TRL 1.16's trainers append to in compute_loss: a repeated pass would count twice. Where one
+# is renamed, its metrics count repeated passes; losses and gradients are not affected.
+_TRL_METRICS = ("_metrics", "_total_train_tokens")
 
-# The Trainer's own sums over micro-batches, which it adds to when training_step has returned.
-_OF_THE_LOOP = {"current_flos", "_total_loss_scalar"}
+# Sums that the Trainer (transformers 5.23) adds to after training_step: restoring these would lose earlier
+# micro-batches.
+_TRAINER_SUMS = {"current_flos", "_total_loss_scalar"}
 
 
 @dataclass(frozen=True)
 class StepState:
-    """A moment of a step to come back to."""
+    """Random states and logged metrics at one point of a step."""
 
     random: RandomState
-    logged: dict[str, Any]
+    metrics: dict[str, Any]
 
     @classmethod
     def now(cls, trainer) -> "StepState":
-        return cls(RandomState.now(), {name: deepcopy(getattr(trainer, name)) for name in _logged(trainer)})
+        return cls(RandomState.now(), {name: deepcopy(getattr(trainer, name)) for name in _metric_names(trainer)})
 
     def restore(self, trainer) -> None:
         self.random.restore()
-        for name in set(_logged(trainer)) - set(self.logged):
+        for name in set(_metric_names(trainer)) - set(self.metrics):
             delattr(trainer, name)
-        for name, value in self.logged.items():
+        for name, value in self.metrics.items():
             setattr(trainer, name, deepcopy(value))
 
 
-def _logged(trainer) -> list[str]:
-    """Also numbers that a loss of the user's own may keep, such as a running mean."""
-    numbers = [name for name, value in vars(trainer).items() if isinstance(value, float) and name not in _OF_THE_LOOP]
-    return [name for name in _LOGGED if hasattr(trainer, name)] + numbers
+def _metric_names(trainer) -> list[str]:
+    """TRL's metrics, and float attributes, where a user's own loss may keep a running mean."""
+    numbers = [name for name, value in vars(trainer).items() if isinstance(value, float) and name not in _TRAINER_SUMS]
+    return [name for name in _TRL_METRICS if hasattr(trainer, name)] + numbers
