@@ -114,7 +114,7 @@ def tables() -> str:
     for name, told in (
         ("small test", "A test of 34,083,904 weights, forward and backward (a Llama of about as many here, SGD):"),
         ("platforms", "Settings by platform, for weights of 0.5 GB (SmolLM2-135M here, AdamW over fp32 weights):"),
-        ("512M on 44 GB", "512M weights on four L40S (Qwen3-0.6B here, DDP, all layers recomputed):"),
+        ("512M on 44 GB", "512M weights on four L40S (Qwen3-0.6B here, DDP, all layers checkpointed):"),
         ("2B video", "A video model of 2B before and after (Qwen2.5-VL-3B here, LoRA, frozen tower, 224 × 224):"),
     ):
         lines = [

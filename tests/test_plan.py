@@ -217,11 +217,11 @@ def test_a_choice_becomes_hugging_faces_words():
     choice = Choice("none", 2, 4, 1 / 3, "adamw_8bit", "float32")
     kwargs = choice.configured(preset).training["activation_checkpointing_kwargs"]
     assert kwargs == {"use_reentrant": False, "every_n_layers": 3} and not choice.memory_fields()
-    uneven = dataclasses.replace(choice, recomputed=2 / 3, chunked_loss=True)
+    uneven = dataclasses.replace(choice, checkpointed=2 / 3, chunked_loss=True)
     assert uneven.memory_fields() == {"loss_chunk_size": 1024, "checkpoint_ratio": 2 / 3}
-    offloaded = dataclasses.replace(choice, recomputed=1.0, inputs_offloaded=True).configured(preset)
+    offloaded = dataclasses.replace(choice, checkpointed=1.0, inputs_offloaded=True).configured(preset)
     assert offloaded.training["activation_checkpointing_kwargs"] == {"use_reentrant": False, "offload": True}
-    kept = dataclasses.replace(choice, recomputed=0.0).configured(preset).training
+    kept = dataclasses.replace(choice, checkpointed=0.0).configured(preset).training
     assert "activation_checkpointing" not in kept and "activation_checkpointing_kwargs" not in kept
 
 
@@ -282,8 +282,8 @@ def test_recomputing_costs_a_forward_pass(search):
     _, found = search
     cost = Cost(found.sketch)
     plain = next(choice for choice in found.choices if not choice.levers and choice.micro_batch == 1)
-    whole = dataclasses.replace(plain, recomputed=1.0)
-    half = dataclasses.replace(plain, recomputed=0.5)
+    whole = dataclasses.replace(plain, checkpointed=1.0)
+    half = dataclasses.replace(plain, checkpointed=0.5)
     assert 1.1 < cost.step(whole) / cost.step(plain) < 1.5  # a forward pass beside a forward and a backward
     assert cost.step(half) == pytest.approx((cost.step(whole) + cost.step(plain)) / 2, rel=0.02)
 
@@ -382,8 +382,8 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     assert parsed.memory.levers() == rung.memory_args.levers()
     assert (
         bool(parsed.training.get("activation_checkpointing"))
-        == bool(rung.choice.recomputed and rung.choice.engine != "fsdp2")
-        or not rung.choice.recomputed
+        == bool(rung.choice.checkpointed and rung.choice.engine != "fsdp2")
+        or not rung.choice.checkpointed
     )
 
 
@@ -554,7 +554,7 @@ def test_nothing_fits_exits_with_1(command, tmp_path):
         (["gpt2", "--hardware", "rtx_4091"], "Did you mean 'rtx_4090'"),
         (["gpt2", "--hardware", "rtx_4090x0"], "at least 1"),
         (["gpt2", "--method", "dora"], "unknown method 'dora'"),
-        (["gpt2", "--rung", "fast"], "unknown rung 'fast'"),
+        (["gpt2", "--rung", "fast"], "unknown profile 'fast'"),
         (["gpt2", "--hardware", "rtx_4090", "--seq-len", "9999"], "from 1 to the model's 1024 positions"),
         (["gpt2", "--hardware", "rtx_4090x3", "--effective-batch-size", "8"], "use a multiple of 3"),
         (["gpt2", "--hardware", "rtx_4090", "--strategy", "zero3"], "say how many, as in rtx_4090x2"),

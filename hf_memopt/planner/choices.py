@@ -29,7 +29,7 @@ MOST_SAMPLES = 64  # of a micro-batch; beyond it products are as fast as they ge
 _SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
 _LONGEST_PERIOD = 4
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # whose every estimate takes as long as three of one device's
-_FEW_LAYERS = 8  # up to this depth every number of recomputed layers is a choice
+_FEW_LAYERS = 8  # up to this depth every number of checkpointed layers is a choice
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
 
 
@@ -41,8 +41,8 @@ class Choice:
         strategy: as a preset's.
         micro_batch: samples per device and forward pass.
         accumulation: micro-batches per optimizer step.
-        recomputed: share of the layers whose activations are recomputed, 0 to 1.
-        inputs_offloaded: what recomputed layers keep, their inputs, lies in host memory.
+        checkpointed: share of the layers whose activations are checkpointed, 0 to 1.
+        inputs_offloaded: what checkpointed layers keep, their inputs, lies in host memory.
         chunked_loss: logits of CHUNK tokens at once.
         optim: as in TrainingArguments.
         dtype: of the loaded weights.
@@ -54,7 +54,7 @@ class Choice:
     strategy: str
     micro_batch: int
     accumulation: int
-    recomputed: float
+    checkpointed: float
     optim: str
     dtype: str
     inputs_offloaded: bool = False
@@ -77,7 +77,7 @@ class Choice:
     def levers(self) -> int:
         """How many levers are pulled: of equally fast choices the one with fewest is taken."""
         pulled = (
-            self.recomputed > 0,
+            self.checkpointed > 0,
             self.inputs_offloaded,
             self.chunked_loss,
             self.compressed,
@@ -113,14 +113,14 @@ class Choice:
             fields |= ACTIVATION_OFFLOAD.settings
         if self.optimizer_offloaded:
             fields["optimizer_cpu_offload"] = OPTIMIZER_OFFLOAD.settings["optimizer_cpu_offload"]
-        if 0 < self.recomputed < 1 and not self._every_n():
-            fields["checkpoint_ratio"] = self.recomputed
+        if 0 < self.checkpointed < 1 and not self._every_n():
+            fields["checkpoint_ratio"] = self.checkpointed
         return fields
 
     def _every_n(self) -> int | None:
-        """n where every n-th layer is recomputed, which transformers knows itself."""
-        number = round(1 / self.recomputed) if self.recomputed else 0
-        return number if number > 1 and abs(number * self.recomputed - 1) < 1e-9 else None
+        """n where every n-th layer is checkpointed, which transformers knows itself."""
+        number = round(1 / self.checkpointed) if self.checkpointed else 0
+        return number if number > 1 and abs(number * self.checkpointed - 1) < 1e-9 else None
 
     def configured(self, preset: Preset) -> Preset:
         """A preset with the choice's settings."""
@@ -128,7 +128,7 @@ class Choice:
         training = {
             name: value for name, value in preset.training.items() if not name.startswith("activation_checkpointing")
         }
-        if self.recomputed and self.engine != "fsdp2":
+        if self.checkpointed and self.engine != "fsdp2":
             kwargs: dict[str, Any] = {"use_reentrant": False}
             if number := self._every_n():
                 kwargs["every_n_layers"] = number
@@ -151,7 +151,7 @@ class Choice:
         fields: dict[str, Any] = dict(given or {})
         fields |= {"per_device_train_batch_size": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
         if preset.strategy == "fsdp2":
-            fields["fsdp_config"] = {"activation_checkpointing": bool(self.recomputed)}
+            fields["fsdp_config"] = {"activation_checkpointing": bool(self.checkpointed)}
         return fields
 
     def refused(self, preset: Preset, memory_args: MemoryArguments, given: dict[str, Any]) -> str | None:
@@ -189,7 +189,7 @@ def choices(
     share = effective_batch // preset.processes
     for strategy in _strategies(preset, pinned):
         for optim, dtype, offloaded in _optimizers(preset, strategy, pinned):
-            for micro, (recomputed, inputs), (compressed, moved), chunked in itertools.product(
+            for micro, (checkpointed, inputs), (compressed, moved), chunked in itertools.product(
                 _micro_batches(share, pinned),
                 _checkpointing(preset, strategy, config, given, pinned),
                 _kept(preset, strategy, given),
@@ -201,7 +201,7 @@ def choices(
                     strategy,
                     micro,
                     share // micro,
-                    recomputed,
+                    checkpointed,
                     optim,
                     dtype,
                     inputs,
@@ -230,14 +230,14 @@ def _strategies(preset: Preset, pinned: dict[str, Any]) -> list[str]:
 
 
 def _checkpointing(preset, strategy: str, config, given: MemoryArguments, pinned) -> list[tuple[float, bool]]:
-    """(share of recomputed layers, inputs offloaded)."""
+    """(share of checkpointed layers, inputs offloaded)."""
     if "activation_checkpointing" in pinned or given.checkpoint_ratio is not None or given.checkpoint_keeps:
         return [(float(bool(pinned.get("activation_checkpointing", given.checkpoint_ratio or 1))), False)]
     if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
         return [(0.0, False), (1.0, False)]
     layers, period = layers_of(config), period_of_layers(config)
     shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
-    # An estimate traces whole periods of both patterns, the layers' and the recomputed ones'.
+    # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
     shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
     if layers <= _FEW_LAYERS:
         shares = [part / layers for part in range(layers + 1)]

@@ -61,7 +61,7 @@ class Cost:
     @functools.cached_property
     def _times(self) -> dict[int, tuple[float, float]]:
         device = self.sketch.job.device
-        return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.recomputed)}
+        return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.checkpointed)}
 
     def step(self, choice: Choice) -> float:
         """One optimizer step."""
@@ -78,7 +78,10 @@ class Cost:
 
     def _micro(self, choice: Choice) -> float:
         device, seconds = self.sketch.job.device, 0.0
-        for share, pair in ((1 - choice.recomputed, self.sketch.kept), (choice.recomputed, self.sketch.recomputed)):
+        for share, pair in (
+            (1 - choice.checkpointed, self.sketch.kept),
+            (choice.checkpointed, self.sketch.checkpointed),
+        ):
             one, two = (self._times[id(found)][0] for found in pair)
             seconds += share * max(one, one + (two - one) * (choice.micro_batch - 1))
         if choice.compressed:

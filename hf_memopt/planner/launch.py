@@ -61,8 +61,8 @@ def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]
     """The accelerate configuration of a rung."""
     config = rung.preset.accelerate_config(deepspeed_file)
     if "fsdp_config" in config:
-        recomputed = bool(rung.choice.recomputed)
-        config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": recomputed}
+        checkpointed = bool(rung.choice.checkpointed)
+        config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": checkpointed}
     return config
 
 

@@ -71,9 +71,9 @@ class Search:
             least = min(known, key=lambda choice: (self.needs(choice), self._rank[choice]))
             if least in self.found:
                 return least
-            # What a sketch gets wrong, it may get wrong here: beside it one sample with every layer recomputed.
+            # What a sketch gets wrong, it may get wrong here: beside it one sample with every layer checkpointed.
             small = [choice for choice in known if choice.strategy == least.strategy]
-            sure = min(small, key=lambda choice: (choice.micro_batch, -choice.recomputed, self.needs(choice)))
+            sure = min(small, key=lambda choice: (choice.micro_batch, -choice.checkpointed, self.needs(choice)))
             self.estimate([choice for choice in dict.fromkeys((least, sure)) if choice not in self.found])
         return min((one for one in self.found if self.found[one]), key=self.needs, default=None)
 
@@ -120,11 +120,11 @@ class Search:
 
 def _keys(choice: Choice) -> list[tuple]:
     """What choices have in common whose sketches are off alike, the most alike first."""
-    kind = "none" if not choice.recomputed else "all" if choice.recomputed == 1 else "some"
+    kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
     levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
     states = (choice.optim, choice.optimizer_offloaded)
     return [
-        (choice.strategy, states, levers, kind, choice.recomputed),
+        (choice.strategy, states, levers, kind, choice.checkpointed),
         (choice.strategy, states, levers, kind),
         (choice.strategy, states, choice.chunked_loss, kind),
         (choice.strategy, states, kind),
@@ -138,10 +138,10 @@ def summarize(choice: Choice) -> str:
     words = [f"micro-batch {choice.micro_batch} × {choice.accumulation}"]
     if choice.strategy != "none":
         words.insert(0, choice.strategy)
-    share = choice.recomputed
+    share = choice.checkpointed
     if share:
         layers = "all layers" if share == 1 else f"{share:.0%} of the layers"
-        words.append(f"{layers} recomputed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
+        words.append(f"{layers} checkpointed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
     words += [
         text
         for text, on in (

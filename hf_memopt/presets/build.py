@@ -12,6 +12,7 @@ from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.presets.preset import METHODS, Preset, with_strategy
 from hf_memopt.units import GIB
 
+DATA_CENTER_MEMORY = 36 * GIB  # the catalog's desktop cards have less (RTX 5090: 32 GB), except unified memory
 _CHECKPOINTING = {
     "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False},
@@ -136,7 +137,7 @@ def _weights_dtype(training: dict[str, Any], method: str) -> str:
 
 
 def _large(hardware: Hardware) -> bool:
-    return hardware.memory > 36 * GIB
+    return hardware.memory > DATA_CENTER_MEMORY
 
 
 def _environment(hardware: Hardware) -> dict[str, str]:

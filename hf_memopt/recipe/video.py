@@ -237,7 +237,7 @@ def real_inputs(sample: dict[str, Any]) -> VideoInputs:
     return VideoInputs(sample={name: shape_alone(value) for name, value in sample.items()})
 
 
-def show_answers(job: Job, trainer, processor) -> None:
+def show_answers(job: Job, trainer) -> None:
     """Print answers to a few held-out videos beside the true ones, on the first process."""
     args, held_out = job.args, trainer.eval_dataset
     sharded = resolve_engine(args).shards
@@ -245,7 +245,7 @@ def show_answers(job: Job, trainer, processor) -> None:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     for number in range(min(job.recipe.samples, len(held_out))):
-        said, meant = answer(model, processor.tokenizer, held_out[number])
+        said, meant = answer(model, trainer.processing_class.tokenizer, held_out[number])
         print(f"  {' '.join(meant.split())!r} → {' '.join(said.split())!r}")
 
 
