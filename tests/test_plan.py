@@ -27,7 +27,7 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.levers.refusals import refusals as lever_refusals
-from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.launch import launch_command
@@ -201,7 +201,16 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
     preset = preset_of(f"{hardware}x{devices}", method)
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)
     read = load_config(model)
-    found = list(choices(preset, read, 4 * devices, 512, given, task_of(read), {}))
+    space = SearchSpace(
+        preset=preset,
+        config=read,
+        effective_batch_size=4 * devices,
+        seq_len=512,
+        memory_args=given,
+        task=task_of(read),
+        fixed={},
+    )
+    found = list(space.choices())
     assert found or hardware.startswith("apple_") or hardware == "rx_6750_xt" or method == "qlora"
     for choice in found:
         configured = choice.configured(preset)

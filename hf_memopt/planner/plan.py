@@ -13,7 +13,7 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
-from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
@@ -117,16 +117,20 @@ class Request:
 
     def search(self, say: Callable[[str], None]) -> Search | None:
         """The search over all choices; None where compatibility leaves none."""
-        task = self.more.get("task") or task_of(self.config)
-        found = list(
-            choices(
-                self.preset, self.config, self.effective_batch_size, self.seq_len, self.memory_args, task, self.fields
-            )
+        space = SearchSpace(
+            preset=self.preset,
+            config=self.config,
+            effective_batch_size=self.effective_batch_size,
+            seq_len=self.seq_len,
+            memory_args=self.memory_args,
+            task=self.more.get("task") or task_of(self.config),
+            fixed=self.fields,
         )
-        if not found:
+        choices = list(space.choices())
+        if not choices:
             return None
         # Engines compute with 16-bit weights; with others, autocast's copies of 32-bit weights count as activations.
-        plain = min(found, key=lambda choice: (choice.strategy == "ddp", choice.levers))
+        plain = min(choices, key=lambda choice: (choice.strategy == "ddp", choice.levers))
 
         def build(samples: int, checkpointed: bool) -> Job:
             choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=0.0)
@@ -140,7 +144,7 @@ class Request:
 
         say(f"tracing {self.preset.method} training with and without activation checkpointing")
         jobs = baselines(build)
-        return Search(found, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
+        return Search(choices, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
 
 
 @dataclass(frozen=True)
