@@ -105,7 +105,7 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
     assert (short.max_frames, short.max_pixels_per_frame, short.micro_batch) == (8, 224 * 224, 8)
     with pytest.raises(NothingFits) as short:
         choose_tier(job, Wish(memory=16 * GIB, share=1e-5))
-    assert short.value.needed > short.value.room
+    assert short.value.needed > short.value.available
 
 
 # ---- the file

@@ -29,7 +29,7 @@ def verbatim(cell: Any):
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table on stdout. Cells wrap at spaces where the columns have room for their words, and nothing is cut."""
+    """A table on stdout. Cells wrap at spaces where the words fit their columns, and nothing is cut off."""
     from rich.console import Console
     from rich.table import Table
 

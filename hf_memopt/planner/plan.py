@@ -53,7 +53,7 @@ class Rung:
 
     @property
     def summary(self) -> str:
-        """The settings in a few words."""
+        """The settings in one line."""
         return summarize(self.choice)
 
 

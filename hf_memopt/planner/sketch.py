@@ -1,8 +1,9 @@
-"""A quick picture of every choice: four traces of the job, between and beyond which memory and work are lines.
+"""A fast approximation of every choice's memory and work, by lines through four traces of the job.
 
 The job is traced with no layer checkpointed and with all, for one sample and for two, as if on one device. Segments'
 peaks are linear in the samples of a micro-batch and in the share of checkpointed layers; what other choices change is
-worked out by kind of memory. A sketch finds the choices that are worth a whole estimate; it never answers.
+computed by kind of memory. A sketch finds the choices that are worth a whole estimate; the answer is always an
+estimate.
 """
 
 import dataclasses

@@ -22,12 +22,7 @@ from hf_memopt.presets.environment import PRECISION, set_for_libraries
 METHODS = ("full", "lora", "qlora")
 DTYPES = ("float32", "bfloat16", "float16")
 # Of the weights, by precision: fp8 matmuls take 16-bit weights.
-_WEIGHT_DTYPES = {
-    "fp8": "bfloat16",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-}  # fp8 matmuls keep weights in bf16
+_WEIGHT_DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _LONG = 2048  # tokens
 

@@ -229,7 +229,7 @@ def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
-    """What a profile, and nobody else, changes of the preset.
+    """What a video profile changes of the preset where the user did not.
 
     Args:
         preset: as it was before.
@@ -433,7 +433,7 @@ def _check_stream(samples, args, source: str) -> None:
     """Raise where a stream ends before its first optimizer step.
 
     The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a
-    step is dropped. An epoch shorter than one step would be begun again and again, without a word.
+    step is dropped. An epoch shorter than one step would restart forever, silently.
 
     Raises:
         InputError: too few samples.

@@ -219,9 +219,9 @@ def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple
     what = "patches" if pixels and pixels[0].dim() == 2 else "frames"
     limit, tokens = samples.encode.limits.max_frames, len(sample["input_ids"])
     answers = int((sample["labels"] != IGNORED).sum())
-    told = f"{rows:,} {what} ({size / 2**20:.1f} MiB) → {tokens:,} tokens, {answers} of them answers"
+    sizes = f"{rows:,} {what} ({size / 2**20:.1f} MiB) → {tokens:,} tokens, {answers} of them answers"
     return [
-        ("videos", f"at most {limit or 'all'} frames; the largest sample: {told}"),
+        ("videos", f"at most {limit or 'all'} frames; the largest sample: {sizes}"),
         ("frozen", ", ".join(frozen) or "nothing"),
     ]
 
