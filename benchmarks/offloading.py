@@ -41,7 +41,7 @@ def rows() -> list[dict]:
                 alike,
                 micro_batch=1,
                 accumulation=accumulation,
-                recomputed=1.0,
+                checkpointed=1.0,
                 optim="adamw_torch_fused",
                 inputs_offloaded=False,
                 chunked_loss=False,

@@ -163,7 +163,7 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         )
     under, _ = lived_through(request, least, int(needed * 0.98))
     best, chosen = best_by_trying(request, search, int(budget * found.ladder[-1].share)), found.ladder[-1].choice
-    plain = replace(best, recomputed=0.0, inputs_offloaded=False)
+    plain = replace(best, checkpointed=0.0, inputs_offloaded=False)
     return {
         "family": family,
         "vocabulary": vocabulary,

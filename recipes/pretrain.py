@@ -1,17 +1,18 @@
-"""Pretrain a causal language model on text, from scratch or from given weights.
+"""Pretrain a causal language model on text, from scratch or from existing weights.
 
 Built-in model and text, on whatever this machine has:
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py --preset auto
 
-From scratch on a data set larger than memory, eight cards:
+From scratch on a data set larger than memory, eight GPUs:
 
     accelerate launch --config_file accelerate_configs/h100_80gb_x8_zero3.yaml recipes/pretrain.py \\
         --preset h100_80gb_x8 --config_name Qwen/Qwen3-0.6B --tokenizer_name Qwen/Qwen3-0.6B \\
         --dataset_name HuggingFaceFW/fineweb-edu --streaming --max_steps 10000 --output_dir out/qwen
 
-Texts are packed into blocks without padding. The data need a column `text`, or what recipes/sft.py takes. A run goes
-on from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+Texts are packed into blocks without padding. The data need a column `text`, or a format of recipes/sft.py. A run
+resumes from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run stops before
+training.
 """
 
 from hf_memopt.program import run
@@ -23,22 +24,20 @@ def main(argv: list[str] | None = None):
     from hf_memopt.recipe import summary
     from hf_memopt.recipe.resume import checkpoint_to_resume
 
-    job = jobs.start(
-        __doc__,
-        argv,
-        scratch=True,
-        output_dir="out/pretrain",
-        learning_rate=3e-4,
-        warmup_steps=0.05,
-        weight_decay=0.1,
+    defaults = jobs.RecipeDefaults(
+        description=__doc__,
+        training={"output_dir": "out/pretrain", "learning_rate": 3e-4, "warmup_steps": 0.05, "weight_decay": 0.1},
         builtin={"learning_rate": 3e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
+        scratch=True,
     )
+    job = jobs.start(defaults, argv)
 
-    from transformers import default_data_collator  # after start(), which sets what torch reads once
+    # After start(), which sets the environment variables that torch reads once.
+    from transformers import default_data_collator
 
     from hf_memopt import MemoryTrainer
 
-    # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
+    # ---- errors in the checkpoint, configuration or data show before weights are loaded
     resume = checkpoint_to_resume(job.args)
     config = jobs.load_config(job)
     length = jobs.sequence_length(job, config)
@@ -57,9 +56,9 @@ def main(argv: list[str] | None = None):
     )
 
     # ---- train, save, report
-    estimated = summary.announce(job, trainer, length)
+    estimate = summary.announce(job, trainer, length)
     if not job.recipe.dry_run:
-        summary.train(job, trainer, resume, tokenizer, estimated)
+        summary.train(job, trainer, resume, estimate)
     return trainer
 
 

@@ -10,11 +10,11 @@ QLoRA of an 8B model on one RTX 4090:
         --preset rtx_4090 --method qlora --model_name_or_path Qwen/Qwen3-8B \\
         --dataset_name trl-lib/Capybara --output_dir out/qwen-capybara
 
-The data need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output` (and perhaps
-`input`, `history`), or `text`. `system` and `tools` go to the chat template; what cannot be trained on is refused. The
-loss is on the answers alone (on everything for `text`). --packing puts several rows into a
-sample, without padding. A run goes on from the last checkpoint in output_dir. Every field of TrainingArguments is an
-argument; --dry_run only shows.
+The data need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output` (optionally
+`input`, `history`), or `text`. `system` and `tools` go to the chat template; rows that cannot be trained on are
+refused. The loss is on the answers only (on everything for `text`). --packing packs several rows into a sample,
+without padding. A run resumes from the last checkpoint in output_dir. Every field of TrainingArguments is an argument;
+--dry_run stops before training.
 """
 
 from hf_memopt.program import run
@@ -26,25 +26,21 @@ def main(argv: list[str] | None = None):
     from hf_memopt.recipe import summary
     from hf_memopt.recipe.resume import checkpoint_to_resume
 
-    job = jobs.start(
-        __doc__,
-        argv,
-        output_dir="out/sft",
-        learning_rate=2e-5,
-        warmup_steps=0.03,
-        padded=True,
+    defaults = jobs.RecipeDefaults(
+        description=__doc__,
+        training={"output_dir": "out/sft", "learning_rate": 2e-5, "warmup_steps": 0.03},
         adapters={"learning_rate": 2e-4},
         builtin={"learning_rate": 2e-3, "max_steps": 200, "eval_steps": 50, "save_strategy": "no"},
+        padded=True,
     )
+    job = jobs.start(defaults, argv)
 
-    from transformers import (
-        DataCollatorForSeq2Seq,
-        default_data_collator,
-    )  # after start(), which sets what torch reads once
+    # After start(), which sets the environment variables that torch reads once.
+    from transformers import DataCollatorForSeq2Seq, default_data_collator
 
     from hf_memopt import MemoryTrainer
 
-    # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
+    # ---- errors in the checkpoint, configuration or data show before weights are loaded
     resume = checkpoint_to_resume(job.args)
     config = jobs.load_config(job)
     length = jobs.sequence_length(job, config)
@@ -65,9 +61,9 @@ def main(argv: list[str] | None = None):
     )
 
     # ---- train, save, report
-    estimated = summary.announce(job, trainer, length)
+    estimate = summary.announce(job, trainer, length)
     if not job.recipe.dry_run:
-        summary.train(job, trainer, resume, tokenizer, estimated)
+        summary.train(job, trainer, resume, estimate)
     return trainer
 
 

@@ -10,12 +10,12 @@ QLoRA of Qwen2.5-VL-7B on one RTX 4090, at most 64 frames of 224 × 224 pixels:
         --preset rtx_4090 --method qlora --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct \\
         --dataset_name videos.jsonl --max_frames 64 --max_pixels_per_frame 50176 --output_dir out/qwen-video
 
-A row has `messages` (or another form of recipes/sft.py) with <video> and <image> where they belong, and `videos`,
-`images`: paths from the data file's folder on. The loss is on the answers alone. Frames are evenly spaced over the
-whole clip; a sample that is too long loses frames first, then the end of its answer. Frames, their size and the
-micro-batch that are not given are chosen to fit the preset; --video_profile sets frames, batch and precision together.
-The vision tower stays frozen, and out of autograd, unless --no_freeze_vision. A run goes on from the last checkpoint
-in output_dir. Every field of TrainingArguments is an argument; --dry_run only shows.
+A row has `messages` (or another format of recipes/sft.py) with <video> and <image> where they belong, and `videos`,
+`images`: paths relative to the data file. The loss is on the answers only. Frames are evenly spaced over the whole
+clip; a sample that is too long loses frames first, then the end of its answer. By default the number of frames, their
+size and the micro-batch are chosen to fit the preset; --video_profile sets frames, batch and precision together. The
+vision tower stays frozen, and out of autograd, unless --no_freeze_vision. A run resumes from the last checkpoint in
+output_dir. Every field of TrainingArguments is an argument; --dry_run stops before training.
 """
 
 import sys
@@ -23,23 +23,23 @@ import sys
 from hf_memopt.program import run
 
 
-def main(argv: list[str] | None = None):
+def start(argv: list[str] | None):
+    """The job: arguments over this recipe's defaults."""
     from hf_memopt.recipe import job as jobs
-    from hf_memopt.recipe import summary
-    from hf_memopt.recipe import video as videos
-    from hf_memopt.recipe.resume import checkpoint_to_resume
+    from hf_memopt.recipe.video import VideoArguments
     from hf_memopt.video.demo_model import builtin_video_model
 
-    job = jobs.start(
-        __doc__,
-        argv,
-        own=videos.VideoArguments,
+    defaults = jobs.RecipeDefaults(
+        description=__doc__,
+        arguments=VideoArguments,
         model=builtin_video_model,
-        output_dir="out/video_sft",
-        learning_rate=1e-5,
-        warmup_steps=0.03,
-        remove_unused_columns=False,
-        prediction_loss_only=True,
+        training={
+            "output_dir": "out/video_sft",
+            "learning_rate": 1e-5,
+            "warmup_steps": 0.03,
+            "remove_unused_columns": False,
+            "prediction_loss_only": True,
+        },
         adapters={"learning_rate": 1e-4},
         builtin={
             "learning_rate": 3e-3,
@@ -52,8 +52,19 @@ def main(argv: list[str] | None = None):
             "held_out": 24,
         },
     )
+    return jobs.start(defaults, argv)
 
-    from transformers import AutoModelForImageTextToText  # after start(), which sets what torch reads once
+
+def main(argv: list[str] | None = None):
+    from hf_memopt.recipe import job as jobs
+    from hf_memopt.recipe import summary
+    from hf_memopt.recipe import video as videos
+    from hf_memopt.recipe.resume import checkpoint_to_resume
+
+    job = start(argv)
+
+    # After start(), which sets the environment variables that torch reads once.
+    from transformers import AutoModelForImageTextToText
 
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.recipe.video_tier import remember_clips
@@ -61,7 +72,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.video.collator import VideoCollator
     from hf_memopt.video.processor import load_processor
 
-    # ---- whatever is wrong with checkpoint, configuration or data shows before weights are loaded
+    # ---- errors in the checkpoint, configuration or data show before weights are loaded
     resume = checkpoint_to_resume(job.args)
     config = jobs.load_config(job)
     processor = load_processor(job.recipe.tokenizer_name or job.model_name, config, job.recipe.trust_remote_code)
@@ -84,11 +95,11 @@ def main(argv: list[str] | None = None):
     )
 
     # ---- train, save, report
-    told = videos.budget(train, largest, frozen)
-    estimated = summary.announce(job, trainer, length, told, video=videos.real_inputs(largest), frozen=frozen)
+    rows = videos.budget(train, largest, frozen)
+    estimate = summary.announce(job, trainer, length, rows, video=videos.real_inputs(largest), frozen=frozen)
     if not job.recipe.dry_run:
         remember_clips(job)
-        summary.train(job, trainer, resume, processor, estimated, videos.show_answers)
+        summary.train(job, trainer, resume, estimate, videos.show_answers)
     return trainer
 
 

@@ -708,7 +708,9 @@ def _job(model: Path, *words: str):
     from hf_memopt.recipe import job as jobs
 
     out = str(model.parent / "out")
-    return jobs.start("", ["--preset", "cpu", "--model_name_or_path", str(model), "--output_dir", out, *words])
+    return jobs.start(
+        jobs.RecipeDefaults(), ["--preset", "cpu", "--model_name_or_path", str(model), "--output_dir", out, *words]
+    )
 
 
 def _loads_tokenizer(model: Path):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.recipe.job import start
+from hf_memopt.recipe.job import RecipeDefaults, start
 from hf_memopt.recipe.video import VideoArguments
 from hf_memopt.video.demo_model import builtin_video_model
 
@@ -14,11 +14,12 @@ MICRO, ACCUMULATION, EFFECTIVE = "per_device_train_batch_size", "gradient_accumu
 
 def begun(tmp_path, *arguments, video=True, config=None):
     """The batch that a recipe starts with, and its job."""
-    more = {"own": VideoArguments, "model": builtin_video_model} if video else {}
+    more = {"arguments": VideoArguments, "model": builtin_video_model} if video else {}
     if config:
         (tmp_path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in config.items()))
         arguments = [*arguments, "--config", tmp_path / "run.yaml"]
-    job = start("", ["--preset", "cpu", *map(str, arguments)], output_dir=str(tmp_path / "out"), **more)
+    defaults = RecipeDefaults(training={"output_dir": str(tmp_path / "out")}, **more)
+    job = start(defaults, ["--preset", "cpu", *map(str, arguments)])
     return (job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps), job
 
 

@@ -12,7 +12,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import Change, JobFacts, advice, proposals, training_fields
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.oom.causes import _BY_STAGE, guess_job
-from hf_memopt.planner.choices import choices
+from hf_memopt.planner.choices import SearchSpace
 from hf_memopt.presets import get_preset, list_presets
 
 TABLE = {name: value for name, value in vars(changes).items() if isinstance(value, Change)}
@@ -94,9 +94,16 @@ def test_a_plan_chooses_nothing_that_is_refused(name):
     from hf_memopt.estimator.architectures import load_config
 
     preset = get_preset(name)
-    batch, length = preset.effective_batch_size, preset.seq_len
-    made = choices(preset, load_config("smollm2-135m"), batch, length, MemoryArguments(), "causal-lm", {})
-    for choice in itertools.islice(made, 50):
+    space = SearchSpace(
+        preset=preset,
+        config=load_config("smollm2-135m"),
+        effective_batch_size=preset.effective_batch_size,
+        seq_len=preset.seq_len,
+        memory_args=MemoryArguments(),
+        task="causal-lm",
+        fixed={},
+    )
+    for choice in itertools.islice(space.choices(), 50):
         configured = choice.configured(preset)
         assert refusals(configured.setup()) == []
 

@@ -97,6 +97,16 @@ def test_presets_and_show_as_json():
     assert shown["hardware"]["sources"]["bandwidth"] and shown["lora"]["r"] == 16
 
 
+@pytest.mark.parametrize("words", [("presets",), ("show", "rtx_4090", "--method", "qlora"), ("show", "cpu_x2")])
+def test_tables_keep_words_whole_on_80_columns(words, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, output, _ = command(*words)
+    table = [line for line in output.splitlines() if line.startswith("│")]
+    assert code == 0 and table and {len(line) for line in table} <= set(range(81))
+    for name in ("SmolLM2-135M",) if words[0] == "presets" else ("per_device_train_batch_size", "adamw"):
+        assert name in output
+
+
 def test_tables_are_for_people():
     output = run("hf-memopt", "show", "h100_80gb").stdout
     for expected in ("per_device_train_batch_size", "989.4 TFLOP/s", "450 GB/s", "$PYTORCH_ALLOC_CONF"):

@@ -200,7 +200,7 @@ def test_a_run_that_ends_is_not_failed_by_what_an_older_one_left(tmp_path, capsy
 
     (tmp_path / LOG).write_text(line(step=None))
     summary._write_page(str(tmp_path))
-    assert "no report for a browser" in capsys.readouterr().out
+    assert "no HTML report" in capsys.readouterr().out
 
 
 # ---- long runs

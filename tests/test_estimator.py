@@ -434,7 +434,7 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
     # Fragments depend on when Python collects its garbage, which is another moment in another process.
     assert found["device_bytes"] == pytest.approx(anew["device_bytes"], rel=0.1)
     shown = run("hf-memopt", "show", "a100_80gb", "--method", "lora").stdout
-    assert "memory on it" in shown and "(predicted," in shown
+    assert "its memory" in shown and "(predicted," in shown
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_process_that_was_launched_so_takes_it(environment, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "more", "why"),
     [
-        ("rtx_3090", {}, "has no fast fp8 products"),
+        ("rtx_3090", {}, "has no fast fp8 matmuls"),
         ("h100_80gb", {"method": "lora"}, "use method=full"),
         ("h100_80gb_x8", {"strategy": "zero3"}, "always computes in bf16 under DeepSpeed; use fsdp2"),
         ("h100_80gb", {"precision": "fp4"}, "unknown precision 'fp4'"),

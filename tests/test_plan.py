@@ -27,7 +27,7 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.levers.refusals import refusals as lever_refusals
-from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.launch import launch_command
@@ -201,7 +201,16 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
     preset = preset_of(f"{hardware}x{devices}", method)
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)
     read = load_config(model)
-    found = list(choices(preset, read, 4 * devices, 512, given, task_of(read), {}))
+    space = SearchSpace(
+        preset=preset,
+        config=read,
+        effective_batch_size=4 * devices,
+        seq_len=512,
+        memory_args=given,
+        task=task_of(read),
+        fixed={},
+    )
+    found = list(space.choices())
     assert found or hardware.startswith("apple_") or hardware == "rx_6750_xt" or method == "qlora"
     for choice in found:
         configured = choice.configured(preset)
@@ -217,11 +226,11 @@ def test_a_choice_becomes_hugging_faces_words():
     choice = Choice("none", 2, 4, 1 / 3, "adamw_8bit", "float32")
     kwargs = choice.configured(preset).training["activation_checkpointing_kwargs"]
     assert kwargs == {"use_reentrant": False, "every_n_layers": 3} and not choice.memory_fields()
-    uneven = dataclasses.replace(choice, recomputed=2 / 3, chunked_loss=True)
+    uneven = dataclasses.replace(choice, checkpointed=2 / 3, chunked_loss=True)
     assert uneven.memory_fields() == {"loss_chunk_size": 1024, "checkpoint_ratio": 2 / 3}
-    offloaded = dataclasses.replace(choice, recomputed=1.0, inputs_offloaded=True).configured(preset)
+    offloaded = dataclasses.replace(choice, checkpointed=1.0, inputs_offloaded=True).configured(preset)
     assert offloaded.training["activation_checkpointing_kwargs"] == {"use_reentrant": False, "offload": True}
-    kept = dataclasses.replace(choice, recomputed=0.0).configured(preset).training
+    kept = dataclasses.replace(choice, checkpointed=0.0).configured(preset).training
     assert "activation_checkpointing" not in kept and "activation_checkpointing_kwargs" not in kept
 
 
@@ -282,8 +291,8 @@ def test_recomputing_costs_a_forward_pass(search):
     _, found = search
     cost = Cost(found.sketch)
     plain = next(choice for choice in found.choices if not choice.levers and choice.micro_batch == 1)
-    whole = dataclasses.replace(plain, recomputed=1.0)
-    half = dataclasses.replace(plain, recomputed=0.5)
+    whole = dataclasses.replace(plain, checkpointed=1.0)
+    half = dataclasses.replace(plain, checkpointed=0.5)
     assert 1.1 < cost.step(whole) / cost.step(plain) < 1.5  # a forward pass beside a forward and a backward
     assert cost.step(half) == pytest.approx((cost.step(whole) + cost.step(plain)) / 2, rel=0.02)
 
@@ -382,8 +391,8 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     assert parsed.memory.levers() == rung.memory_args.levers()
     assert (
         bool(parsed.training.get("activation_checkpointing"))
-        == bool(rung.choice.recomputed and rung.choice.engine != "fsdp2")
-        or not rung.choice.recomputed
+        == bool(rung.choice.checkpointed and rung.choice.engine != "fsdp2")
+        or not rung.choice.checkpointed
     )
 
 
@@ -554,7 +563,7 @@ def test_nothing_fits_exits_with_1(command, tmp_path):
         (["gpt2", "--hardware", "rtx_4091"], "Did you mean 'rtx_4090'"),
         (["gpt2", "--hardware", "rtx_4090x0"], "at least 1"),
         (["gpt2", "--method", "dora"], "unknown method 'dora'"),
-        (["gpt2", "--rung", "fast"], "unknown rung 'fast'"),
+        (["gpt2", "--rung", "fast"], "unknown profile 'fast'"),
         (["gpt2", "--hardware", "rtx_4090", "--seq-len", "9999"], "from 1 to the model's 1024 positions"),
         (["gpt2", "--hardware", "rtx_4090x3", "--effective-batch-size", "8"], "use a multiple of 3"),
         (["gpt2", "--hardware", "rtx_4090", "--strategy", "zero3"], "say how many, as in rtx_4090x2"),

@@ -123,7 +123,7 @@ def test_the_launchers_world_size_counts(tmp_path, monkeypatch):
 def test_a_single_process_for_four_devices_is_announced(tmp_path, caplog):
     args = get_preset("l40s_x4").training_arguments(str(tmp_path), use_cpu=True)
     assert args.gradient_accumulation_steps == 32
-    assert "counts on 4 processes" in caplog.text
+    assert "is for 4 processes" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_bad_overrides_are_one_sentence(overrides, message, tmp_path):
 
 
 def test_a_missing_device_is_said(tmp_path):
-    with pytest.raises(InputError, match="is for NVIDIA GeForce RTX 4090, and this machine offers cpu"):
+    with pytest.raises(InputError, match="is for NVIDIA GeForce RTX 4090, and this machine has cpu"):
         get_preset("rtx_4090").training_arguments(str(tmp_path))
 
 

@@ -213,8 +213,8 @@ def test_written_json_holds_none(tmp_path):
 
 
 def test_a_recipes_token_is_not_among_the_arguments_that_checkpoints_hold(tmp_path, monkeypatch):
-    from hf_memopt.recipe.job import start
+    from hf_memopt.recipe.job import RecipeDefaults, start
 
     monkeypatch.setenv("HF_TOKEN", "of somebody else")
-    job = start("", ["--preset", "cpu", "--hub_token", SECRET, "--output_dir", str(tmp_path)])
+    job = start(RecipeDefaults(), ["--preset", "cpu", "--hub_token", SECRET, "--output_dir", str(tmp_path)])
     assert job.args.hub_token is None and os.environ["HF_TOKEN"] == SECRET

@@ -105,7 +105,7 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
     assert (short.max_frames, short.max_pixels_per_frame, short.micro_batch) == (8, 224 * 224, 8)
     with pytest.raises(NothingFits) as short:
         choose_tier(job, Wish(memory=16 * GIB, share=1e-5))
-    assert short.value.needed > short.value.room
+    assert short.value.needed > short.value.available
 
 
 # ---- the file
@@ -189,7 +189,9 @@ def started(tmp_path, qwen, capsys):
             str(tmp_path / "out"),
             *words,
         ]
-        job = jobs.start("", argv, own=video.VideoArguments, remove_unused_columns=False)
+        job = jobs.start(
+            jobs.RecipeDefaults(arguments=video.VideoArguments, training={"remove_unused_columns": False}), argv
+        )
         return job, next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  frames  "))
 
     return start
@@ -323,8 +325,8 @@ def test_a_resumed_plan_keeps_its_clips(started, monkeypatch, tmp_path, caplog):
     def choose(job, wish, note):
         return Tier(next(fits), 336**2, 1, SimpleNamespace(device_bytes=GIB))
 
-    def plan(config, preset, *_args, **_layout):
-        return auto.Planned(preset, MemoryArguments(), {"per_device_train_batch_size": 2}, "", None)
+    def plan(request):
+        return auto.Planned(request.preset, MemoryArguments(), {"per_device_train_batch_size": 2}, "", None)
 
     monkeypatch.setattr(video_tier, "choose_tier", choose)
     monkeypatch.setattr(video_tier, "plan_here", plan)

@@ -1,4 +1,4 @@
-"""`hf-memopt doctor`: this machine, what would be used on it, what is missing; and checks of configuration files."""
+"""`hf-memopt doctor`: this machine, what would be used on it, what is missing; and faults of configuration files."""
 
 import importlib.util
 import logging
@@ -16,7 +16,7 @@ from hf_memopt.hardware.compiler import compiler, has_libaio
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.units import gib
 
-# Package -> what goes missing without it.
+# Package -> what needs it.
 _PACKAGES = {
     "torch": "everything",
     "transformers": "everything",
@@ -57,7 +57,7 @@ def _as_dicts(faults: dict[str, list[Fault]]) -> list[dict[str, Any]]:
 
 def examine(as_json: bool) -> None:
     """Report on this machine."""
-    logging.getLogger("hf_memopt").setLevel(logging.ERROR)  # the table says so; this process is the command's
+    logging.getLogger("hf_memopt").setLevel(logging.ERROR)  # the tables name every fallback that the log would
     report = _report()
     if as_json:
         print_json(report)
@@ -65,7 +65,7 @@ def examine(as_json: bool) -> None:
     device, used = report["device"], report["would_use"]
     print_table(
         "this machine",
-        ("what", "is"),
+        ("item", "value"),
         [
             ("device", f"{device['label']} ({device['name']}) × {report['device_count']}"),
             ("memory usable", gib(device["memory"]) + ", shared with the system" * device["unified_memory"]),
@@ -73,12 +73,13 @@ def examine(as_json: bool) -> None:
             ("host memory", gib(report["host_memory_bytes"])),
             ("data loading", report["data_loading"]["words"]),
             ("constants", report["calibration"] or "assumed, see docs/memory.md; hf-memopt calibrate measures them"),
-            ("bfloat16", "native" if device["native_bf16"] else "emulated or none"),
+            ("bfloat16", "native" if device["native_bf16"] else "emulated or not supported"),
             ("Python, system", f"{report['python']}, {report['system']}"),
         ],
     )
-    print_table("what would be used", ("what", "is"), list(used.items()))
-    rows = [(name, found["version"] or "missing", found["needed_for"]) for name, found in report["packages"].items()]
+    print_table("what hf-memopt would use", ("item", "value"), list(used.items()))
+    packages = report["packages"].items()
+    rows = [(name, package["version"] or "missing", package["needed_for"]) for name, package in packages]
     print_table("packages", ("package", "version", "needed for"), rows)
     for problem in report["problems"]:
         print(f"problem: {problem}")
@@ -88,47 +89,24 @@ def _report() -> dict[str, Any]:
     import psutil
     import torch
 
-    from hf_memopt.compatibility.setup import check
     from hf_memopt.estimator.patches.replacement import faults
     from hf_memopt.estimator.patches.table import Part
     from hf_memopt.hardware import configure_allocator, detect, resolve_attention
-    from hf_memopt.monitor.loader import TOKEN_BYTES, loader_memory
-    from hf_memopt.presets import METHODS, get_preset
-    from hf_memopt.presets.arguments import resolve
+    from hf_memopt.presets import get_preset
 
     allocator = configure_allocator()
     device = detect()
-    problems, methods = [], []
     preset = get_preset("auto")
-    for method in METHODS:
-        try:
-            check(get_preset("auto", method).setup())
-            methods.append(method)
-        except InputError as error:
-            problems.append(str(error))
+    methods, problems = _methods_that_work()
     packages = {name: {"version": _version(name), "needed_for": use} for name, use in _PACKAGES.items()}
-    problems += [
-        f"{name} is not installed: no {found['needed_for']}"
-        for name, found in packages.items()
-        if not found["version"] and "optional" not in found["needed_for"]
-    ]
-    problems += _compiler_problems(packages)
+    loading = _data_loading(preset)
+    problems += [*_package_problems(packages), *_compiler_problems(packages)]
     problems += [fault for part in Part for fault in faults(part)]
-    batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
-    loading = loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)
     if loading.warning:
         problems.append(loading.warning)
+    shown = ("name", "label", "backend", "memory", "unified_memory", "native_bf16", "fp8", "architecture")
     return {
-        "device": {
-            "name": device.name,
-            "label": device.label,
-            "backend": device.backend,
-            "memory": device.memory,
-            "unified_memory": device.unified_memory,
-            "native_bf16": device.native_bf16,
-            "fp8": device.fp8,
-            "architecture": device.architecture,
-        },
+        "device": {name: getattr(device, name) for name in shown},
         "device_count": max(1, torch.accelerator.device_count()) if device.backend != "cpu" else 1,
         "free_memory_bytes": _free_memory(device.backend),
         "calibration": calibration.source if (calibration := measured_on(device)) else None,
@@ -149,8 +127,40 @@ def _report() -> dict[str, Any]:
     }
 
 
+def _methods_that_work() -> tuple[list[str], list[str]]:
+    """The methods that train here, and why others do not."""
+    from hf_memopt.compatibility.setup import check
+    from hf_memopt.presets import METHODS, get_preset
+
+    methods, problems = [], []
+    for method in METHODS:
+        try:
+            check(get_preset("auto", method).setup())
+            methods.append(method)
+        except InputError as error:
+            problems.append(str(error))
+    return methods, problems
+
+
+def _data_loading(preset):
+    """Host memory that data loading takes with the preset's settings."""
+    from hf_memopt.monitor.loader import TOKEN_BYTES, loader_memory
+    from hf_memopt.presets.arguments import resolve
+
+    batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
+    return loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)
+
+
+def _package_problems(packages: dict) -> list[str]:
+    return [
+        f"{name} is not installed: no {package['needed_for']}"
+        for name, package in packages.items()
+        if not package["version"] and "optional" not in package["needed_for"]
+    ]
+
+
 def _free_memory(backend: str) -> int:
-    """Bytes that a job started now could take: another program's share is gone."""
+    """Bytes that a job started now could use, with other programs running."""
     import psutil
     import torch
 

@@ -118,7 +118,7 @@ def _devices(found: list[Device], profile: str):
     _, *thresholds = PROFILES[profile]
     for device in found:
         status = status_at(device.utilization, *thresholds)
-        processes = ", ".join(f"{one.name} {one.pid}: {size(one.memory)}" for one in device.processes[:3])
+        processes = "\n".join(f"{one.name} {one.pid}: {size(one.memory)}" for one in device.processes[:3])
         busy = "" if device.busy is None else f"{device.busy:.0%}"
         share = Text(f"{device.utilization:.0%} {status}", style=_COLOURS[status])
         used, total, bar = size(device.used), size(device.total), _bar(device.utilization)
@@ -126,7 +126,7 @@ def _devices(found: list[Device], profile: str):
     return table
 
 
-def _bar(share: float, cells: int = 12) -> str:
+def _bar(share: float, cells: int = 6) -> str:
     full = round(min(1.0, share) * cells)
     return "█" * full + "░" * (cells - full)
 

@@ -29,17 +29,40 @@ def verbatim(cell: Any):
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table on stdout. Cells wrap at spaces, names in the first column stay whole, and nothing is cut."""
+    """A table on stdout. Cells wrap at spaces where the words fit their columns, and nothing is cut off."""
     from rich.console import Console
     from rich.table import Table
 
-    rows = [list(map(str, row)) for row in rows]
-    names = not any(" " in row[0] for row in rows)
+    console, columns = Console(), list(columns)
+    rows = [[plain(str(cell)) for cell in row] for row in rows]
     table = Table(title=verbatim(title) if title else None, title_justify="left", header_style="bold")
-    for index, column in enumerate(columns):
-        # At least the header's longest word wide: rich would break words to give another column more.
-        width = max(map(len, column.split()), default=0)
-        table.add_column(verbatim(column), overflow="fold", no_wrap=index == 0 and names, min_width=width)
+    widths = _column_widths([columns, *rows], console.width - 3 * len(columns) - 1)  # without frame and padding
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(verbatim(column), overflow="fold", width=width)
     for row in rows:
         table.add_row(*map(verbatim, row))
-    Console().print(table)
+    console.print(table)
+
+
+def _column_widths(rows: list[list[str]], available: int) -> list[int]:
+    """Widths that keep words whole: the first column's of any length, the others' of up to 16 characters.
+
+    rich's own widths shrink all columns alike and break words on the way.
+    """
+    cells = list(zip(*rows, strict=True))
+    available = max(available, 4 * len(cells))
+    lines = [max((len(line) for cell in column for line in cell.splitlines()), default=0) for column in cells]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    first = min(words[0], available * 2 // 3)
+    limit = 16
+    while limit > 1 and first + sum(min(limit, width) for width in words[1:]) > available:
+        limit -= 1
+    widths = [first, *(min(limit, width) for width in words[1:])]
+    spare = max(0, available - sum(widths))
+    # Short columns get all that they lack, long ones equal shares of the rest.
+    by_need = sorted(range(len(widths)), key=lambda index: lines[index] - widths[index])
+    for done, index in enumerate(by_need):
+        share = min(lines[index] - widths[index], spare // (len(widths) - done))
+        widths[index] += share
+        spare -= share
+    return widths

@@ -14,9 +14,9 @@ from hf_memopt.units import gib
 
 def list_all(method: str, as_json: bool) -> None:
     """All presets for a method."""
-    found = [get_preset(name, method) for name in list_presets()]
+    presets = [get_preset(name, method) for name in list_presets()]
     if as_json:
-        print_json({"presets": [_summary(preset) for preset in found]})
+        print_json({"presets": [_summary(preset) for preset in presets]})
         return
     rows = [
         (
@@ -25,13 +25,13 @@ def list_all(method: str, as_json: bool) -> None:
             f"{preset.micro_batch_size}×{preset.gradient_accumulation_steps}×{preset.processes}"
             f" = {preset.effective_batch_size}",
             preset.seq_len,
-            preset.reference_model,
+            preset.reference_model.rpartition("/")[2],
         )
-        for preset in found
+        for preset in presets
     ]
-    columns = ("preset", "hardware", "micro × accumulation × devices", "tokens", "meant for")
+    columns = ("preset", "hardware", "micro-batch × accumulation × devices", "tokens", "reference model")
     print_table(f"presets, method {method}", columns, rows)
-    print("hf-memopt show PRESET shows one, hf-memopt export PRESET DIR writes its files.")
+    print("`hf-memopt show PRESET` shows one, `hf-memopt export PRESET DIR` writes its files.")
 
 
 def show_one(name: str, method: str, strategy: str | None, precision: str | None, as_json: bool) -> None:
@@ -45,7 +45,7 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
     if estimated := reference_estimate(preset):
-        rows.append(("memory on it", summarize(estimated)))
+        rows.append(("its memory", summarize(estimated)))
     rows += [(f"video frames, {model}", summarize_clips(row)) for model, row in tiers_of(preset).items()]
     rows += [(f"${key}", value) for key, value in preset.environment.items()]
     rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]

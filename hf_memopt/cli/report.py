@@ -41,8 +41,8 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
         _print(run)
     if different:
         rows = ([name, *values] for name, values in different.items())
-        print_table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
-    print(f"for a browser: {plain(str(path))}")
+        print_table("settings that differ", ["setting", *(run.name for run in runs)], rows)
+    print(f"wrote {plain(str(path))}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -60,6 +60,6 @@ def _print(run) -> None:
         for name, value in figures(run).items()
         if value is not None
     ]
-    print_table(str(run.folder), ["", ""], rows)
+    print_table(str(run.folder), ["figure", "value"], rows)
     for one in suggest_next_steps(run):
         print(f"  next: {one}")

@@ -1,4 +1,4 @@
-"""`hf-memopt snapshot`: what a file of recorded allocations tells."""
+"""`hf-memopt snapshot`: a file of recorded allocations, analyzed."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
     """Read a snapshot and print it; draw it too.
 
     Raises:
-        InputError: the file is none, or the picture cannot be written.
+        InputError: the file is not a snapshot, or the picture cannot be written.
     """
     if top < 1:
         raise InputError(f"--top {top} must be 1 or more")
@@ -38,10 +38,10 @@ def verdict(found: Snapshot) -> str:
     where = f" in {found.peak_phase}" if found.peak_phase else ""
     where += f" of step {found.peak_step}" if found.peak_step else ""
     of = f" of {size(found.about['capacity'])}" if found.about.get("capacity") else ""
-    told = f"peak {size(found.peak_bytes)}{of}{where}"
+    text = f"peak {size(found.peak_bytes)}{of}{where}"
     for one in found.out_of_memory[-1:]:
-        told += f"; out of memory: {size(one['asked'])} were asked for, {size(one['free'])} were free"
-    return told
+        text += f"; out of memory: {size(one['asked'])} requested, {size(one['free'])} free"
+    return text
 
 
 def _print(found: Snapshot) -> None:
@@ -49,21 +49,19 @@ def _print(found: Snapshot) -> None:
     rows = [
         (kind.replace("_", " "), size(taken), f"{taken / whole:.1%}") for kind, taken in found.by_kind.items() if taken
     ]
-    print_table("What the peak consists of", ["kind", "bytes", "share"], rows)
+    print_table("memory at the peak, by kind", ["kind", "size", "share"], rows)
     if found.by_module:
         rows = [(module, size(taken)) for module, taken in found.by_module.items()]
-        print_table("Activations at the peak, by module (* stands for every layer)", ["module", "bytes"], rows)
+        print_table("activations at the peak, by module (* stands for every layer)", ["module", "size"], rows)
     rows = [
         (size(one["size"]), one["count"], one["kind"].replace("_", " "), one["name"], "\n".join(one["stack"][:2]))
         for one in found.largest
     ]
-    print_table("Largest allocations at the peak", ["bytes", "blocks", "kind", "of", "made in"], rows)
+    print_table("largest allocations at the peak", ["size", "blocks", "kind", "tensor", "allocated in"], rows)
     if found.fragmentation:
-        print_table("Fragmentation at the end", ["", ""], _fragments(found))
+        print_table("fragmentation at the end", ["figure", "value"], _fragments(found))
     if found.growth:
-        print_table(
-            "Growth between steps", ["step", "held after it", "more than before", "most of what stayed"], _grown(found)
-        )
+        print_table("growth between steps", ["step", "held after it", "growth", "largest that stayed"], _grown(found))
 
 
 def _fragments(found: Snapshot) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What would save most: the job estimated again with one setting changed."""
+"""Which changes save the most memory: the job estimated again with each."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ class Saving:
     """One change and what it is predicted to save.
 
     Attributes:
-        change: in the words of TrainingArguments.
+        change: the setting, as a command line takes it.
         saved_bytes: of the device's peak.
         fits: whether the job fits with it.
     """
@@ -44,14 +44,14 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) 
 
 
 def smaller_models(job: Job, found: Estimate, each=one_by_one) -> list[Saving]:
-    """What fewer layers, half the width and half the experts save; nothing where the model has trained weights."""
+    """What fewer layers, half the width and half the experts save; empty for a model with trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
     changes = []
     for sizes, *_ in filter(None, smaller_sizes(job.config)):
-        words = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
         smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
-        changes.append((f"a smaller model, trained from scratch: {words}", smaller))
+        changes.append((f"a smaller model, trained from scratch: {text}", smaller))
     return _estimated(changes, found, each)
 
 

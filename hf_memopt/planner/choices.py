@@ -1,4 +1,4 @@
-"""What a plan may choose from: every combination of settings that compatibility lets through."""
+"""What a plan may choose from: every combination of settings that compatibility accepts."""
 
 import dataclasses
 import itertools
@@ -25,11 +25,11 @@ from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
-MOST_SAMPLES = 64  # of a micro-batch; beyond it products are as fast as they get
+MOST_SAMPLES = 64  # of a micro-batch; more do not make matmuls faster
 _SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
 _LONGEST_PERIOD = 4
-_SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # whose every estimate takes as long as three of one device's
-_FEW_LAYERS = 8  # up to this depth every number of recomputed layers is a choice
+_SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine takes three times as long
+_FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
 
 
@@ -41,9 +41,9 @@ class Choice:
         strategy: as a preset's.
         micro_batch: samples per device and forward pass.
         accumulation: micro-batches per optimizer step.
-        recomputed: share of the layers whose activations are recomputed, 0 to 1.
-        inputs_offloaded: what recomputed layers keep, their inputs, lies in host memory.
-        chunked_loss: logits of CHUNK tokens at once.
+        checkpointed: share of the layers whose activations are checkpointed, 0 to 1.
+        inputs_offloaded: the inputs that checkpointed layers keep are in host memory.
+        chunked_loss: the loss computes logits of CHUNK tokens at a time.
         optim: as in TrainingArguments.
         dtype: of the loaded weights.
         compressed: activations in 8 bits.
@@ -54,7 +54,7 @@ class Choice:
     strategy: str
     micro_batch: int
     accumulation: int
-    recomputed: float
+    checkpointed: float
     optim: str
     dtype: str
     inputs_offloaded: bool = False
@@ -75,9 +75,9 @@ class Choice:
 
     @property
     def levers(self) -> int:
-        """How many levers are pulled: of equally fast choices the one with fewest is taken."""
-        pulled = (
-            self.recomputed > 0,
+        """How many memory features are on: of equally fast choices the one with fewest wins."""
+        switches = (
+            self.checkpointed > 0,
             self.inputs_offloaded,
             self.chunked_loss,
             self.compressed,
@@ -85,11 +85,11 @@ class Choice:
             self.optimizer_offloaded,
             "8bit" in self.optim,
         )
-        return sum(pulled)
+        return sum(switches)
 
     @property
     def offloads(self) -> int:
-        """How many of them count on the host's memory and link."""
+        """How many of them need host memory and its link to the device."""
         return (
             self.inputs_offloaded
             + self.activations_offloaded
@@ -99,7 +99,7 @@ class Choice:
 
     @property
     def approximations(self) -> int:
-        """How many of them round what exact training would keep."""
+        """How many of them round values that exact training keeps."""
         return self.compressed + ("8bit" in self.optim)
 
     def memory_fields(self) -> dict[str, Any]:
@@ -113,14 +113,14 @@ class Choice:
             fields |= ACTIVATION_OFFLOAD.settings
         if self.optimizer_offloaded:
             fields["optimizer_cpu_offload"] = OPTIMIZER_OFFLOAD.settings["optimizer_cpu_offload"]
-        if 0 < self.recomputed < 1 and not self._every_n():
-            fields["checkpoint_ratio"] = self.recomputed
+        if 0 < self.checkpointed < 1 and not self._every_n():
+            fields["checkpoint_ratio"] = self.checkpointed
         return fields
 
     def _every_n(self) -> int | None:
-        """n where every n-th layer is recomputed, which transformers knows itself."""
-        number = round(1 / self.recomputed) if self.recomputed else 0
-        return number if number > 1 and abs(number * self.recomputed - 1) < 1e-9 else None
+        """n where every n-th layer is checkpointed, which transformers does itself; None for other shares."""
+        number = round(1 / self.checkpointed) if self.checkpointed else 0
+        return number if number > 1 and abs(number * self.checkpointed - 1) < 1e-9 else None
 
     def configured(self, preset: Preset) -> Preset:
         """A preset with the choice's settings."""
@@ -128,7 +128,7 @@ class Choice:
         training = {
             name: value for name, value in preset.training.items() if not name.startswith("activation_checkpointing")
         }
-        if self.recomputed and self.engine != "fsdp2":
+        if self.checkpointed and self.engine != "fsdp2":
             kwargs: dict[str, Any] = {"use_reentrant": False}
             if number := self._every_n():
                 kwargs["every_n_layers"] = number
@@ -137,7 +137,7 @@ class Choice:
             training |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
         training["optim"] = self.optim
         if self.compressed or self.activations_offloaded:
-            training.pop("torch_compile", None)  # the compiler decides by itself what is saved
+            training.pop("torch_compile", None)  # the compiler itself decides which activations are kept
         return replace(
             preset,
             micro_batch_size=self.micro_batch,
@@ -146,129 +146,131 @@ class Choice:
             effective_batch_size=self.micro_batch * self.accumulation * preset.processes,
         )
 
-    def fields(self, preset: Preset, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fields(self, preset: Preset, fixed: dict[str, Any] | None = None) -> dict[str, Any]:
         """The TrainingArguments fields of the configured preset that matter to an estimate."""
-        fields: dict[str, Any] = dict(given or {})
+        fields: dict[str, Any] = dict(fixed or {})
         fields |= {"per_device_train_batch_size": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
         if preset.strategy == "fsdp2":
-            fields["fsdp_config"] = {"activation_checkpointing": bool(self.recomputed)}
+            fields["fsdp_config"] = {"activation_checkpointing": bool(self.checkpointed)}
         return fields
 
-    def refused(self, preset: Preset, memory_args: MemoryArguments, given: dict[str, Any]) -> str | None:
+    def refused(self, preset: Preset, memory_args: MemoryArguments, fixed: dict[str, Any]) -> str | None:
         """Why the configured preset cannot run; None where it can."""
-        told = setup_refusals(preset.setup())
-        if told:
-            return told[0]
-        fields = {**preset.training, **self.fields(preset, given)}
+        if reasons := setup_refusals(preset.setup()):
+            return reasons[0]
+        fields = {**preset.training, **self.fields(preset, fixed)}
         return next(lever_refusals(memory_args, fields, self.engine, self.zero_stage), None)
 
 
-def memory_arguments(given: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:
-    """The user's MemoryArguments with the choice's levers."""
-    return dataclasses.replace(given, **choice.memory_fields(), **profile)
+def memory_arguments(memory_args: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:
+    """The user's MemoryArguments with the choice's memory features."""
+    return dataclasses.replace(memory_args, **choice.memory_fields(), **profile)
 
 
-def choices(
-    preset: Preset,
-    config,
-    effective_batch: int,
-    seq_len: int,
-    given: MemoryArguments,
-    task: str,
-    pinned: dict[str, Any],
-) -> Iterator[Choice]:
-    """Every combination that may run, in no order.
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What a plan may vary, and what the user has fixed.
 
-    Args:
-        preset: where the search begins; its number of devices is the search's.
+    Attributes:
+        preset: where the search starts; its number of devices stays.
         config: the model's.
-        effective_batch: samples per optimizer step over all devices.
-        given: MemoryArguments of the user's, which stay.
-        pinned: TrainingArguments fields of the user's, which stay.
+        effective_batch_size: samples per optimizer step over all devices.
+        memory_args: the user's MemoryArguments, which stay.
+        task: as the estimator names it.
+        fixed: the user's TrainingArguments fields, which stay.
     """
-    share = effective_batch // preset.processes
-    for strategy in _strategies(preset, pinned):
-        for optim, dtype, offloaded in _optimizers(preset, strategy, pinned):
-            for micro, (recomputed, inputs), (compressed, moved), chunked in itertools.product(
-                _micro_batches(share, pinned),
-                _checkpointing(preset, strategy, config, given, pinned),
-                _kept(preset, strategy, given),
-                _losses(given, task, seq_len),
-            ):
-                if inputs and (compressed or moved):
-                    continue  # both would take the layers' inputs
-                choice = Choice(
-                    strategy,
-                    micro,
-                    share // micro,
-                    recomputed,
-                    optim,
-                    dtype,
-                    inputs,
-                    chunked,
-                    compressed,
-                    moved,
-                    offloaded,
-                )
-                configured = choice.configured(preset)
-                if choice.refused(configured, memory_arguments(given, choice), pinned) is None:
-                    yield choice
 
+    preset: Preset
+    config: Any
+    effective_batch_size: int
+    seq_len: int
+    memory_args: MemoryArguments
+    task: str
+    fixed: dict[str, Any]
 
-def _micro_batches(share: int, pinned: dict[str, Any]) -> list[int]:
-    if micro := pinned.get("per_device_train_batch_size"):
-        return [micro]
-    return [micro for micro in range(1, min(share, MOST_SAMPLES) + 1) if share % micro == 0]
+    def choices(self) -> Iterator[Choice]:
+        """Every combination that compatibility accepts, in no order."""
+        for strategy in self._strategies():
+            for optim, dtype, optimizer_offloaded in self._optimizers(strategy):
+                for micro, (checkpointed, inputs), (compressed, offloaded), chunked in itertools.product(
+                    self._micro_batches(), self._checkpointing(strategy), self._activations(strategy), self._losses()
+                ):
+                    if inputs and (compressed or offloaded):
+                        continue  # both would take the layers' inputs
+                    choice = Choice(
+                        strategy=strategy,
+                        micro_batch=micro,
+                        accumulation=self._samples // micro,
+                        checkpointed=checkpointed,
+                        optim=optim,
+                        dtype=dtype,
+                        inputs_offloaded=inputs,
+                        chunked_loss=chunked,
+                        compressed=compressed,
+                        activations_offloaded=offloaded,
+                        optimizer_offloaded=optimizer_offloaded,
+                    )
+                    configured = choice.configured(self.preset)
+                    memory_args = memory_arguments(self.memory_args, choice)
+                    if choice.refused(configured, memory_args, self.fixed) is None:
+                        yield choice
 
+    @property
+    def _samples(self) -> int:
+        """Samples of each device per optimizer step."""
+        return self.effective_batch_size // self.preset.processes
 
-def _strategies(preset: Preset, pinned: dict[str, Any]) -> list[str]:
-    if preset.processes == 1:
-        return ["none"]
-    if preset.strategy != "none":
-        return [preset.strategy]
-    return [name for name in STRATEGIES if preset.hardware.memory_apart or "offload" not in name]
+    def _micro_batches(self) -> list[int]:
+        if micro := self.fixed.get("per_device_train_batch_size"):
+            return [micro]
+        return [micro for micro in range(1, min(self._samples, MOST_SAMPLES) + 1) if self._samples % micro == 0]
 
+    def _strategies(self) -> list[str]:
+        if self.preset.processes == 1:
+            return ["none"]
+        if self.preset.strategy != "none":
+            return [self.preset.strategy]
+        return [name for name in STRATEGIES if self.preset.hardware.memory_apart or "offload" not in name]
 
-def _checkpointing(preset, strategy: str, config, given: MemoryArguments, pinned) -> list[tuple[float, bool]]:
-    """(share of recomputed layers, inputs offloaded)."""
-    if "activation_checkpointing" in pinned or given.checkpoint_ratio is not None or given.checkpoint_keeps:
-        return [(float(bool(pinned.get("activation_checkpointing", given.checkpoint_ratio or 1))), False)]
-    if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
-        return [(0.0, False), (1.0, False)]
-    layers, period = layers_of(config), period_of_layers(config)
-    shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
-    # An estimate traces whole periods of both patterns, the layers' and the recomputed ones'.
-    shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
-    if layers <= _FEW_LAYERS:
-        shares = [part / layers for part in range(layers + 1)]
-    offloads = preset.hardware.memory_apart and not strategy.startswith("zero3")
-    return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
+    def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
+        """(share of checkpointed layers, inputs offloaded)."""
+        ratio = self.memory_args.checkpoint_ratio
+        if "activation_checkpointing" in self.fixed or ratio is not None or self.memory_args.checkpoint_keeps:
+            return [(float(bool(self.fixed.get("activation_checkpointing", ratio or 1))), False)]
+        if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
+            return [(0.0, False), (1.0, False)]
+        layers, period = layers_of(self.config), period_of_layers(self.config)
+        shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
+        # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
+        shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
+        if layers <= _FEW_LAYERS:
+            shares = [part / layers for part in range(layers + 1)]
+        offloads = self.preset.hardware.memory_apart and not strategy.startswith("zero3")
+        return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
 
+    def _activations(self, strategy: str) -> list[tuple[bool, bool]]:
+        """(compressed, offloaded), of activations between forward and backward."""
+        fixed = self.memory_args.activation_compression or self.memory_args.activation_offload
+        if fixed or strategy.startswith("zero3") or strategy == "fsdp2":
+            return [(False, False)]
+        return [(False, False), (True, False)] + ([(False, True)] if self.preset.hardware.memory_apart else [])
 
-def _kept(preset, strategy: str, given: MemoryArguments) -> list[tuple[bool, bool]]:
-    """(compressed, offloaded) of what is kept between forward and backward."""
-    if given.activation_compression or given.activation_offload or strategy.startswith("zero3") or strategy == "fsdp2":
-        return [(False, False)]
-    return [(False, False), (True, False)] + ([(False, True)] if preset.hardware.memory_apart else [])
+    def _losses(self) -> list[bool]:
+        fixed = self.memory_args.loss_chunk_size or self.memory_args.logits_to_keep
+        return [False] if fixed or self.task != "causal-lm" or self.seq_len <= CHUNK // 4 else [False, True]
 
-
-def _losses(given: MemoryArguments, task: str, seq_len: int) -> list[bool]:
-    if given.loss_chunk_size or given.logits_to_keep or task != "causal-lm" or seq_len <= CHUNK // 4:
-        return [False]
-    return [False, True]
-
-
-def _optimizers(preset: Preset, strategy: str, pinned: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """(optim, dtype, states in host memory). Where few weights are trained, states are too few to matter."""
-    configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
-    usual, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
-    if "optim" in pinned or preset.method != "full" or "offload" in strategy:
-        return [(pinned.get("optim", usual), dtype, False)]
-    exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
-    job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.memory_apart)
-    optimizers = [(exact, dtype, False)]
-    if eight_bit := ADAM_8BIT.settings_for(job):
-        optimizers.append((eight_bit["optim"], dtype, False))
-    if OPTIMIZER_OFFLOAD.settings_for(job):
-        optimizers.append((exact, dtype, True))
-    return optimizers
+    def _optimizers(self, strategy: str) -> list[tuple[str, str, bool]]:
+        """(optim, dtype, states in host memory). Adapters have too few states for these to matter."""
+        preset = self.preset
+        configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
+        default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
+        if "optim" in self.fixed or preset.method != "full" or "offload" in strategy:
+            return [(self.fixed.get("optim", default), dtype, False)]
+        exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
+        job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.memory_apart)
+        optimizers = [(exact, dtype, False)]
+        if eight_bit := ADAM_8BIT.settings_for(job):
+            optimizers.append((eight_bit["optim"], dtype, False))
+        if OPTIMIZER_OFFLOAD.settings_for(job):
+            optimizers.append((exact, dtype, True))
+        return optimizers

@@ -1,7 +1,7 @@
-"""How long an optimizer step would take, to rank choices. It promises no seconds.
+"""A roofline model of an optimizer step's time, which ranks choices; only ratios of its seconds mean something.
 
-Every kernel of the traced step takes the longest of three: its products at the device's rate, its bytes at the
-memory's, and a launch. Recomputed layers are kernels like any others. Engines' traffic and offloading come on top.
+Every kernel of the traced step takes the longest of its FLOPs at the device's rate, its bytes at the memory's, and a
+launch. Checkpointed layers' second forward is traced like the first. Engines' traffic and offloading are added.
 """
 
 import functools
@@ -31,16 +31,16 @@ STEP_READS, STEP_WRITES = 16, 18
 IN_HOST = 1e9  # weights of a process that stay in host memory: max_in_cpu of the shipped zero3_offload_nvme.json
 # Eager kernels on a CPU: 1.44 of the plain step's time (benchmarks/results/levers.json).
 COMPRESSION_ON_CPU = 0.44
-# A choice that rounds what another keeps exactly is taken if it is faster by more than this.
+# A choice that rounds values must be faster than an exact one by more than this.
 APPROXIMATION = 1.05
-# The same for one that counts on the host's memory and link, which others may be using.
+# The same for one that needs host memory and its link, which other programs may be using.
 OFFLOAD = 1.10
-LEVER = 1.002  # of equally fast choices the one with fewest levers
+LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest wins
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted times of choices on one device, in seconds of which only ratios mean something.
+    """Predicted times of choices on one device, in seconds whose ratios alone mean something.
 
     Args:
         sketch: of the job.
@@ -53,24 +53,27 @@ class Cost:
     @functools.cached_property
     def _times(self) -> dict[int, tuple[float, float]]:
         device = self.sketch.job.device
-        return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.recomputed)}
+        return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.checkpointed)}
 
     def step(self, choice: Choice) -> float:
         """One optimizer step."""
         micro = self._micro(choice)
         moved = self._offloaded(choice, micro)
         exchange_micro, exchange_step = self._exchanged(choice)
-        micro = self._beside(micro + moved, exchange_micro)
-        return self._beside(choice.accumulation * micro, exchange_step) + self._optimizer(choice)
+        micro = self._overlapped(micro + moved, exchange_micro)
+        return self._overlapped(choice.accumulation * micro, exchange_step) + self._optimizer(choice)
 
     def rank(self, choice: Choice) -> float:
-        """What choices are sorted by: the step's time, longer for what approximates, and a little for every lever."""
-        dearer = APPROXIMATION**choice.approximations * OFFLOAD**choice.offloads * LEVER**choice.levers
-        return self.step(choice) * dearer
+        """The sort key: the step's time with penalties for rounding, offloading and, a little, for every feature."""
+        penalty = APPROXIMATION**choice.approximations * OFFLOAD**choice.offloads * LEVER**choice.levers
+        return self.step(choice) * penalty
 
     def _micro(self, choice: Choice) -> float:
         device, seconds = self.sketch.job.device, 0.0
-        for share, pair in ((1 - choice.recomputed, self.sketch.kept), (choice.recomputed, self.sketch.recomputed)):
+        for share, pair in (
+            (1 - choice.checkpointed, self.sketch.kept),
+            (choice.checkpointed, self.sketch.checkpointed),
+        ):
             one, two = (self._times[id(found)][0] for found in pair)
             seconds += share * max(one, one + (two - one) * (choice.micro_batch - 1))
         if choice.compressed:
@@ -81,12 +84,12 @@ class Cost:
         return seconds
 
     def _offloaded(self, choice: Choice, micro: float) -> float:
-        """What a micro-batch waits for its activations, on their way beside the computation."""
+        """Seconds that a micro-batch waits for activations that are copied while it computes."""
         if not (choice.activations_offloaded or choice.inputs_offloaded):
             return 0.0
         size = self.sketch.activations(choice) * (0.5 if choice.compressed else 1)
         moving = 2 * size / _host_link(self.sketch.job.device)
-        return self._beside(micro, moving) - micro
+        return self._overlapped(micro, moving) - micro
 
     def _exchanged(self, choice: Choice) -> tuple[float, float]:
         """Seconds that devices exchange weights and gradients, per micro-batch and per step."""
@@ -142,17 +145,17 @@ class Cost:
             adam = self.sketch.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
             if choice.strategy.endswith("nvme"):
                 swapped = self._disk(STEP_READS * self.sketch.trained, STEP_WRITES * self.sketch.trained)
-                adam = self._beside(adam, swapped)
+                adam = self._overlapped(adam, swapped)
             return there_and_back + adam
         return seconds
 
-    def _beside(self, computing: float, moving: float) -> float:
-        """Two things at once."""
+    def _overlapped(self, computing: float, moving: float) -> float:
+        """Seconds of computation and copies that overlap."""
         exposed = constant("exposed_traffic", self.sketch.job.device).value
         return max(computing, moving) + exposed * min(computing, moving)
 
     def _disk(self, read: float, written: float) -> float:
-        """Seconds in which the machines read and write so many bytes of the whole job, each its share."""
+        """Seconds for the machines to read and write so many bytes of the whole job, each its share."""
         machines = -(-self.sketch.job.world_size // DEVICES_PER_HOST)
         return (read / DISK_READ + written / DISK_WRITE) / machines / self.drives
 

@@ -11,7 +11,7 @@ from hf_memopt.presets.preset import with_strategy
 
 
 def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
-    """The preset of one device, told how many there are; strategy "none" where several may share in any way.
+    """The preset of one device, with the number of devices; strategy "none" leaves the engine open.
 
     Args:
         hardware: a preset's name, one with a number of devices behind it (rtx_4090x2, h100_80gb_x128), or a preset.

@@ -33,23 +33,22 @@ class Fit:
     estimate: Estimate
 
 
-def most_frames(job: Job, room: int | None = None, note: Callable[[str], None] = lambda text: None) -> Iterator[Fit]:
+def most_frames(job: Job, budget: int | None = None, note: Callable[[str], None] = lambda text: None) -> Iterator[Fit]:
     """For each size of frame that differs from the ones before, the most frames with which a job fits its device.
 
-    Memory grows linearly with frames, so that two estimates point to a third, which is made too: what is answered was
-    estimated, and fits.
+    Memory grows linearly with frames, so two estimates predict where it ends; the answer itself is estimated too.
 
     Args:
         job: with `video`, whose frames are varied.
-        room: bytes that may be used; by default the share of the device's memory that MemoryArguments aim at.
-        note: told what is being tried.
+        budget: bytes that may be used; by default target_memory_utilization of the device's memory.
+        note: called with what is being estimated.
 
     Raises:
         InputError: the device's memory is not known.
     """
-    if room is None and job.device.memory:
-        room = int(job.device.memory * job.memory_args.target_memory_utilization)
-    if not room:
+    if budget is None and job.device.memory:
+        budget = int(job.device.memory * job.memory_args.target_memory_utilization)
+    if not budget:
         raise InputError(f"--frames max: the memory of {job.device.label} is not known; name it with --hardware")
     seen = set()
     for cap in CAPS:
@@ -57,16 +56,16 @@ def most_frames(job: Job, room: int | None = None, note: Callable[[str], None] =
         size = _size(dataclasses.replace(video, frames=2), job.config)
         if size not in seen:
             seen.add(size)
-            yield _most(dataclasses.replace(job, video=video), cap, room, note)
+            yield _most(dataclasses.replace(job, video=video), cap, budget, note)
 
 
 def _size(video, config) -> tuple:
-    """What one step in time of a clip looks like to the model."""
+    """The tokens and pixel shapes of one time step of a clip."""
     media, _, tokens, _ = video.clip(config)
     return tokens, *(tuple(tensor.shape) for name, tensor in media.items() if name.startswith("pixel"))
 
 
-def _most(job: Job, cap: int | None, room: int, note: Callable[[str], None]) -> Fit:
+def _most(job: Job, cap: int | None, budget: int, note: Callable[[str], None]) -> Fit:
     tried: dict[int, Estimate] = {}
 
     def needed(frames: int) -> int:
@@ -80,13 +79,13 @@ def _most(job: Job, cap: int | None, room: int, note: Callable[[str], None]) -> 
     for frames in _FIRST:
         needed(max(1, min(frames, most)))
     for _ in range(_TRIES):
-        low = max((frames for frames in tried if needed(frames) <= room), default=0)
-        high = min([most, *(frames - merged for frames in tried if needed(frames) > room)])
-        guess = min(high, max(1, _where_it_ends(tried, room)) // merged * merged)
+        low = max((frames for frames in tried if needed(frames) <= budget), default=0)
+        high = min([most, *(frames - merged for frames in tried if needed(frames) > budget)])
+        guess = min(high, max(1, _extrapolate(tried, budget)) // merged * merged)
         if guess <= low:
             break
         needed(guess)
-    low = max((frames for frames in tried if needed(frames) <= room), default=0)
+    low = max((frames for frames in tried if needed(frames) <= budget), default=0)
     shown = max(1, low)
     needed(shown)
     return Fit(cap, low, _tokens(job, shown), tried[shown])
@@ -111,10 +110,10 @@ def _positions(job: Job) -> int:
     return int((limit - two) / max(1e-9, (four - two) / 2)) + 2 if two <= limit else 0
 
 
-def _where_it_ends(tried: dict[int, Estimate], room: int) -> int:
-    """Frames at which the line through the two nearest estimates reaches the room."""
+def _extrapolate(tried: dict[int, Estimate], budget: int) -> int:
+    """Frames at which the line through the two nearest estimates reaches the budget."""
     if len(tried) < 2:
         return 0
-    near = sorted(tried, key=lambda frames: abs(tried[frames].device_bytes - room))[:2]
+    near = sorted(tried, key=lambda frames: abs(tried[frames].device_bytes - budget))[:2]
     (fewer, more), (less, much) = sorted(near), sorted(tried[frames].device_bytes for frames in near)
-    return int(more + (room - much) * (more - fewer) / max(1, much - less))
+    return int(more + (budget - much) * (more - fewer) / max(1, much - less))

@@ -1,4 +1,4 @@
-"""A rung in the words of the programs that run it: settings, launch command and files."""
+"""A plan's profile as the programs that run it take it: settings, launch command and files."""
 
 import json
 import logging
@@ -19,13 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 def as_dict(request, rung) -> dict[str, Any]:
-    """A rung as JSON has it."""
+    """A profile as one JSON object."""
     quantization = rung.preset.quantization() if rung.preset.method == "qlora" else None
     lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **without_secrets(request.lora)}
     attention = request.more.get("attn_implementation") or "sdpa"
     kwargs = {"dtype": rung.preset.dtype, "attn_implementation": attention}
     return {
         "rung": rung.name,
+        "profile": rung.name,
         "settings": rung.summary,
         "target_utilization": rung.share,
         "strategy": rung.preset.strategy,
@@ -41,50 +42,50 @@ def as_dict(request, rung) -> dict[str, Any]:
 
 
 def training_arguments(request, rung) -> dict[str, Any]:
-    """All TrainingArguments fields of a rung but secrets: a job without hub_token takes HF_TOKEN."""
+    """All TrainingArguments fields of a profile but secrets: a job without hub_token takes HF_TOKEN."""
     return without_secrets({**rung.preset.settings(), **request.fields})
 
 
 def memory_settings(rung) -> dict[str, Any]:
-    """The MemoryArguments fields of a rung that differ from the defaults."""
-    made = rung.memory_args
-    shares = {name: getattr(made, name) for name in ("memory_profile", "target_memory_utilization")}
-    return shares | made.levers()
+    """The MemoryArguments fields of a profile that differ from the defaults."""
+    memory_args = rung.memory_args
+    shares = {name: getattr(memory_args, name) for name in ("memory_profile", "target_memory_utilization")}
+    return shares | memory_args.levers()
 
 
 def launch_command(request, rung) -> str:
-    """The command that starts a rung from the repository's root."""
-    return " ".join([*launcher_words(rung), *recipe_words(request, rung)])
+    """The command that starts a profile from the repository's root."""
+    return " ".join([*launcher_command(rung), *recipe_command(request, rung)])
 
 
 def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]:
-    """The accelerate configuration of a rung."""
+    """The accelerate configuration of a profile."""
     config = rung.preset.accelerate_config(deepspeed_file)
     if "fsdp_config" in config:
-        recomputed = bool(rung.choice.recomputed)
-        config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": recomputed}
+        checkpointed = bool(rung.choice.checkpointed)
+        config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": checkpointed}
     return config
 
 
-def launcher_words(rung) -> list[str]:
-    """`accelerate launch`, with the shipped file where one says the same."""
+def launcher_command(rung) -> list[str]:
+    """`accelerate launch`, with the shipped file where one has the same settings."""
     preset = rung.preset
     file = shipped("accelerate_configs") / config_name(preset)
     if file.is_file() and yaml.safe_load(file.read_text()) == accelerate_config(rung):
         return ["accelerate", "launch", "--config_file", f"accelerate_configs/{file.name}"]
     config = accelerate_config(rung, f"accelerate_configs/deepspeed/{preset.strategy}.json")
-    words = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
-    words += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
+    argv = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
+    argv += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
         config["distributed_type"]
     ]
     if config["use_cpu"]:
-        words.append("--cpu")
+        argv.append("--cpu")
     if "mixed_precision" in config:
-        words += ["--mixed_precision", config["mixed_precision"]]
+        argv += ["--mixed_precision", config["mixed_precision"]]
     for key, value in {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}.items():
-        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    words += ["--num_machines", str(config["num_machines"])]
-    return words + machine_words(preset)
+        argv += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    argv += ["--num_machines", str(config["num_machines"])]
+    return argv + machine_words(preset)
 
 
 def write_files(request, rung, directory: str) -> list[str]:
@@ -107,11 +108,11 @@ def write_files(request, rung, directory: str) -> list[str]:
     if deepspeed := rung.preset.deepspeed_config():
         files["deepspeed.json"] = _json(deepspeed)
     config = accelerate_config(rung, str(folder / "deepspeed.json"))
-    comment = f"{rung.preset.name}, rung {rung.name}: {rung.summary}; written by hf-memopt plan"
+    comment = f"{rung.preset.name}, profile {rung.name}: {rung.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
-    words = recipe_words(request, rung)
-    words[0] = shlex.quote(str(shipped("recipes").parent / words[0]))
-    files |= scripts(rung.preset, folder, words)
+    argv = recipe_command(request, rung)
+    argv[0] = shlex.quote(str(shipped("recipes").parent / argv[0]))
+    files |= scripts(rung.preset, folder, argv)
     write_folder(folder, files)
     return [str(folder / file) for file in sorted(files)]
 
@@ -120,14 +121,14 @@ def _json(value: dict) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def recipe_words(request, rung) -> list[str]:
+def recipe_command(request, rung) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
     preset = rung.preset
     recipe = "video_sft" if request.more.get("video") is not None else "sft"
-    words = [f"recipes/{recipe}.py", "--preset", preset.name, "--method", preset.method]
-    words += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
-    words += _length_words(request)
-    words += ["--effective_batch_size", str(request.effective_batch_size)]
+    argv = [f"recipes/{recipe}.py", "--preset", preset.name, "--method", preset.method]
+    argv += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
+    argv += _length_arguments(request)
+    argv += ["--effective_batch_size", str(request.effective_batch_size)]
     usual = get_preset(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
     given: dict[str, Any] = {
         "per_device_train_batch_size": preset.micro_batch_size,
@@ -142,22 +143,22 @@ def recipe_words(request, rung) -> list[str]:
         given["dtype"] = preset.dtype
     given |= {**without_secrets(request.fields), **memory_settings(rung)}
     for name, value in sorted(given.items()):
-        words += [f"--{name}", as_word(value)]
-    return words + [
+        argv += [f"--{name}", as_word(value)]
+    return argv + [
         word for key, value in without_secrets(request.lora).items() for word in (f"--lora.{key}", as_word(value))
     ]
 
 
-def _length_words(request) -> list[str]:
-    """How long samples are: tokens of text, or frames and pixels of clips."""
+def _length_arguments(request) -> list[str]:
+    """The recipe's arguments for the length of samples: tokens of text, or frames and pixels of clips."""
     video = request.more.get("video")
     if video is None:
         return ["--max_length", str(request.seq_len)]
     pixels = video.max_pixels_per_frame or "none"  # left out, the recipe would choose
-    words = ["--max_frames", str(video.frames), "--max_pixels_per_frame", str(pixels)]
+    argv = ["--max_frames", str(video.frames), "--max_pixels_per_frame", str(pixels)]
     for part in ("vision", "projector"):
-        words += [f"--freeze_{part}", as_word(part in request.more.get("frozen", ()))]
-    return words
+        argv += [f"--freeze_{part}", as_word(part in request.more.get("frozen", ()))]
+    return argv
 
 
 def as_word(value: Any) -> str:

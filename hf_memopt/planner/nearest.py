@@ -19,13 +19,14 @@ _ROUNDS = 3  # of one estimate in each direction
 
 
 def nearest_changes(request, least: Choice, say: Callable[[str], None]) -> list[str]:
-    """A sentence for every direction in which something fits.
+    """For every kind of change, the smallest that makes the job fit, as a sentence.
 
     Args:
         request: a plan.Request for which nothing fits.
-        least: the choice that needs least.
+        least: the choice that needs the least memory.
+        say: called with a line for each thing that takes time.
     """
-    say("looking for the nearest changes that would fit")
+    say("looking for the smallest changes that would fit")
     directions = [iter(direction) for direction in _directions(request, least)]
     found: dict[int, str] = {}
     for _ in range(_ROUNDS):
@@ -36,9 +37,9 @@ def nearest_changes(request, least: Choice, say: Callable[[str], None]) -> list[
         }
         estimates = estimate_jobs([job for _, job in tried.values()], on_all_cores)
         for (number, (text, _)), estimate in zip(tried.items(), estimates, strict=True):
-            if not isinstance(estimate, InputError) and estimate.device_bytes <= request.room:
-                beside = f", {gib(estimate.host_bytes)} of host memory" if "offload" in text else ""
-                found[number] = f"{text}: {gib(estimate.device_bytes)}{beside}"
+            if not isinstance(estimate, InputError) and estimate.device_bytes <= request.memory_budget:
+                host = f", {gib(estimate.host_bytes)} of host memory" if "offload" in text else ""
+                found[number] = f"{text}: {gib(estimate.device_bytes)}{host}"
     return [found[number] for number in sorted(found)]
 
 
@@ -105,7 +106,7 @@ def _plain(least: Choice, strategy: str) -> Choice:
     return replace(
         least,
         strategy=strategy,
-        recomputed=1.0,
+        checkpointed=1.0,
         compressed=False,
         activations_offloaded=False,
         inputs_offloaded=False,

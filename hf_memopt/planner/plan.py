@@ -1,4 +1,4 @@
-"""plan(): the fastest settings that fit, from safe to maximum."""
+"""plan(): the fastest settings that fit, for four profiles from safe to maximum."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from hf_memopt.estimator.tracing.model import task_of
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
-from hf_memopt.planner.choices import Choice, choices, memory_arguments
+from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.cost import speed_note
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.nearest import nearest_changes
@@ -25,24 +25,24 @@ from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.units import GIB, gib
 
-# Of the host for each device, where nobody says: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a
-# desktop's 64 GiB what its other programs leave.
-_USUAL_HOST = {True: 256 * GIB, False: 48 * GIB}
+# Host memory for each device by default: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a desktop's
+# 64 GiB what its other programs leave.
+_DEFAULT_HOST_MEMORY = {True: 256 * GIB, False: 48 * GIB}
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder.
+    """One profile of a plan, and its settings.
 
     Attributes:
         name: safe, balanced, aggressive or maximum.
         share: of the device's memory that it may fill.
-        choice: the settings, short.
-        preset: the settings, whole.
-        memory_args: the levers, and the monitor's profile.
+        choice: the settings that the search varies.
+        preset: all settings, as a Preset.
+        memory_args: the memory features, and the monitor's thresholds.
         estimate: of exactly these settings.
-        relative_speed: predicted, 1.0 for the fastest rung.
+        relative_speed: predicted, 1.0 for the fastest profile.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Rung:
 
     @property
     def summary(self) -> str:
-        """The settings in a few words."""
+        """The settings in one line."""
         return summarize(self.choice)
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Settings that cannot be, and why."""
+    """Settings that do not fit or work, and why."""
 
     settings: str
     reason: str
@@ -74,11 +74,11 @@ class Request:
     Attributes:
         preset: the device's, with as many devices as are planned for; strategy "none" leaves the engine open.
         memory: bytes of each device that may be used.
-        fields, lora: TrainingArguments and LoraConfig fields that are given.
-        memory_args: MemoryArguments that are given.
-        more: further arguments of estimator.prediction.describe: video, frozen, task, attn_implementation, …
-        quantization: gives the BitsAndBytesConfig of a preset; None for the preset's own.
-        host_memory: bytes that one process may use on the host; None where that is not known.
+        fields, lora: the user's TrainingArguments and LoraConfig fields, which no choice changes.
+        memory_args: the user's MemoryArguments.
+        more: further arguments of the estimator: video, frozen, task, attn_implementation, …
+        quantization: makes the BitsAndBytesConfig of a preset; None for the preset's own.
+        host_memory: bytes of host memory that one process may use; None where unknown.
     """
 
     model: Any
@@ -95,8 +95,8 @@ class Request:
     host_memory: int | None = None
 
     @property
-    def room(self) -> int:
-        """Bytes that the fullest rung may fill."""
+    def memory_budget(self) -> int:
+        """Bytes of each device that the maximum profile may fill."""
         return int(self.memory * max(share for _, share in RUNGS.values()))
 
     def job(self, choice: Choice) -> Job:
@@ -119,41 +119,45 @@ class Request:
 
     def search(self, say: Callable[[str], None]) -> Search | None:
         """The search over all choices; None where compatibility leaves none."""
-        task = self.more.get("task") or task_of(self.config)
-        found = list(
-            choices(
-                self.preset, self.config, self.effective_batch_size, self.seq_len, self.memory_args, task, self.fields
-            )
+        space = SearchSpace(
+            preset=self.preset,
+            config=self.config,
+            effective_batch_size=self.effective_batch_size,
+            seq_len=self.seq_len,
+            memory_args=self.memory_args,
+            task=self.more.get("task") or task_of(self.config),
+            fixed=self.fields,
         )
-        if not found:
+        choices = list(space.choices())
+        if not choices:
             return None
-        # Engines compute with weights in 16 bits; autocast's copies of 32-bit weights would pass for activations.
-        plain = min(found, key=lambda choice: (choice.strategy == "ddp", choice.levers))
+        # Engines compute with 16-bit weights; with others, autocast's copies of 32-bit weights count as activations.
+        plain = min(choices, key=lambda choice: (choice.strategy == "ddp", choice.levers))
 
-        def build(samples: int, recomputed: bool) -> Job:
-            choice = replace(plain, micro_batch=samples, accumulation=1, recomputed=0.0)
+        def build(samples: int, checkpointed: bool) -> Job:
+            choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=0.0)
             job = self.job(choice)
-            checkpointing = {"activation_checkpointing": recomputed}
-            if recomputed:
+            checkpointing = {"activation_checkpointing": checkpointed}
+            if checkpointed:
                 checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": False}
             dropped = ("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config")
             kept = {name: value for name, value in job.fields.items() if name not in dropped}
             return dataclasses.replace(job, fields={**kept, **checkpointing})
 
-        say(f"tracing {self.preset.method} training with and without recomputation")
+        say(f"tracing {self.preset.method} training with and without activation checkpointing")
         jobs = baselines(build)
-        return Search(found, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
+        return Search(choices, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ladder, and what was left out.
+    """The profiles that fit, and what was left out.
 
     Attributes:
         request: with the method that was chosen.
-        ladder: from safe to maximum; empty where nothing fits.
-        rejected: methods and ways to train that do not fit, with reasons.
-        missing_bytes: where nothing fits, what the smallest choice lacks, of the device or else of the host.
+        ladder: the profiles, from safe to maximum; empty where nothing fits.
+        rejected: methods and kinds of settings that do not fit, with reasons.
+        missing_bytes: where nothing fits, what the smallest settings lack, of the device or else of the host.
         nearest: where nothing fits, changes that would make it fit.
     """
 
@@ -187,7 +191,7 @@ class Plan:
             "effective_batch_size": self.request.effective_batch_size,
             "seq_len": self.request.seq_len,
             "ladder": [as_dict(self.request, rung) for rung in self.ladder],
-            "rejected": [dataclasses.asdict(one) for one in self.rejected],
+            "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
             "missing_bytes": self.missing_bytes,
             "nearest": self.nearest,
             "notes": self.notes,
@@ -210,24 +214,24 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
     **more,
 ) -> Plan:
-    """The fastest settings that are predicted to fit, at four shares of the device's memory.
+    """The fastest settings that are predicted to fit four shares of the device's memory.
 
     Args:
         model: a bundled architecture's name, hub id, folder, config.json or PretrainedConfig.
-        hardware: a preset's name, or a device's with a number of devices: rtx_4090, rtx_4090x2, h100_80gbx128; or a
+        hardware: a preset's name, with a number of devices for several: rtx_4090, rtx_4090x2, h100_80gbx128; or a
             Preset of the method.
         effective_batch_size: samples per optimizer step over all devices; by default the preset's.
         seq_len: tokens per sample; by default the preset's, within the model's positions.
         method: full, lora or qlora; any takes the first of them that fits.
-        strategy: how several devices share the work; by default the fastest that fits.
+        strategy: how several devices train together; by default the fastest that fits.
         memory: bytes of each device that may be used; by default all of it.
-        training, lora: TrainingArguments and LoraConfig fields that stay as they are given.
-        memory_args: MemoryArguments, whose levers stay on.
-        quantization: gives the BitsAndBytesConfig of a preset.
-        host_memory: bytes that one process may use on the host; by default 48 GiB, and 256 GiB beside a device of more
-            than 36 GiB, which is assumed.
-        say: told what is being done.
-        more: further arguments of the estimator's: video, frozen, task, attn_implementation, dtype, padded, packed.
+        training, lora: TrainingArguments and LoraConfig fields that the plan keeps.
+        memory_args: MemoryArguments that the plan keeps.
+        quantization: makes the BitsAndBytesConfig of a preset.
+        host_memory: bytes of host memory that one process may use; by default (assumed) 48 GiB, and 256 GiB for a
+            device with more than 36 GiB.
+        say: called with a line for each thing that takes time.
+        more: further arguments of the estimator: video, frozen, task, attn_implementation, dtype, padded, packed.
 
     Raises:
         InputError: unknown names, or a batch that the devices cannot share.
@@ -236,78 +240,114 @@ def plan(
         raise choose("method", method, [*METHODS, "any"])
     if lora and method == "full":
         raise InputError("lora.* applies to method=lora only, and to its 4-bit form qlora")
-    config = load_config(model)
+    question = _Question(
+        model=model,
+        config=load_config(model),
+        hardware=hardware,
+        strategy=strategy,
+        dtype=more.pop("dtype", None),
+        effective_batch_size=effective_batch_size,
+        seq_len=seq_len,
+        memory=memory,
+        fields=training or {},
+        lora=lora or {},
+        memory_args=memory_args or MemoryArguments(),
+        more=more,
+        quantization=quantization,
+        host_memory=host_memory,
+    )
+    return _answer(question, METHODS if method == "any" else (method,), say)
+
+
+def _answer(question: "_Question", methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
+    """The plan of the first method that fits, or what is missing for the last."""
     rejected: list[Rejected] = []
-    methods = METHODS if method == "any" else (method,)
-    dtype = more.pop("dtype", None)
-    for name in methods:
-        preset = preset_of(hardware, name, strategy)
-        if dtype:
-            preset = replace(preset, dtype=dtype)
-        request = _request(
-            model,
-            config,
-            preset,
-            effective_batch_size,
-            seq_len,
-            memory,
-            training or {},
-            lora or {},
-            memory_args or MemoryArguments(),
-            more,
-            quantization,
-            host_memory,
-        )
+    for method in methods:
+        request = question.for_method(method)
         search = request.search(say)
-        rungs = _ladder(request, search) if search else []
-        if rungs:
+        if rungs := _ladder(request, search) if search else []:
             return Plan(request, rungs, rejected + list(_left_out(request, search, [rung.choice for rung in rungs])))
         least = search.smallest() if search else None
         rejected.append(_too_large(request, search, least))
     if least is None:
         return Plan(request, [], rejected)
-    found, room = search.found[least], request.room
-    if found.device_bytes <= room:
-        wanted = f"--host-memory {-(-found.host_bytes // GIB)}"
-        return Plan(request, [], rejected, found.host_bytes - request.host_memory, [wanted])
-    return Plan(request, [], rejected, found.device_bytes - room, nearest_changes(request, least, say))
+    estimate, budget = search.found[least], request.memory_budget
+    if estimate.device_bytes <= budget:
+        wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
+        return Plan(request, [], rejected, estimate.host_bytes - request.host_memory, [wanted])
+    return Plan(request, [], rejected, estimate.device_bytes - budget, nearest_changes(request, least, say))
 
 
-def _request(
-    model, config, preset, effective, seq_len, memory, fields, lora, memory_args, more, quantization, host_memory
-) -> Request:
-    """The request of one method, checked."""
-    from transformers import TrainingArguments
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """plan()'s arguments, before a method is chosen; None stands for the preset's or the device's."""
 
-    fields = fit(hints_of(TrainingArguments), fields)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = seq_len or min(preset.seq_len, positions or preset.seq_len)
-    devices = preset.processes
-    micro, accumulation = (fields.get(name) for name in _BATCH)
-    if micro and accumulation and effective is None:
-        effective = micro * accumulation * devices
-    batch = effective or -(-preset.effective_batch_size // devices) * devices
-    if batch < 1 or batch % devices:
-        raise InputError(
-            f"effective_batch_size={batch} cannot be shared by {devices} devices: use a multiple of {devices}"
+    model: Any
+    config: Any
+    hardware: str | Preset
+    strategy: str | None
+    dtype: str | None
+    effective_batch_size: int | None
+    seq_len: int | None
+    memory: int | None
+    fields: dict[str, Any]
+    lora: dict[str, Any]
+    memory_args: MemoryArguments
+    more: dict[str, Any]
+    quantization: Callable[[Preset], Any] | None
+    host_memory: int | None
+
+    def for_method(self, method: str) -> Request:
+        """The request of one method, checked."""
+        from transformers import TrainingArguments
+
+        preset = preset_of(self.hardware, method, self.strategy)
+        if self.dtype:
+            preset = replace(preset, dtype=self.dtype)
+        fields = fit(hints_of(TrainingArguments), self.fields)
+        batch, fields = self._batch(preset, fields)
+        memory = preset.hardware.memory if self.memory is None else self.memory
+        if memory <= 0:
+            raise InputError(f"memory={memory} must be above 0 bytes")
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        host_memory = self.host_memory
+        if host_memory is None:
+            host_memory = _DEFAULT_HOST_MEMORY[preset.hardware.is_large]
+        return Request(
+            model=self.model,
+            config=self.config,
+            preset=preset,
+            memory=memory,
+            seq_len=self.seq_len or min(preset.seq_len, positions or preset.seq_len),
+            effective_batch_size=batch,
+            fields=fields,
+            lora=self.lora,
+            memory_args=self.memory_args,
+            more=self.more,
+            quantization=self.quantization,
+            host_memory=host_memory,
         )
-    if micro or accumulation:
-        found = batch_settings(batch, batch, devices, micro, None if micro else accumulation)
-        if accumulation not in (None, found[1]):
+
+    def _batch(self, preset: Preset, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The effective batch, and the fields with both halves of it where the user set one."""
+        devices, effective = preset.processes, self.effective_batch_size
+        micro, accumulation = (fields.get(name) for name in _BATCH)
+        if micro and accumulation and effective is None:
+            effective = micro * accumulation * devices
+        batch = effective or -(-preset.effective_batch_size // devices) * devices
+        if batch < 1 or batch % devices:
+            raise InputError(
+                f"effective_batch_size={batch} cannot be split over {devices} devices: use a multiple of {devices}"
+            )
+        if not (micro or accumulation):
+            return batch, fields
+        settings = batch_settings(batch, batch, devices, micro, None if micro else accumulation)
+        if accumulation not in (None, settings[1]):
             raise InputError(
                 f"effective_batch_size={batch} is not per_device_train_batch_size {micro} × "
                 f"gradient_accumulation_steps {accumulation} × {devices} devices: leave one out"
             )
-        fields = {**fields, **dict(zip(_BATCH, found, strict=True))}
-    if memory is None:
-        memory = preset.hardware.memory
-    if host_memory is None:
-        host_memory = _USUAL_HOST[preset.hardware.is_large]
-    if memory <= 0:
-        raise InputError(f"memory={memory} must be above 0 bytes")
-    return Request(
-        model, config, preset, memory, length, batch, fields, lora, memory_args, more, quantization, host_memory
-    )
+        return batch, {**fields, **dict(zip(_BATCH, settings, strict=True))}
 
 
 def _ladder(request: Request, search: Search) -> list[Rung]:
@@ -341,21 +381,23 @@ def _too_large(request: Request, search: Search | None, least: Choice | None) ->
     """Why a method does not fit at all."""
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[request.preset.method]
     if least is None:
-        return Rejected(method, "no combination of settings works here: see hf-memopt doctor")
-    found, room = search.found[least], request.room
-    if found.device_bytes <= room:
-        reason = f"{gib(found.host_bytes)} of host memory for each device, of {gib(request.host_memory)}"
-        return Rejected(method, f"{method} needs {reason} ({summarize(least)}); --host-memory says how much there is")
+        return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
+    estimate, budget = search.found[least], request.memory_budget
+    if estimate.device_bytes <= budget:
+        reason = (
+            f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(request.host_memory)} may be used"
+        )
+        return Rejected(method, f"{method} needs {reason} ({summarize(least)}); --host-memory sets the limit")
     return Rejected(
         method,
-        f"{method} needs {gib(found.device_bytes)} at least ({summarize(least)}), and {room / request.memory:.0%} of "
-        f"{request.preset.hardware.label} is {gib(room)}",
+        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(least)}), and "
+        f"{budget / request.memory:.0%} of {request.preset.hardware.label} is {gib(budget)}",
     )
 
 
 def _left_out(request: Request, search: Search, chosen: list[Choice]):
-    """Families of settings that are faster than what was chosen, or simpler, and what they would need."""
-    room = request.room
+    """Kinds of settings that are faster than what was chosen, or simpler, and what they would need."""
+    budget = request.memory_budget
     families: dict[str, list[Choice]] = {}
     for choice in search.choices:
         for family in _families(choice):
@@ -363,23 +405,24 @@ def _left_out(request: Request, search: Search, chosen: list[Choice]):
     for family, members in families.items():
         if any(choice in members for choice in chosen):
             continue
-        fitting = [choice for choice in members if search.needs(choice) <= room]
+        fitting = [choice for choice in members if search.needs(choice) <= budget]
         if fitting:
-            slower = min(search.seconds[choice] for choice in fitting) / min(search.seconds[one] for one in chosen)
+            fastest = min(search.seconds[choice] for choice in chosen)
+            slower = min(search.seconds[choice] for choice in fitting) / fastest
             yield Rejected(
-                family, f"predicted to take {slower:.2f} of the time of the fastest rung{_price(slower, fitting)}"
+                family, f"predicted to take {slower:.2f} × the time of the fastest profile{_price(slower, fitting)}"
             )
         else:
             least = min(members, key=search.needs)
             about = "" if search.found.get(least) else "about "
-            yield Rejected(family, f"needs {about}{gib(int(search.needs(least)))} at least, of {gib(room)}")
+            yield Rejected(family, f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}")
 
 
 def _price(slower: float, members: list[Choice]) -> str:
-    """Why what is faster was left out all the same."""
+    """Why faster settings were left out nevertheless."""
     if slower >= 1:
         return ""
-    return ", too little for counting on the host" if members[0].offloads else ", too little for what it rounds"
+    return ", too small a gain to depend on the host" if members[0].offloads else ", too small a gain for its rounding"
 
 
 def _families(choice: Choice) -> list[str]:
@@ -387,8 +430,8 @@ def _families(choice: Choice) -> list[str]:
         return [choice.strategy]
     named = []
     if not choice.levers:
-        named.append("no lever at all")
-    if not choice.recomputed and not choice.compressed and not choice.activations_offloaded:
+        named.append("no memory feature")
+    if not choice.checkpointed and not choice.compressed and not choice.activations_offloaded:
         named.append("all activations kept")
     if choice.compressed:
         named.append("8-bit activations")

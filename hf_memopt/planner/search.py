@@ -1,4 +1,4 @@
-"""The ladder of a search: for every rung the fastest choice that is estimated to fit its share of the device."""
+"""The search: for every profile, the fastest choice whose estimate fits its share of the device."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.sketch import Sketch
 
-_OPTIMISM = 1.01  # a sketch may be so much above the room and its choice still be tried
+_OPTIMISM = 1.01  # a choice is tried where its sketch exceeds the budget by no more than this
 _ROUNDS = 8
 _FAILURES = 3
-_LOOKS = 3  # for the choice that needs least
+_LOOKS = 3  # rounds of estimates for the choice that needs the least
 
 
 @dataclass
@@ -43,27 +43,27 @@ class Search:
             self.choices = [one for one in self.choices if self.sketch.host_bytes(one) <= self.host_memory]
         self._sketched = {choice: self.sketch.device_bytes(choice) for choice in self.choices}
 
-    def ladder(self, rooms: Iterable[int]) -> list[Choice | None]:
-        """For every number of bytes the fastest choice that fits into it; None where none does."""
-        rooms = list(rooms)
-        picks = self._settled(rooms)
-        if None in picks:  # the sketch may have thought too ill of what needs least
+    def ladder(self, budgets: Iterable[int]) -> list[Choice | None]:
+        """For every memory budget, in bytes, the fastest choice that fits it; None where none does."""
+        budgets = list(budgets)
+        picks = self._settled(budgets)
+        if None in picks:  # the sketch may overestimate the choice that needs the least
             self.smallest()
-            picks = self._settled(rooms)
+            picks = self._settled(budgets)
         return picks
 
-    def _settled(self, rooms: list[int]) -> list[Choice | None]:
+    def _settled(self, budgets: list[int]) -> list[Choice | None]:
         for _ in range(_ROUNDS):
-            picks = [self._pick(room) for room in rooms]
+            picks = [self._pick(budget) for budget in budgets]
             new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.found))
             if not new:
                 return picks
-            # What the first estimate says of the sketch may move the others; an engine's takes long.
+            # The first estimate corrects the sketch of the others; one under an engine takes long, so it comes alone.
             self.estimate(new if new[0].engine in ("none", "ddp") or self.found else new[-1:])
-        return [self._pick(room, sure=True) for room in rooms]
+        return [self._pick(budget, sure=True) for budget in budgets]
 
     def smallest(self) -> Choice | None:
-        """The choice that needs least, by an estimate of those that look smallest."""
+        """The choice that needs the least memory, by estimates of those with the smallest sketches."""
         for _ in range(_LOOKS):
             known = [choice for choice in self.choices if self.found.get(choice, True) is not None]
             if not known:
@@ -71,24 +71,25 @@ class Search:
             least = min(known, key=lambda choice: (self.needs(choice), self._rank[choice]))
             if least in self.found:
                 return least
-            # What a sketch gets wrong, it may get wrong here: beside it one sample with every layer recomputed.
+            # The sketch may be wrong here too, so one sample with every layer checkpointed is estimated beside it.
             small = [choice for choice in known if choice.strategy == least.strategy]
-            sure = min(small, key=lambda choice: (choice.micro_batch, -choice.recomputed, self.needs(choice)))
+            sure = min(small, key=lambda choice: (choice.micro_batch, -choice.checkpointed, self.needs(choice)))
             self.estimate([choice for choice in dict.fromkeys((least, sure)) if choice not in self.found])
         return min((one for one in self.found if self.found[one]), key=self.needs, default=None)
 
-    def _pick(self, room: int, sure: bool = False) -> Choice | None:
+    def _pick(self, budget: int, sure: bool = False) -> Choice | None:
         for choice in self.choices:
             if choice in self.found:
-                if self._fits(self.found[choice], room):
+                if self._fits(self.found[choice], budget):
                     return choice
-            elif not sure and self.needs(choice) <= room * _OPTIMISM:
+            elif not sure and self.needs(choice) <= budget * _OPTIMISM:
                 return choice
         return None
 
-    def _fits(self, found: Estimate | None, room: int) -> bool:
-        enough = self.host_memory is None or (found is not None and found.host_bytes <= self.host_memory)
-        return found is not None and found.device_bytes <= room and enough
+    def _fits(self, estimate: Estimate | None, budget: int) -> bool:
+        if estimate is None or estimate.device_bytes > budget:
+            return False
+        return self.host_memory is None or estimate.host_bytes <= self.host_memory
 
     def estimate(self, new: list[Choice]) -> None:
         """Estimate choices, on all cores, and learn how far the sketch is off.
@@ -108,23 +109,23 @@ class Search:
                 self._off |= dict.fromkeys(_keys(choice), (found.device_bytes - whole, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
-        """Bytes: estimated where that was done, else sketched and corrected by the nearest estimate's difference."""
+        """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
         if found := self.found.get(choice):
             return found.device_bytes
         whole, moving = self._sketched[choice]
         off, held = next((self._off[key] for key in _keys(choice) if key in self._off), (0, 1))
-        # What a sketch misses is half a constant and half in proportion to what a micro-batch holds.
+        # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
         grown = (1 + moving / held) / 2
         return whole + off * (grown if off > 0 else min(1.0, grown))
 
 
 def _keys(choice: Choice) -> list[tuple]:
-    """What choices have in common whose sketches are off alike, the most alike first."""
-    kind = "none" if not choice.recomputed else "all" if choice.recomputed == 1 else "some"
+    """Keys that choices with similar sketch errors share, the most specific first."""
+    kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
     levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
     states = (choice.optim, choice.optimizer_offloaded)
     return [
-        (choice.strategy, states, levers, kind, choice.recomputed),
+        (choice.strategy, states, levers, kind, choice.checkpointed),
         (choice.strategy, states, levers, kind),
         (choice.strategy, states, choice.chunked_loss, kind),
         (choice.strategy, states, kind),
@@ -134,15 +135,15 @@ def _keys(choice: Choice) -> list[tuple]:
 
 
 def summarize(choice: Choice) -> str:
-    """A choice in a few words."""
-    words = [f"micro-batch {choice.micro_batch} × {choice.accumulation}"]
+    """A choice in one line."""
+    parts = [f"micro-batch {choice.micro_batch} × {choice.accumulation}"]
     if choice.strategy != "none":
-        words.insert(0, choice.strategy)
-    share = choice.recomputed
+        parts.insert(0, choice.strategy)
+    share = choice.checkpointed
     if share:
         layers = "all layers" if share == 1 else f"{share:.0%} of the layers"
-        words.append(f"{layers} recomputed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
-    words += [
+        parts.append(f"{layers} checkpointed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
+    parts += [
         text
         for text, on in (
             ("loss in chunks", choice.chunked_loss),
@@ -153,5 +154,5 @@ def summarize(choice: Choice) -> str:
         if on
     ]
     if "8bit" in choice.optim:
-        words.append(choice.optim)
-    return ", ".join(words)
+        parts.append(choice.optim)
+    return ", ".join(parts)

@@ -1,8 +1,9 @@
-"""A quick picture of every choice: four traces of the job, between and beyond which memory and work are lines.
+"""A fast approximation of every choice's memory and work, by lines through four traces of the job.
 
-The job is traced with no layer recomputed and with all, for one sample and for two, as if on one device. Segments'
-peaks are linear in the samples of a micro-batch and in the share of recomputed layers; what other choices change is
-worked out by kind of memory. A sketch finds the choices that are worth a whole estimate; it never answers.
+The job is traced with no layer checkpointed and with all, for one sample and for two, as if on one device. Segments'
+peaks are linear in the samples of a micro-batch and in the share of checkpointed layers; what other choices change is
+computed by kind of memory. A sketch finds the choices that are worth a whole estimate; the answer is always an
+estimate.
 """
 
 import dataclasses
@@ -79,14 +80,14 @@ class Sketch:
     """Four traced jobs and what follows from them.
 
     Attributes:
-        job: with no layer recomputed, one sample.
-        kept, recomputed: traces with no layer and with all layers recomputed, of one sample and of two.
+        job: with no layer checkpointed, one sample.
+        kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two.
         trained: number of parameters that are trained.
     """
 
     job: Job
     kept: tuple[Traced, Traced]
-    recomputed: tuple[Traced, Traced]
+    checkpointed: tuple[Traced, Traced]
     trained: int
 
     @functools.cached_property
@@ -119,7 +120,7 @@ class Sketch:
         """
         kinds: dict[str, float] = {}
         growing = 0.0
-        for share, (one, two) in ((1 - choice.recomputed, self.kept), (choice.recomputed, self.recomputed)):
+        for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
             if name not in one.peaks or name not in two.peaks:
                 continue
             of_kind = _line(one.peaks[name].by_kind, two.peaks[name].by_kind, choice.micro_batch)
@@ -142,7 +143,7 @@ class Sketch:
         if choice.activations_offloaded:
             activations -= growing
         if choice.inputs_offloaded:
-            activations -= growing * choice.recomputed
+            activations -= growing * choice.checkpointed
         kinds["activations"] = max(0, activations)
         if "8bit" in choice.optim and "8bit" not in str(self.job.fields.get("optim")):
             kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * _STATES_8BIT
@@ -189,7 +190,7 @@ class Sketch:
     def activations(self, choice: Choice) -> float:
         """Bytes of a micro-batch that are kept between forward and backward, in all layers."""
         growing = 0.0
-        for share, (one, two) in ((1 - choice.recomputed, self.kept), (choice.recomputed, self.recomputed)):
+        for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
             samples = [max(found.growing.values(), default=0) for found in (one, two)]
             growing += share * (samples[1] - samples[0]) * choice.micro_batch
         return growing
@@ -208,9 +209,9 @@ def baselines(build: Callable[..., Job]) -> list[Job]:
     """The four jobs to trace.
 
     Args:
-        build: makes the job of a number of samples, with all layers recomputed or none.
+        build: makes the job of a number of samples, with all layers checkpointed or none.
     """
-    return [build(samples, recomputed) for recomputed in (False, True) for samples in (1, 2)]
+    return [build(samples, checkpointed) for checkpointed in (False, True) for samples in (1, 2)]
 
 
 def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:

@@ -85,12 +85,12 @@ class NothingFits(Exception):
 
     Attributes:
         needed: bytes that it takes at least.
-        room: bytes that there are.
+        available: bytes that may be used.
     """
 
-    def __init__(self, needed: int, room: int):
-        super().__init__(f"{needed} of {room} bytes")
-        self.needed, self.room = needed, room
+    def __init__(self, needed: int, available: int):
+        super().__init__(f"{needed} of {available} bytes")
+        self.needed, self.available = needed, available
 
 
 def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -103,7 +103,7 @@ def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
-    """Clips in the order in which they are wanted: most frames first, then room for the guide's smallest micro-batch
+    """Clips, the preferred first: most frames first, then memory for the guide's smallest micro-batch
     in frames that are as large as possible, then a larger micro-batch.
 
     Args:
@@ -150,7 +150,7 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
 
     Args:
         job: with `video`, whose clip is varied.
-        note: told what is being tried.
+        note: called with what is being estimated.
         map_fn: as for estimate_job().
 
     Raises:
@@ -160,14 +160,14 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     memory = wish.memory or job.device.memory
     if not memory:
         raise InputError(f"the memory of {job.device.label} is not known")
-    room = int(memory * wish.share)
-    if (least := _least_bytes(job)) > room:
-        raise NothingFits(least, room)
+    budget = int(memory * wish.share)
+    if (least := _least_bytes(job)) > budget:
+        raise NothingFits(least, budget)
     wanted = wanted_clips(job, memory, wish)
-    search = _Search(job, wish.effective_batch_size, room, note, map_fn)
+    search = _Search(job, wish.effective_batch_size, budget, note, map_fn)
     clip = search.first_that_fits(wanted)
     if clip is None:
-        raise NothingFits(int(min(map(search.needs, wanted), default=least)), room)
+        raise NothingFits(int(min(map(search.needs, wanted), default=least)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
     pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
     return Tier(clip.frames, pixels, clip.micro_batch, search.tried[clip])
@@ -193,7 +193,7 @@ def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
 class _Search:
     job: Job
     effective_batch_size: int
-    room: int
+    budget: int
     note: Callable[[str], None]
     map_fn: Callable
     tried: dict[Clip, Estimate] = field(default_factory=dict)
@@ -202,16 +202,16 @@ class _Search:
         """The first clip that an estimate says fits; None where none does."""
         for first in _FIRST:
             # Where the smallest clip does not fit, no larger one needs a trace.
-            if self.estimate(first) > self.room and all(
+            if self.estimate(first) > self.budget and all(
                 _load(self.job, clip) >= _load(self.job, first) for clip in wanted
             ):
                 return None
         for _ in range(_TRIES):
-            clip = next((clip for clip in wanted if self.needs(clip) <= self.room), None)
+            clip = next((clip for clip in wanted if self.needs(clip) <= self.budget), None)
             if clip is None or clip in self.tried:
                 return clip
             self.estimate(clip)
-        return next((clip for clip in wanted if clip in self.tried and self.needs(clip) <= self.room), None)
+        return next((clip for clip in wanted if clip in self.tried and self.needs(clip) <= self.budget), None)
 
     def estimate(self, clip: Clip) -> int:
         if clip not in self.tried:
@@ -371,8 +371,8 @@ def main() -> None:
     pairs = [(model, method) for model in COVERED_MODELS for method in METHODS]
     rows = [row for rows in on_all_cores(_rows_of, pairs) for row in rows]
     versions = {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")}
-    told = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "tiers": rows}
-    write_whole(TIERS_FILE, json.dumps(told, indent=2) + "\n")
+    content = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "tiers": rows}
+    write_whole(TIERS_FILE, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,29 +9,16 @@ from typing import Any
 from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.files import shipped
-from hf_memopt.hardware.catalog import Hardware
 
 
-def accelerate_config(
-    hardware: Hardware,
-    strategy: str,
-    processes: int,
-    precision: str,
-    deepspeed_file: str,
-    machines: int = 1,
-    sequence_parallel: int = 1,
-) -> dict:
-    """Keys and values as `accelerate launch --config_file` reads them.
+def accelerate_config(preset, deepspeed_file: str) -> dict:
+    """A Preset's keys and values, as `accelerate launch --config_file` reads them.
 
     Args:
-        strategy: as a Preset's.
-        processes: over all machines.
-        precision: fp8 | bf16 | fp16 | fp32.
         deepspeed_file: the DeepSpeed JSON: its path, which accelerate resolves against the working directory
-            instead of the YAML's folder, or the JSON itself as `inline` writes it.
-        machines: every one starts a launcher of its own, with its --machine_rank.
-        sequence_parallel: devices that share every batch's tokens.
+            instead of the YAML's folder, or the JSON itself as `inline` writes it; "" without DeepSpeed.
     """
+    strategy, precision, shared = preset.strategy, preset.precision, preset.sequence_parallel
     config: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _distributed_type(strategy)}
     if strategy.startswith("zero"):
         # No mixed_precision here: accelerate refuses it beside a JSON, which takes it from the Trainer ("auto").
@@ -47,18 +34,22 @@ def accelerate_config(
     if strategy == "fsdp2":
         # accelerate refuses the efficient loading together with torchao's fp8.
         config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
-    if sequence_parallel > 1:
+    if shared > 1:
         config["parallelism_config"] = {
             f"parallelism_config_{name}": value
             for name, value in (
-                ("dp_shard_size", processes // sequence_parallel),
-                ("sp_size", sequence_parallel),
+                ("dp_shard_size", preset.processes // shared),
+                ("sp_size", shared),
                 ("sp_backend", "deepspeed"),
                 ("sp_seq_length_is_variable", True),
                 ("sp_attn_implementation", "sdpa"),
             )
         }
-    config |= {"num_machines": machines, "num_processes": processes, "use_cpu": hardware.backend == "cpu"}
+    config |= {
+        "num_machines": preset.machines,
+        "num_processes": preset.processes,
+        "use_cpu": preset.hardware.backend == "cpu",
+    }
     return config
 
 
@@ -77,18 +68,18 @@ FSDP2 = {
 def _distributed_type(strategy: str) -> str:
     if strategy.startswith("zero"):
         return "DEEPSPEED"
-    if is_mesh(strategy):  # the recipe cuts the model up, by its own arguments; accelerate has only to start it
+    if is_mesh(strategy):  # the recipe shards the model by its own arguments; accelerate only starts the processes
         return "MULTI_GPU"
     # Several CPU processes are started as MULTI_GPU with use_cpu: accelerate starts MULTI_CPU through mpirun only.
     return {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}[strategy]
 
 
 def inline(deepspeed: Mapping[str, Any]) -> str:
-    """A DeepSpeed configuration as one word, so that a YAML that holds it can be copied anywhere.
+    """A DeepSpeed configuration as one string, so that a YAML that holds it can be copied anywhere.
 
     accelerate takes base64 wherever it takes a path (`HfDeepSpeedConfig`, accelerate 1.15). Its readable fields
-    (`zero_stage`, `offload_optimizer_device`, …) cannot say the same: bucket sizes would become DeepSpeed's own,
-    which take gigabytes.
+    (`zero_stage`, `offload_optimizer_device`, …) cannot say the same: bucket sizes would be DeepSpeed's
+    defaults, which take gigabytes.
     """
     return base64.urlsafe_b64encode(json.dumps(deepspeed, separators=(",", ":")).encode()).decode()
 

@@ -1,4 +1,4 @@
-"""From a preset and the user's overrides to a genuine TrainingArguments, refusing early what cannot work."""
+"""From a preset and the user's overrides to TrainingArguments; settings that cannot work are refused early."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ from hf_memopt.presets.environment import precision_set
 
 logger = logging.getLogger(__name__)
 
-# Deprecated in transformers 5.23, gone in v6; translated so that nobody meets the FutureWarning.
+# Deprecated in transformers 5.23, gone in v6; translated so that nobody sees the FutureWarning.
 OLD_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
@@ -46,10 +46,10 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
 
 
 def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The TrainingArguments fields that a preset and the user's overrides amount to; needs none of the devices.
+    """The TrainingArguments fields of a preset under the user's overrides; the devices need not be here.
 
     Raises:
-        InputError: an unknown field, or batch settings without a whole solution.
+        InputError: an unknown field, or batch settings without a solution in whole numbers.
     """
     from transformers import TrainingArguments
 
@@ -63,7 +63,7 @@ def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[s
 
 
 def _check_texts(values: dict[str, Any]) -> None:
-    """Refuse texts that transformers takes apart when training begins, after the model was loaded."""
+    """Refuse texts that transformers parses only when training begins, after the model was loaded."""
     for name in ("torch_compile_mode", "torch_compile_backend"):
         if values.get("torch_compile") is False and values.get(name):
             raise InputError(f"torch_compile=False and {name}={brief(values[name])}: leave one of the two out")
@@ -78,7 +78,7 @@ def _check_texts(values: dict[str, Any]) -> None:
 
 
 def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The preset's fields under the user's, where one choice of the user's rules out one of the preset's."""
+    """The user's fields over the preset's, without those of the preset that a user's choice rules out."""
     values = preset.fields
     if overrides.get("fp16"):
         values.pop("bf16", None)
@@ -109,7 +109,7 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
         world_size = launched if launched_strategy() else preset.processes
         if world_size != launched:
             logger.warning(
-                "preset %s counts on %d processes, this is one: start with accelerate launch, or pass world_size=1",
+                "preset %s is for %d processes, and this is one: start with accelerate launch, or pass world_size=1",
                 preset.name,
                 world_size,
             )
@@ -138,7 +138,7 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
 
 
 def _check(preset, values: dict[str, Any]) -> None:
-    """Refuse a device that is not here and combinations that do not work with what was really launched."""
+    """Refuse a device that this machine lacks, and combinations that do not work under the launched engine."""
     use_cpu = bool(values.get("use_cpu"))
     hardware = preset.hardware
     if not use_cpu:
@@ -161,16 +161,16 @@ def _check(preset, values: dict[str, Any]) -> None:
 
 
 def _present(preset):
-    """The device of the preset's kind in this machine.
+    """This machine's device of the preset's kind.
 
     Raises:
         InputError: there is none.
     """
-    found = counterpart(preset.hardware)
-    if found is None:
+    device = counterpart(preset.hardware)
+    if device is None:
         here = detect()
         raise InputError(
-            f"preset {preset.name} is for {preset.hardware.label}, and this machine offers {here.backend} "
+            f"preset {preset.name} is for {preset.hardware.label}, and this machine has {here.backend} "
             f"({here.label}): use preset auto, or use_cpu=True to try it on the CPU"
         )
-    return found
+    return device

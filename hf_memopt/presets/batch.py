@@ -12,9 +12,9 @@ def batch_settings(
 
     Args:
         effective: samples per optimizer step over all processes.
-        preferred: the micro-batch to use if the user named none. A smaller one is taken where it does not divide.
+        preferred: the micro-batch to use if the user set none; the next smaller divisor where it does not divide.
         world_size: number of processes.
-        micro, accumulation: what the user insists on. Both together decide the effective batch themselves.
+        micro, accumulation: the user's. Both together define the effective batch.
 
     Raises:
         InputError: no whole numbers give the effective batch.
@@ -28,17 +28,17 @@ def batch_settings(
         return micro, accumulation
     if effective % world_size:
         raise InputError(
-            f"an effective batch of {effective} cannot be shared by {world_size} processes; set "
+            f"an effective batch of {effective} cannot be split over {world_size} processes; set "
             f"effective_batch_size={world_size * max(1, round(effective / world_size))} or another number of processes"
         )
     share = effective // world_size
     if micro or accumulation:
-        given = micro or accumulation
-        if share % given:
+        fixed = micro or accumulation
+        if share % fixed:
             name = "per_device_train_batch_size" if micro else "gradient_accumulation_steps"
             divisors = ", ".join(map(str, _divisors(share)))
             raise InputError(
-                f"{name}={given} does not divide the {share} samples per process of the effective batch {effective}; "
+                f"{name}={fixed} does not divide the {share} samples per process of the effective batch {effective}; "
                 f"use one of {divisors}, or set effective_batch_size too"
             )
         return (micro, share // micro) if micro else (share // accumulation, accumulation)
@@ -47,6 +47,6 @@ def batch_settings(
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, in order; in the time that half of them take, since a batch may have billions of samples."""
+    """All divisors, in order, found up to the square root: a batch may have billions of samples."""
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})

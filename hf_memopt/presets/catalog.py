@@ -37,7 +37,7 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
         method: full | lora | qlora.
         strategy: how several devices share the work, a name from strategies(). By default the one this process was
             launched with; outside a launcher the preset's own.
-        precision: fp8 for products in 8 bits, on cards that have them; by default what this process was launched with
+        precision: fp8 for matmuls in 8 bits, on GPUs with fp8 units; by default what this process was launched with
             if that is fp8, else the preset's own.
 
     Raises:

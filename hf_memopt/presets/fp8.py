@@ -1,7 +1,7 @@
-"""fp8: matrix products in 8 bits through accelerate's torchao backend. It saves time, not memory.
+"""fp8: matmuls in 8 bits through accelerate's torchao backend. It saves time, not memory.
 
 Weights, gradients, optimizer states and what autograd saves stay what they are in bf16; only the factors of linear
-layers' products are cast. TrainingArguments has no field for it: accelerate reads the environment, and `bf16=True`
+layers' matmuls are cast. TrainingArguments has no field for it: accelerate reads the environment, and `bf16=True`
 would go over that.
 """
 
@@ -17,13 +17,13 @@ ENVIRONMENT = {PRECISION: "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
 
 
 def in_fp8(preset: Preset) -> Preset:
-    """The preset with its products in fp8.
+    """The preset with its matmuls in fp8.
 
     Raises:
         InputError: the card, the method or the engine cannot, or torchao is missing.
     """
     if not preset.hardware.fp8:
-        raise InputError(f"precision=fp8: {preset.hardware.label} has no fast fp8 products; leave it out")
+        raise InputError(f"precision=fp8: {preset.hardware.label} has no fast fp8 matmuls; leave it out")
     if preset.method != "full":
         raise InputError(f"precision=fp8 converts trained linear layers: use method=full, not {preset.method}")
     if preset.strategy.startswith("zero"):

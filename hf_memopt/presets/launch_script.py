@@ -9,7 +9,7 @@ _PORT = "29500"
 
 
 def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
-    """What `accelerate launch` is told on each of several machines: its own number, and where they meet."""
+    """Arguments of `accelerate launch` on each of several machines: its rank and the address of the first."""
     if preset.machines == 1:
         return []
     return [
@@ -22,26 +22,26 @@ def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
     ]
 
 
-def scripts(preset: Preset, folder: Path, recipe_words: list[str]) -> dict[str, str]:
+def scripts(preset: Preset, folder: Path, recipe_command: list[str]) -> dict[str, str]:
     """An exported folder's scripts: file name -> text. For several devices slurm.sbatch too."""
     if preset.machines > 1:  # a save that fails shows in the first minute, not at the end of the allocation
-        recipe_words = [*recipe_words, "--probe_save", "true"]
-    made = {"launch.sh": launch_script(preset, folder, recipe_words)}
+        recipe_command = [*recipe_command, "--probe_save", "true"]
+    made = {"launch.sh": launch_script(preset, folder, recipe_command)}
     if preset.processes > 1:
-        with_output = [*recipe_words, "--output_dir", shlex.quote(str(folder / "out"))]
+        with_output = [*recipe_command, "--output_dir", shlex.quote(str(folder / "out"))]
         made["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
     return made
 
 
-def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
+def launch_script(preset: Preset, folder: Path, recipe_command: list[str]) -> str:
     """A shell script that starts a recipe with the folder's accelerate.yaml.
 
     Args:
-        recipe_words: the recipe's file and its arguments, quoted where they must be.
+        recipe_command: the recipe's file and its arguments, quoted where they must be.
     """
     config = shlex.quote(str(folder / "accelerate.yaml"))
     port = f'"${{MAIN_PROCESS_PORT:-{_PORT}}}"'
-    lines = ["#!/bin/sh", _comment(preset, recipe_words)]
+    lines = ["#!/bin/sh", _comment(preset, recipe_command)]
     if preset.machines > 1:
         lines.append(
             f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
@@ -50,19 +50,19 @@ def launch_script(preset: Preset, folder: Path, recipe_words: list[str]) -> str:
     lines += [
         *_exports(preset),
         " ".join(["exec accelerate launch --config_file", config, *machine_words(preset, port), "\\"]),
-        f"    {' '.join(recipe_words)} \\",
+        f"    {' '.join(recipe_command)} \\",
         f"    --output_dir {shlex.quote(str(folder / 'out'))} \\",
         '    "$@"',
     ]
     return "\n".join(lines) + "\n"
 
 
-def sbatch_script(preset: Preset, config: str, recipe_words: list[str]) -> str:
+def sbatch_script(preset: Preset, config: str, recipe_command: list[str]) -> str:
     """A SLURM batch script: one launcher a machine. Fewer machines (`sbatch --nodes`) keep the effective batch.
 
     Args:
         config: path of the accelerate configuration.
-        recipe_words: the recipe's file and its arguments, quoted where they must be.
+        recipe_command: the recipe's file and its arguments, quoted where they must be.
     """
     per_machine = preset.processes // preset.machines
     launcher = (
@@ -78,7 +78,7 @@ def sbatch_script(preset: Preset, config: str, recipe_words: list[str]) -> str:
         *([] if preset.hardware.backend == "cpu" else [f"#SBATCH --gpus-per-node={per_machine}"]),
         "#SBATCH --exclusive",
         "#SBATCH --requeue",
-        _comment(preset, recipe_words),
+        _comment(preset, recipe_command),
         "set -e",
         "# All meet at the first machine. A launcher that is killed ends the others; a requeued job goes on from its",
         "# last checkpoint.",
@@ -87,13 +87,13 @@ def sbatch_script(preset: Preset, config: str, recipe_words: list[str]) -> str:
         *_exports(preset),
         "srun --kill-on-bad-exit=1 bash -c \\",
         f"    {shlex.quote(launcher)} \\",
-        f'    "$head" "$port" {" ".join(recipe_words)} "$@"',
+        f'    "$head" "$port" {" ".join(recipe_command)} "$@"',
     ]
     return "\n".join(lines) + "\n"
 
 
-def _comment(preset: Preset, recipe_words: list[str]) -> str:
-    name = Path(recipe_words[0].strip("'")).name
+def _comment(preset: Preset, recipe_command: list[str]) -> str:
+    name = Path(recipe_command[0].strip("'")).name
     return f"# {preset.name}, method {preset.method}. More arguments of {name} may follow this script's name."
 
 

@@ -1,4 +1,4 @@
-"""A preset: named settings in Hugging Face vocabulary, turned into genuine objects when asked."""
+"""A preset: named settings in Hugging Face vocabulary, turned into transformers' and peft's objects when asked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,8 @@ from hf_memopt.presets.environment import PRECISION, set_for_libraries
 
 METHODS = ("full", "lora", "qlora")
 DTYPES = ("float32", "bfloat16", "float16")
-_DTYPE_OF = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # but for fp8's products
+# Of the weights, by precision: fp8 matmuls take 16-bit weights.
+_WEIGHT_DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _LONG = 2048  # tokens
 
@@ -31,20 +32,20 @@ class Preset:
     """Settings for one kind of hardware and one method. Building, listing and printing one needs no torch.
 
     Attributes:
-        name, hardware, method: what it was asked for with.
+        name, hardware, method: as asked for.
         strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM (compatibility.mesh) | a name in
             accelerate_configs/deepspeed.
-        processes: how many devices it is meant for.
-        machines: that they are in.
+        processes: the number of devices.
+        machines: the number of machines that they are in.
         micro_batch_size: samples per device and forward pass.
-        effective_batch_size: micro-batch × accumulation × processes with a batch of their own, which never changes.
+        effective_batch_size: micro-batch × accumulation × data-parallel processes, which never changes.
         seq_len: tokens a sample, at most.
-        reference_model: hub id of the model that the numbers are meant for.
+        reference_model: hub id of the model that the sizes are meant for.
         meant_for: the sentence that says what the preset trades.
         dtype: of the loaded weights.
         training: TrainingArguments fields, batch settings left out.
-        environment: variables to set before the accelerator starts.
-        sequence_parallel: devices that share every batch's tokens (DeepSpeed's Ulysses, under ZeRO).
+        environment: environment variables to set before the accelerator starts.
+        sequence_parallel: devices that split each sequence (DeepSpeed's Ulysses, under ZeRO).
     """
 
     name: str
@@ -65,14 +66,14 @@ class Preset:
 
     @property
     def mesh(self) -> Mesh | None:
-        """How the devices that it is meant for share the model, where transformers cuts it up."""
+        """The device mesh of its strategy, where transformers shards the model (tpN, hsdpN)."""
         return mesh_of(self.strategy, self.processes) if is_mesh(self.strategy) else None
 
     def batches(self, world_size: int) -> int:
-        """Processes of so many that take a batch of their own: not those that share one's layers or tokens.
+        """The data-parallel processes of a world size: tensor- and sequence-parallel ones share a batch.
 
         Raises:
-            InputError: so many cannot be shared so.
+            InputError: the strategy's sizes do not divide the world size.
         """
         if is_mesh(self.strategy):
             return mesh_of(self.strategy, world_size).batches
@@ -103,15 +104,14 @@ class Preset:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """TrainingArguments fields but the batch's: `training`, with one batch ahead of each worker where samples are
-        long."""
+        """Its TrainingArguments fields without the batch: `training`, with less prefetching for long samples."""
         fields = dict(self.training)
         if self.seq_len > _LONG and "dataloader_prefetch_factor" in fields:
             fields["dataloader_prefetch_factor"] = 1
         return fields
 
     def training_arguments(self, output_dir: str, world_size: int | None = None, **overrides):
-        """A genuine transformers.TrainingArguments for this process.
+        """A transformers.TrainingArguments for this process.
 
         Accumulation follows from the effective batch and the world size. A micro-batch or accumulation that you
         override is balanced by the other; override both, or `effective_batch_size`, to change the effective batch.
@@ -157,14 +157,14 @@ class Preset:
 
     def quantization(self) -> dict[str, Any]:
         """QLoRA's BitsAndBytesConfig fields: 4-bit NormalFloat, double quantisation (Dettmers et al. 2023)."""
-        compute = _DTYPE_OF[self.precision]
+        compute = _WEIGHT_DTYPES[self.precision]
         values = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": compute,
         }
-        # FSDP shards float tensors only, so the packed weights are declared as one (accelerate.utils.fsdp_utils).
+        # FSDP shards float tensors only, so the 4-bit weights are stored as one (accelerate.utils.fsdp_utils).
         return values | ({"bnb_4bit_quant_storage": "bfloat16"} if self.strategy == "fsdp2" else {})
 
     def lora(self) -> dict[str, Any]:
@@ -208,9 +208,7 @@ class Preset:
         """
         deepspeed = self.deepspeed_config()
         file = deepspeed_file or (inline(deepspeed) if deepspeed else "")
-        return accelerate_config(
-            self.hardware, self.strategy, self.processes, self.precision, file, self.machines, self.sequence_parallel
-        )
+        return accelerate_config(self, file)
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
@@ -244,11 +242,11 @@ class Preset:
 
 
 def with_strategy(preset: Preset, strategy: str) -> Preset:
-    """The preset under another engine: what the engine decides changes with it, the batch does not.
+    """The preset under another engine, with what the engine requires; the batch stays.
 
-    DeepSpeed and FSDP2 keep fp32 master weights themselves, so weights load in the computing dtype; where transformers
-    cuts a model up, what is trained is what was loaded. FSDP2 checkpoints activations itself. Offloaded optimizer
-    states need an optimizer that DeepSpeed has on the host, and what is cut up one that knows DTensor.
+    DeepSpeed and FSDP2 keep fp32 master weights themselves, so weights load in the compute dtype; where transformers
+    shards a model (tpN, hsdpN), the loaded weights are trained. FSDP2 does its own activation checkpointing. Offloaded
+    optimizer states need an optimizer that DeepSpeed has on the CPU, and sharded weights one that supports DTensor.
     """
     engine, offload = split_strategy(strategy)
     training = dict(preset.training)
@@ -261,18 +259,18 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     if engine in MESH and preset.method == "full":
         dtype = "float32"
     elif engine in SHARDED:
-        dtype = _DTYPE_OF[preset.precision]
+        dtype = _WEIGHT_DTYPES[preset.precision]
     if engine in SHARDED:
-        # torch.compile under the engines is untried here.
+        # torch.compile has not been tried under the sharding engines.
         training.pop("torch_compile", None)
     return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)
 
 
 def on_machines(preset: Preset, machines: int) -> Preset:
-    """The preset on several machines, each with its devices. The effective batch stays where they can share it.
+    """The preset on several machines, each with its devices. The effective batch grows only to a multiple of them.
 
     Raises:
-        InputError: no such number of machines.
+        InputError: fewer than one machine, or a preset of one device or of several machines already.
     """
     if machines < 1:
         raise InputError(f"machines={machines} must be at least 1")

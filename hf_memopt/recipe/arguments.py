@@ -1,4 +1,4 @@
-"""The recipes' arguments, from the command line and over a file; only what was really given."""
+"""The recipes' arguments, from the command line over a file; only those that the user set."""
 
 import argparse
 import inspect
@@ -22,12 +22,15 @@ class RecipeArguments:
     """What TrainingArguments has no word for: the preset, the model, the data."""
 
     preset: str = field(
-        default="auto", metadata={"help": "Hardware preset (hf-memopt presets), or auto: planned for free memory."}
+        default="auto",
+        metadata={"help": "Hardware preset (hf-memopt presets), or auto: a plan for the memory that is free."},
     )
     method: str = field(default="full", metadata={"help": "full, lora or qlora."})
     rung: str = field(
         default="balanced",
-        metadata={"help": "How far --preset auto fills the memory: safe, balanced, aggressive or maximum."},
+        metadata={
+            "help": "Profile of --preset auto, by how much memory it fills: safe, balanced, aggressive or maximum."
+        },
     )
     config: str | None = field(default=None, metadata={"help": "YAML or JSON file with any of these arguments."})
     effective_batch_size: int | None = field(
@@ -41,7 +44,7 @@ class RecipeArguments:
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's own."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
-    dtype: str | None = field(default=None, metadata={"help": "Of the loaded weights. Default: the preset's."})
+    dtype: str | None = field(default=None, metadata={"help": "Dtype of the loaded weights. Default: the preset's."})
     attn_implementation: str | None = field(
         default=None, metadata={"help": "eager, sdpa, flash_attention_2, … Default: the fastest that works here."}
     )
@@ -54,7 +57,7 @@ class RecipeArguments:
         default=None, metadata={"help": "Split to evaluate on. Default: rows held out of the training split."}
     )
     ignore_columns: list[str] | None = field(
-        default=None, metadata={"help": "Columns of the data to leave out, which would be refused otherwise."}
+        default=None, metadata={"help": "Columns of the data to ignore, which would be refused otherwise."}
     )
     held_out: float = field(
         default=0.05, metadata={"help": "Rows held out for evaluation: a share below 1, or a number. 0: none."}
@@ -63,21 +66,21 @@ class RecipeArguments:
         default=None, metadata={"help": "Tokens per sample. Default: the preset's, within the model's positions."}
     )
     tp_size: int | None = field(
-        default=None, metadata={"help": "Devices that cut every layer up between them (tensor parallelism)."}
+        default=None, metadata={"help": "Devices that split every layer (tensor parallelism)."}
     )
     fsdp_size: int | None = field(
-        default=None, metadata={"help": "Devices that share the weights; more of them hold replicas (HSDP)."}
+        default=None, metadata={"help": "Devices that shard the weights; further ones hold replicas (HSDP)."}
     )
     packing: bool = field(
         default=False,
         metadata={
-            "help": "Fine-tuning: several rows to a sample of max_length tokens, kept apart by their positions."
+            "help": "Fine-tuning: pack several rows into a sample of max_length tokens, separated by position ids."
         },
     )
     streaming: bool = field(default=False, metadata={"help": "Read data while training (needs --max_steps)."})
-    shuffle_buffer_size: int = field(default=10_000, metadata={"help": "Rows a stream is shuffled within."})
-    samples: int = field(default=3, metadata={"help": "Sampled lines to show at the end."})
-    dry_run: bool = field(default=False, metadata={"help": "Stop before training; nothing is written."})
+    shuffle_buffer_size: int = field(default=10_000, metadata={"help": "Rows of a stream's shuffle buffer."})
+    samples: int = field(default=3, metadata={"help": "Generated samples to print at the end."})
+    dry_run: bool = field(default=False, metadata={"help": "Stop before training; write nothing."})
 
 
 @dataclass(frozen=True)

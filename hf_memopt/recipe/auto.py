@@ -1,8 +1,9 @@
-"""--preset auto: a plan for this machine's free memory, the rung to begin on, and the way down."""
+"""--preset auto: a plan for this machine's free memory, the profile to start with, and safer ones."""
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
@@ -19,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Planned:
-    """The rung that a recipe runs.
+    """The profile that a recipe runs.
 
     Attributes:
-        preset, memory_args: the rung's.
+        preset, memory_args: the profile's.
         fields: TrainingArguments fields of its batch.
-        summary: the rung in a sentence.
-        safer: the next rung below with other settings; None on the lowest.
+        summary: the profile's settings and predicted memory, in a line.
+        safer: the next safer profile with other settings; None for the safest.
     """
 
     preset: Preset
@@ -36,75 +37,85 @@ class Planned:
 
 
 def plans_here(preset_name: str) -> bool:
-    """Whether a recipe plans: one process on whatever this machine has. Several were told how to share the work."""
+    """Whether a recipe plans: one process, no launcher. A launcher has already said how several share the work."""
     return preset_name == "auto" and world_size() == 1 and launched_strategy() is None
 
 
-def plan_here(
-    config,
-    preset: Preset,
-    seq_len: int,
-    rung: str,
-    training: dict[str, Any],
-    lora: dict[str, Any],
-    quantization,
-    memory_args: MemoryArguments,
-    **layout,
-) -> Planned:
-    """The settings of a rung, for the memory that is free now.
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a recipe asks to be planned.
 
-    Args:
+    Attributes:
         config: the model's.
-        preset: of this machine's device; what it sets is where the search begins.
-        training: TrainingArguments fields that stay, with `effective_batch_size` where it was given.
-        quantization: gives the BitsAndBytesConfig of a preset; None for the preset's own.
-        layout: padded, packed, attn_implementation.
+        preset: of this machine's device; the search starts from its settings.
+        profile: safe, balanced, aggressive or maximum.
+        training: TrainingArguments fields that stay, with `effective_batch_size` where the user set it.
+        lora: LoraConfig fields.
+        quantization: makes the BitsAndBytesConfig of a preset; None for the preset's own.
+        layout: further arguments of the estimator: padded, packed, attn_implementation, video, frozen, …
+    """
+
+    config: Any
+    preset: Preset
+    seq_len: int
+    profile: str
+    training: dict[str, Any]
+    lora: dict[str, Any]
+    quantization: Callable[[Preset], Any] | None
+    memory_args: MemoryArguments
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_here(request: PlanRequest) -> Planned:
+    """The settings of a profile, for the memory that is free now.
 
     Raises:
         InputError: nothing fits.
     """
     from hf_memopt.planner.plan import plan
 
+    preset, training = request.preset, dict(request.training)
     memory = free_memory_of(preset.hardware)
-    fields = dict(training)
-    effective = fields.pop("effective_batch_size", None)
-    found = plan(
-        config,
+    made = plan(
+        request.config,
         preset,
-        effective,
-        seq_len,
+        training.pop("effective_batch_size", None),
+        request.seq_len,
         preset.method,
         memory=memory,
-        training=fields,
-        lora=lora,
-        memory_args=memory_args,
-        quantization=quantization,
+        training=training,
+        lora=request.lora,
+        memory_args=request.memory_args,
+        quantization=request.quantization,
         host_memory=_host_memory(preset.hardware),
         say=lambda text: print(text, file=sys.stderr),
-        **layout,
+        **request.layout,
     )
-    if not found.ladder:
-        changes = "; ".join(found.nearest) or "a smaller model"
+    if not made.ladder:
+        changes = "; ".join(made.nearest) or "a smaller model"
         raise InputError(
-            f"nothing fits the {gib(memory)} that are free here, {gib(found.missing_bytes)} are missing; what would: "
-            f"{changes}. Another --preset than auto goes ahead all the same"
+            f"nothing fits the {gib(memory)} that are free here: {gib(made.missing_bytes)} missing. What would fit: "
+            f"{changes}. A named --preset runs without a plan"
         )
-    names = [one.name for one in found.ladder]
-    place = names.index(rung) if rung in names else 0
-    chosen = found.ladder[place]
-    below = [one.name for one in found.ladder[:place] if one.choice != chosen.choice]
-    needs, usable = gib(chosen.estimate.device_bytes), gib(memory)
+    return _pick_profile(made.ladder, request.profile, memory)
+
+
+def _pick_profile(ladder, name: str, memory: int) -> Planned:
+    """The profile of that name, or the safest one, and the next safer one with other settings."""
+    names = [rung.name for rung in ladder]
+    place = names.index(name) if name in names else 0
+    chosen = ladder[place]
+    safer = [rung.name for rung in ladder[:place] if rung.choice != chosen.choice]
     batch = {
         "per_device_train_batch_size": chosen.choice.micro_batch,
         "gradient_accumulation_steps": chosen.choice.accumulation,
     }
-    probed = replace(chosen.memory_args, probe_worst_batch=True)
     return Planned(
-        chosen.preset,
-        probed,
-        batch,
-        f"{chosen.name}: {chosen.summary}; {needs} of {usable} free",
-        below[-1] if below else None,
+        preset=chosen.preset,
+        memory_args=replace(chosen.memory_args, probe_worst_batch=True),
+        fields=batch,
+        summary=f"{chosen.name}: {chosen.summary}; {gib(chosen.estimate.device_bytes)} of {gib(memory)} free",
+        safer=safer[-1] if safer else None,
     )
 
 
@@ -118,7 +129,7 @@ def _host_memory(device) -> int | None:
 def free_memory_of(device) -> int:
     """Bytes that a job may use on this machine's device: what is free, less a margin.
 
-    The estimate counts the context that this process has on the device, which is not free any more.
+    The context that this process already has on the device is added back, because the estimate counts it too.
     """
     from hf_memopt.monitor.readers import Reader
 
@@ -131,15 +142,15 @@ def free_memory_of(device) -> int:
 
 
 def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: int) -> None:
-    """Begin again one rung lower, after the largest batch did not fit in one piece.
+    """Start again with the next safer profile, after the largest batch did not fit at once.
 
     Raises:
-        StartAgain: with the arguments to begin with.
+        StartAgain: with the arguments to start with.
     """
     if safer is None:
         return
     logger.warning(
-        "the largest batch ran in pieces of %d of %d samples: starting again on the rung %s",
+        "the largest batch ran in chunks of %d of %d samples: starting again with the profile %s",
         samples_at_once,
         asked,
         safer,

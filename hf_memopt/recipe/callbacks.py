@@ -31,8 +31,8 @@ class PhasePeaks(TrainerCallback):
 
     On a CPU every real storage is followed for two steps; the first makes the optimizer's states, the second has them
     throughout. What compiled code allocates cannot be followed: a compiled model or optimizer is not measured there.
-    On CUDA the allocator counts one peak for the whole run, which nobody may reset under the feet of others: a phase's
-    own is known where it raised that one.
+    On CUDA the allocator counts one peak for the whole run, and resetting it would change what others read: a phase's
+    own peak is known only where it raised that one.
 
     Attributes:
         bytes: the peak on a CPU; 0 elsewhere.
@@ -88,7 +88,7 @@ class PhasePeaks(TrainerCallback):
         self._enter("between")
 
     def stop(self) -> None:
-        """Follow nothing more, however training ended: the ledger would go on for the whole process."""
+        """Stop recording, however training ended: the ledger would otherwise run for the whole process."""
         for hook in self._hooks or ():
             hook.remove()
         self._hooks = None

@@ -1,4 +1,4 @@
-"""A recipe's job: what was asked for, resolved against the preset, and the model, tokenizer and data made from it."""
+"""A recipe's job: the arguments resolved against the preset, and its model, tokenizer and data."""
 
 import argparse
 import itertools
@@ -30,7 +30,7 @@ from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
-from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
+from hf_memopt.recipe.auto import Planned, PlanRequest, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.video.model_parts import not_quantized, train_parts
 
@@ -58,14 +58,14 @@ class Job:
 
     Attributes:
         recipe: its own arguments.
-        args: genuine TrainingArguments.
+        args: the TrainingArguments.
         memory_args: how memory is watched and kept.
         peft_config: a LoraConfig; None for full fine-tuning.
         quantization: fields of BitsAndBytesConfig that the user set.
         new_folders: output_dir and its parents that were not there before, innermost first.
         argv: the command line without the program's name.
-        planned: the rung of the plan; None where a preset was named.
-        profile: what a video profile changes of the preset, in words; None where it changes nothing.
+        planned: the plan's profile; None where a preset was named.
+        profile: what a video profile changes of the preset, as text; None where it changes nothing.
     """
 
     recipe: RecipeArguments
@@ -80,10 +80,10 @@ class Job:
     profile: str | None = None
 
     def probed(self, samples_at_once: int) -> None:
-        """What a plan does when the largest batch has been run.
+        """Start again with a safer profile of the plan where the largest batch did not fit at once.
 
         Raises:
-            StartAgain: it did not fit in one piece, and there is a safer rung.
+            StartAgain: it did not fit, and there is a safer profile.
         """
         if self.planned is not None:
             step_down(self.argv, self.planned.safer, samples_at_once, self.args.per_device_train_batch_size)
@@ -99,7 +99,7 @@ class Job:
         return self.recipe.model_name_or_path or self.recipe.config_name
 
 
-# What neither preset nor user decides; a recipe says the rest.
+# For every recipe, under its own defaults.
 _DEFAULTS = {
     "lr_scheduler_type": "cosine",
     "num_train_epochs": 1,
@@ -111,81 +111,73 @@ _DEFAULTS = {
 }
 
 
-def start(
-    description: str,
-    argv: list[str] | None,
-    scratch: bool = False,
-    builtin: dict | None = None,
-    adapters: dict | None = None,
-    own: type = RecipeArguments,
-    model: Callable[[], Path] = builtin_model,
-    padded: bool = False,
-    **defaults: Any,
-) -> Job:
+@dataclass(frozen=True, kw_only=True)
+class RecipeDefaults:
+    """What a recipe decides where the user does not.
+
+    Attributes:
+        description: for --help.
+        training: TrainingArguments fields.
+        adapters: more of them, for LoRA and QLoRA.
+        builtin: more of them, and of the recipe's own arguments, for the built-in model.
+        model: makes the built-in model.
+        scratch: the built-in model starts from random weights of its architecture.
+        arguments: the recipe's own; its `prepare(job, training, parsed, own_model)` changes the job before
+            TrainingArguments are built, and returns fields of them.
+        padded: samples are padded, unless they are packed.
+    """
+
+    description: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
+    builtin: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], Path] = builtin_model
+    scratch: bool = False
+    arguments: type = RecipeArguments
+    padded: bool = False
+
+
+def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     """Parse the arguments and build TrainingArguments; nothing is loaded or written.
 
-    Preset, the recipe's defaults, the file named by --config, the command line: each goes over the one before.
+    Preset, the recipe's defaults, the file named by --config, the command line: each overrides the one before.
 
     The preset's environment is set here, before any device is touched, and stays: a recipe is a program, and its
     process is its own. TrainingArguments come first and live on, since from_pretrained asks them (through DeepSpeed's
     weak reference) whether to shard while loading.
 
     Args:
-        description: for --help.
         argv: the command line without the program's name; by default sys.argv[1:].
-        scratch: the built-in model starts from random weights of its architecture.
-        defaults: the recipe's TrainingArguments fields.
-        adapters, builtin: more of them, for LoRA and QLoRA, and for the built-in model (of the recipe's own too).
-        own: the recipe's own arguments; its `prepare(job, training, parsed, own_model)` changes the job before
-            TrainingArguments are made, and gives fields of them.
-        model: makes the built-in model.
-        padded: samples are padded, unless they are packed.
 
     Raises:
-        InputError: anything that was given cannot be used.
+        InputError: an argument that cannot be used.
     """
     argv = sys.argv[1:] if argv is None else argv
     _set_named_presets_environment(argv)
-    parsed = parse(argv, description, own)
-    recipe = parsed.recipe
+    parsed = parse(argv, defaults.description, defaults.arguments)
     if (file := launched_config_file()) and file.is_file():
         check_config_file(file)
-    training = {**_DEFAULTS, **defaults, **((adapters or {}) if recipe.method != "full" else {})}
-    own_model = recipe.model_name_or_path is not None or recipe.config_name is not None
-    if not own_model:
-        recipe = _with_builtin_model(recipe, scratch, model())
-        builtin = {name: value for name, value in (builtin or {}).items() if name not in parsed.given}
-        own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
-        recipe = replace(recipe, **own_fields)
-        training |= parsed.training | builtin
-    else:
-        training |= parsed.training
+    own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
+    recipe, training = _with_defaults(parsed, defaults, own_model)
     _check_recipe(recipe, training)
 
     engine = resolve_engine(training)
-    preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
-    if engine.shards and preset.strategy != engine.strategy:  # asked for by --deepspeed or --fsdp: as if launched so
-        preset = with_strategy(preset, engine.strategy)
-    before, preset = preset, _with_batch(preset, parsed.profile)
-    if recipe.dtype:
-        preset = replace(preset, dtype=recipe.dtype)
-    if recipe.max_length:
-        preset = replace(preset, seq_len=recipe.max_length)
+    unchanged, preset = _resolve_preset(parsed, recipe, engine)
     peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
     job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv)
-    if hasattr(own, "prepare"):
-        training |= own.prepare(job, training, parsed, own_model)
+    if hasattr(defaults.arguments, "prepare"):
+        training |= defaults.arguments.prepare(job, training, parsed, own_model)
     elif own_model and not engine.shards and plans_here(recipe.preset):
-        job.planned = _plan(job, training, parsed.lora, padded)
+        job.planned = _plan(job, training, parsed.lora, defaults.padded)
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
     job.args = job.preset.training_arguments(world_size=world_size(), **training)
     _keep_token_out_of_files(job.args)
-    job.profile = _profile_changes(job, parsed, before)
+    job.profile = _profile_changes(job, parsed, unchanged)
     if job.args.device.type == "cpu" and _needs_deepspeed_now(job):
         with quick_cpu_info(job.args):
             _start_deepspeed()
@@ -194,6 +186,33 @@ def start(
     if job.args.process_index == 0:
         check_writable(job.args.output_dir)
     return job
+
+
+def _with_defaults(
+    parsed: Parsed, defaults: RecipeDefaults, own_model: bool
+) -> tuple[RecipeArguments, dict[str, Any]]:
+    """The recipe's arguments and the TrainingArguments fields, the user's over the recipe's defaults."""
+    recipe = parsed.recipe
+    training = {**_DEFAULTS, **defaults.training, **(defaults.adapters if recipe.method != "full" else {})}
+    if own_model:
+        return recipe, training | parsed.training
+    recipe = _with_builtin_model(recipe, defaults.scratch, defaults.model())
+    builtin = {name: value for name, value in defaults.builtin.items() if name not in parsed.given}
+    own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
+    return replace(recipe, **own_fields), training | parsed.training | builtin
+
+
+def _resolve_preset(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
+    """The preset under the job's engine, and the same with what the arguments change of it."""
+    preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
+    if engine.shards and preset.strategy != engine.strategy:  # asked for by --deepspeed or --fsdp: as if launched so
+        preset = with_strategy(preset, engine.strategy)
+    changed = _with_batch(preset, parsed.profile)
+    if recipe.dtype:
+        changed = replace(changed, dtype=recipe.dtype)
+    if recipe.max_length:
+        changed = replace(changed, seq_len=recipe.max_length)
+    return preset, changed
 
 
 def _keep_token_out_of_files(args) -> None:
@@ -210,7 +229,7 @@ def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
-    """What a profile, and nobody else, changes of the preset.
+    """What a video profile changes of the preset where the user did not.
 
     Args:
         preset: as it was before.
@@ -271,21 +290,21 @@ def _mesh_strategy(recipe: RecipeArguments, engine: Engine) -> str | None:
 
 
 def _distributed_config(job: Job):
-    """How from_pretrained cuts the model up over the processes.
+    """How from_pretrained shards the model over the processes.
 
     Raises:
-        InputError: the processes cannot be shared so, or the weights are not loaded from files.
+        InputError: the sizes do not divide the processes, or the weights are not loaded from files.
     """
     from transformers.distributed import DistributedConfig
 
     if job.from_scratch:
-        raise InputError("tp_size and fsdp_size cut weights up while they are loaded: pass model_name_or_path")
+        raise InputError("tp_size and fsdp_size shard weights while they are loaded: pass model_name_or_path")
     mesh = mesh_of(job.preset.strategy, job.args.world_size)
     return DistributedConfig(**asdict(mesh), fsdp_mixed_precision=job.args.bf16 and mesh.batches > 1)
 
 
 def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool) -> Planned:
-    """The plan for this machine, of a model of the user's.
+    """The plan for this machine and the user's model.
 
     Args:
         padded: the recipe pads its samples, unless it packs them.
@@ -293,23 +312,27 @@ def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool
     recipe = job.recipe
     config = load_config(job)
 
-    def packed_weights(preset: Preset):
+    def quantize(preset: Preset):
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(**{**preset.quantization(), **job.quantization})
 
     return plan_here(
-        config,
-        job.preset,
-        sequence_length(job, config),
-        recipe.rung,
-        training,
-        lora,
-        packed_weights if recipe.method == "qlora" else None,
-        job.memory_args,
-        padded=padded and not recipe.packing,
-        packed=padded and recipe.packing,
-        attn_implementation=recipe.attn_implementation,
+        PlanRequest(
+            config=config,
+            preset=job.preset,
+            seq_len=sequence_length(job, config),
+            profile=recipe.rung,
+            training=training,
+            lora=lora,
+            quantization=quantize if recipe.method == "qlora" else None,
+            memory_args=job.memory_args,
+            layout={
+                "padded": padded and not recipe.packing,
+                "packed": padded and recipe.packing,
+                "attn_implementation": recipe.attn_implementation,
+            },
+        )
     )
 
 
@@ -326,7 +349,9 @@ def _set_named_presets_environment(argv: list[str]) -> None:
 
 def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) -> RecipeArguments:
     if recipe.method != "full":
-        logger.warning("the built-in model is untrained: an adapter on it shows the workings, not a useful result")
+        logger.warning(
+            "the built-in model is untrained: an adapter on it shows that the recipe runs, not a useful result"
+        )
     return replace(
         recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": str(folder)}
     )
@@ -334,11 +359,11 @@ def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) ->
 
 def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
     if recipe.model_name_or_path and recipe.config_name:
-        raise InputError("model_name_or_path and config_name exclude each other: trained weights, or random ones")
+        raise InputError("set model_name_or_path (trained weights) or config_name (random weights), not both")
     if recipe.config_name and recipe.method != "full":
         raise InputError(f"method={recipe.method} needs trained weights: pass model_name_or_path, or use method=full")
     if recipe.streaming and (training.get("max_steps") or -1) <= 0:
-        raise InputError("streaming has no known length: set max_steps")
+        raise InputError("a stream has no known length: set max_steps")
     if recipe.dtype not in (None, *DTYPES):
         raise choose("dtype", recipe.dtype, DTYPES)
     if recipe.rung not in RUNGS:
@@ -354,7 +379,7 @@ def load_config(job: Job):
 
 
 def sequence_length(job: Job, config, usual: int | None = None) -> int:
-    """Tokens per sample: what was asked for, or a usual number within what the model has positions for.
+    """Tokens per sample: max_length, or a default within the model's positions.
 
     Args:
         usual: by default the preset's.
@@ -384,7 +409,9 @@ def load_tokenizer(job: Job):
     with as_input_error(f"tokenizer {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=job.recipe.trust_remote_code)
     if not tokenizer.is_fast:
-        raise InputError(f"tokenizer {name!r} is a slow one, which cannot tell where an answer lies: use a fast one")
+        raise InputError(
+            f"tokenizer {name!r} is a slow one, without the character offsets that locate answers: use a fast one"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # labels are masked explicitly, so its id may mean two things
     return tokenizer
@@ -406,7 +433,7 @@ def _check_stream(samples, args, source: str) -> None:
     """Raise where a stream ends before its first optimizer step.
 
     The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a
-    step is dropped. An epoch shorter than one step would be begun again and again, without a word.
+    step is dropped. An epoch shorter than one step would restart forever, silently.
 
     Raises:
         InputError: too few samples.

@@ -1,4 +1,4 @@
-"""What would end a job of several processes after minutes of loading, told before, in one sentence."""
+"""Checks of a job of several processes before minutes of loading, each with a fix in one sentence."""
 
 import os
 import shutil
@@ -103,9 +103,9 @@ def _sizes(launch: Launch) -> Iterator[str]:
     for size in launch.parallel.values():
         product *= size
     if launch.parallel and product != launch.world_size:
-        told = " × ".join(f"{name} {size}" for name, size in launch.parallel.items())
+        sizes = " × ".join(f"{name} {size}" for name, size in launch.parallel.items())
         yield (
-            f"parallelism_config: {told} = {product} is not the number of processes, {launch.world_size}: set "
+            f"parallelism_config: {sizes} = {product} is not the number of processes, {launch.world_size}: set "
             f"num_processes={product}, or other sizes"
         )
 
@@ -293,7 +293,7 @@ def _buildable() -> dict[str, bool]:
 
 
 def check_sharded(model, stage: int) -> None:
-    """Under ZeRO-3 every weight must have been cut up while it was loaded.
+    """Under ZeRO-3 every weight must have been sharded while it was loaded.
 
     Raises:
         InputError: whole weights lie on every process.
@@ -303,7 +303,7 @@ def check_sharded(model, stage: int) -> None:
     whole = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
     base = [
         name for name in whole if "lora_" not in name
-    ]  # adapters are made after loading and cut up with the engine
+    ]  # adapters are created after loading and sharded by the engine
     if base:
         raise InputError(
             f"preflight: {len(base)} weights ({base[0]}, …) were loaded whole on every process: TrainingArguments "

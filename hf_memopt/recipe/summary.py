@@ -1,4 +1,4 @@
-"""What a recipe tells: the job before it starts, and memory, loss and samples when it ends."""
+"""What a recipe prints and writes: the job before it starts; memory, loss and samples when it ends."""
 
 import contextlib
 import copy
@@ -35,60 +35,70 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     Args:
         length: tokens per sample, at most.
         more: rows to print, names and texts.
-        about: further arguments of predict().
+        about: further arguments of predict(): video, frozen.
 
     Returns:
         The Estimate; None where the job cannot be traced, and on other processes.
     """
-    args, preset, model = job.args, job.preset, trainer.model
-    if args.process_index:
+    if job.args.process_index:
         return None
     if job.recipe.dry_run:
         for folder in job.new_folders:  # the Trainer makes output_dir when it is built
             folder.rmdir()
-    total = sum(_size(weight) for weight in model.parameters())
-    trainable = sum(_size(weight) for weight in model.parameters() if weight.requires_grad)
-    accumulation, batches = args.gradient_accumulation_steps, trainer.batches
-    optimizer = "adam_mini" if job.memory_args.adam_mini else args.optim.value
-    rows = [
-        ("preset", f"{preset.name}, {preset.method}, on {preset.hardware.label}"),
-        ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
-        ("batch", f"{_step(trainer)}, up to {length} tokens each"),
-        ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
-        (
-            "numbers",
-            f"weights {preset.dtype}, computing in {preset.precision}, optimizer {optimizer}, "
-            f"attention {model.config._attn_implementation}",
-        ),
-        ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
-    ]
-    if budget := job.memory_args.max_tokens_per_batch:
-        budgets = f"{budget} padded tokens × {accumulation} × {batches}"
-        rows[2] = ("batch", f"at most {budgets} a step, up to {length} a sample")
-    if job.planned is not None:
-        rows.insert(1, ("plan", job.planned.summary))
-    if job.profile is not None:
-        rows.insert(1, ("profile", job.profile))
-    rows += more
+    rows = _describe_job(job, trainer, length) + list(more)
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
     if loading := _loading(job, trainer, length, about.get("video")):
         rows.append(("loading", str(loading)))
         if loading.warning:
             logger.warning("%s", loading.warning)
-    estimated = predict(job, trainer, length, **about)
-    if estimated is not None:
-        capacity = f"of {size(estimated.capacity_bytes)}, allocated peak {size(estimated.peak_allocated_bytes)}"
-        verdict = ": it does not fit" if estimated.fits is False else ""
-        rows.append(("memory", f"{size(estimated.device_bytes)} {capacity} in {estimated.phase} (predicted){verdict}"))
-        held = estimated.breakdown.items()
-        parts = [f"{kind.replace('_', ' ')} {size(taken)}" for kind, taken in held if taken > 2**20]
-        rows.append(("", ", ".join(parts)))
+    estimate = predict(job, trainer, length, **about)
+    if estimate is not None:
+        rows += _describe_estimate(estimate)
     for name, value in rows:
         print(f"{name:>8}  {value}")
     if job.recipe.dry_run:
         print("dry run: stopped before training, nothing was written")
-    return estimated
+    return estimate
+
+
+def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
+    """Rows about the preset, engine, batch, model, precision and data."""
+    args, preset, model = job.args, job.preset, trainer.model
+    total = sum(_count_parameters(weight) for weight in model.parameters())
+    trainable = sum(_count_parameters(weight) for weight in model.parameters() if weight.requires_grad)
+    optimizer = "adam_mini" if job.memory_args.adam_mini else args.optim.value
+    batch = f"{_step(trainer)}, up to {length} tokens each"
+    if budget := job.memory_args.max_tokens_per_batch:
+        budgets = f"{budget} padded tokens × {args.gradient_accumulation_steps} × {trainer.batches}"
+        batch = f"at most {budgets} per step, up to {length} per sample"
+    rows = [("preset", f"{preset.name}, {preset.method}, on {preset.hardware.label}")]
+    if job.profile is not None:
+        rows.append(("profile", job.profile))
+    if job.planned is not None:
+        rows.append(("plan", job.planned.summary))
+    return [
+        *rows,
+        ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
+        ("batch", batch),
+        ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
+        (
+            "dtypes",
+            f"weights {preset.dtype}, compute {preset.precision}, optimizer {optimizer}, "
+            f"attention {model.config._attn_implementation}",
+        ),
+        ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
+    ]
+
+
+def _describe_estimate(estimate) -> list[tuple[str, str]]:
+    capacity = f"of {size(estimate.capacity_bytes)}, allocated peak {size(estimate.peak_allocated_bytes)}"
+    verdict = ": it does not fit" if estimate.fits is False else ""
+    parts = [f"{kind.replace('_', ' ')} {size(held)}" for kind, held in estimate.breakdown.items() if held > 2**20]
+    return [
+        ("memory", f"{size(estimate.device_bytes)} {capacity} in {estimate.phase} (predicted){verdict}"),
+        ("", ", ".join(parts)),
+    ]
 
 
 def _loading(job: Job, trainer, length: int, video) -> LoaderMemory | None:
@@ -131,19 +141,20 @@ def last_step(rows: int, micro: int, accumulation: int, batches: int, drop_last:
     return steps, rows - max(0, steps - 1) * whole
 
 
-def train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Callable | None = None) -> None:
+def train(job: Job, trainer, resume: str | None, estimate, show: Callable | None = None) -> None:
     """Train to the end, save the model, and report: losses, memory, a few samples.
 
     Args:
-        resume: the checkpoint folder to go on from, or None.
-        estimated: what announce() returned.
-        show: prints samples at the end, given what sample() is given, in its place.
+        resume: the checkpoint folder to resume from, or None.
+        estimate: what announce() returned.
+        show: prints samples at the end in place of sample(), with the same arguments.
     """
     with claimed(job.args.output_dir) if job.args.process_index == 0 else contextlib.nullcontext():
-        _train(job, trainer, resume, tokenizer, estimated, show)
+        _train(job, trainer, resume, estimate)
+        (show or sample)(job, trainer)
 
 
-def _train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Callable | None) -> None:
+def _train(job: Job, trainer, resume: str | None, estimate) -> None:
     from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss, PhasePeaks
 
     losses, peaks = HeldOutLoss(), PhasePeaks()
@@ -158,25 +169,24 @@ def _train(job: Job, trainer, resume: str | None, tokenizer, estimated, show: Ca
         if not trainer.state.global_step:
             job.probed(0)
         trainer.memory_events.append(end.report)
-        finish(job, trainer, losses.by_step, estimated, peaks)
+        finish(job, trainer, losses.by_step, estimate, peaks)
         raise
     except (TrainingInterrupted, TrainingTerminated) as stop:
-        stop.message += _continues(job, stop.checkpoint)
+        stop.message += _how_to_resume(job, stop.checkpoint)
         raise
     finally:
         peaks.stop()
     config = trainer.model.config
-    config.use_cache = True  # the Trainer turned it off; whoever loads the model wants to generate
-    trainer.save_model()  # before anything else: a failure from here on does not cost the trained weights
+    config.use_cache = True  # the Trainer turned it off, and generation needs it
+    trainer.save_model()  # first of all, so that a later failure does not lose the trained weights
     if trainer.eval_dataset is not None and trainer.state.global_step not in losses.by_step:
         config.use_cache = False
         trainer.evaluate()
         config.use_cache = True
-    finish(job, trainer, losses.by_step, estimated, peaks)
-    (show or sample)(job, trainer, tokenizer)
+    finish(job, trainer, losses.by_step, estimate, peaks)
 
 
-def _continues(job: Job, checkpoint: str | None) -> str:
+def _how_to_resume(job: Job, checkpoint: str | None) -> str:
     """How a run that was stopped continues."""
     if checkpoint is None:
         return ""
@@ -195,7 +205,7 @@ def predict(job: Job, trainer, length: int, **about):
     from hf_memopt.estimator.api import fields_of_trainer
 
     if job.preset.sequence_parallel > 1:
-        print("  memory  not predicted: shared sequences (sequence parallelism) are not traced")
+        print("  memory  not predicted: sequence parallelism is not traced")
         return None
     if not about:
         length, about = _longest(trainer.train_dataset, length)
@@ -218,7 +228,7 @@ def predict(job: Job, trainer, length: int, **about):
             **about,
         )
     except Exception as error:
-        # The trace runs the model's own code, which may ask fake tensors what they cannot answer. Training goes on.
+        # The trace runs the model's own code, which may ask fake tensors for values. Training continues without it.
         print(f"  memory  not predicted: {one_line(error)[:200]}")
         return None
 
@@ -275,21 +285,24 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
     _print_table(measured, losses, estimated)
     if waited is not None:
-        print(f"waiting for data: {waited:.0%} of the steps' time")
+        print(f"waiting for data: {waited:.0%} of the training time")
     _write_page(job.args.output_dir)
-    # The evaluation's batches are cut too, and the end of a run names no size.
+    # Evaluation splits its batches too, and the event that ends a run names no size.
     sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
     if any(sizes):
         smallest = min(filter(None, sizes))
-        print(f"memory ran short: micro-batches ran in chunks of down to {smallest} samples; predicted are whole ones")
+        print(
+            f"memory ran short: micro-batches ran in chunks of as few as {smallest} samples; "
+            "the prediction is for whole ones"
+        )
 
 
 def _write_page(folder: str) -> None:
-    """Write memory_report.html. The run is over and saved: what an older run left in the folder must not fail it."""
+    """Write memory_report.html. The run is over and saved: files of an older run in the folder must not fail it."""
     try:
-        print(f"the whole report, for a browser: {write_run_report(folder)}")
+        print(f"report: {write_run_report(folder)}")
     except InputError as error:
-        print(f"no report for a browser: {one_line(error)}")
+        print(f"no HTML report: {one_line(error)}")
 
 
 def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:
@@ -310,7 +323,7 @@ def measured_peaks() -> dict[str, int]:
     return peaks
 
 
-def sample(job: Job, trainer, tokenizer) -> None:
+def sample(job: Job, trainer) -> None:
     """Print a few continuations of held-out texts, or answers to held-out questions, on the first process."""
     import torch
 
@@ -318,8 +331,9 @@ def sample(job: Job, trainer, tokenizer) -> None:
     if args.process_index or held_out is None or not job.recipe.samples:
         return
     if resolve_engine(args).shards or job.preset.mesh:
-        print("no samples: sharded weights cannot generate on one process")
+        print("no samples: one process cannot generate with sharded weights")
         return
+    tokenizer = trainer.processing_class
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     for row in held_out.take(job.recipe.samples):
         prompt = torch.tensor([_prompt(row)], device=model.device)
@@ -363,8 +377,8 @@ def _print_table(measured: dict[str, int], losses: dict[int, float], estimated) 
         print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
 
 
-def _size(weight) -> int:
-    """Parameters of a tensor: a ZeRO-3 shard and a packed 4-bit weight know their true number."""
+def _count_parameters(weight) -> int:
+    """Parameters of a tensor: a ZeRO-3 shard and a quantized 4-bit weight keep their true number apart."""
     if hasattr(weight, "ds_numel"):
         return weight.ds_numel
     packed = getattr(weight, "quant_state", None)

@@ -221,9 +221,9 @@ def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple
     what = "patches" if pixels and pixels[0].dim() == 2 else "frames"
     limit, tokens = samples.encode.limits.max_frames, len(sample["input_ids"])
     answers = int((sample["labels"] != IGNORED).sum())
-    told = f"{rows:,} {what} ({size / 2**20:.1f} MiB) → {tokens:,} tokens, {answers} of them answers"
+    sizes = f"{rows:,} {what} ({size / 2**20:.1f} MiB) → {tokens:,} tokens, {answers} of them answers"
     return [
-        ("videos", f"at most {limit or 'all'} frames; the largest sample: {told}"),
+        ("videos", f"at most {limit or 'all'} frames; the largest sample: {sizes}"),
         ("frozen", ", ".join(frozen) or "nothing"),
     ]
 
@@ -239,7 +239,7 @@ def real_inputs(sample: dict[str, Any]) -> VideoInputs:
     return VideoInputs(sample={name: shape_alone(value) for name, value in sample.items()})
 
 
-def show_answers(job: Job, trainer, processor) -> None:
+def show_answers(job: Job, trainer) -> None:
     """Print answers to a few held-out videos beside the true ones, on the first process."""
     args, held_out = job.args, trainer.eval_dataset
     sharded = resolve_engine(args).shards
@@ -247,7 +247,7 @@ def show_answers(job: Job, trainer, processor) -> None:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     for number in range(min(job.recipe.samples, len(held_out))):
-        said, meant = answer(model, processor.tokenizer, held_out[number])
+        said, meant = answer(model, trainer.processing_class.tokenizer, held_out[number])
         print(f"  {' '.join(meant.split())!r} → {' '.join(said.split())!r}")
 
 

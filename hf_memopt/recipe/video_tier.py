@@ -36,7 +36,7 @@ from hf_memopt.presets import METHODS, get_preset
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
 from hf_memopt.recipe.arguments import Parsed
-from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
+from hf_memopt.recipe.auto import PlanRequest, free_memory_of, plan_here, plans_here
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
 from hf_memopt.recipe.resume import checkpoint_to_resume
@@ -86,7 +86,7 @@ class _Asked:
     Attributes:
         given: frames, pixels and micro-batch of it.
         unbounded: a limit that was taken away ("none"), so that there is no largest clip; None if none was.
-        by: who decides, in words; empty where nobody does.
+        by: what decides, as text; empty where nothing does.
     """
 
     given: Given
@@ -275,7 +275,7 @@ class _Wanted:
         """The clips that estimates say fit, made now.
 
         Raises:
-            InputError: nothing fits, nothing is given, and there is no plan to make room.
+            InputError: nothing fits, the user set nothing, and there is no plan to make it fit.
         """
         recipe, preset, given = self.job.recipe, self.job.preset, self.given
         planned = plans_here(recipe.preset)
@@ -291,13 +291,13 @@ class _Wanted:
             tier = choose_tier(self._traced_job(), wish, lambda text: print(f"estimating {text}", file=sys.stderr))
         except NothingFits as short:
             if planned:
-                return _Chosen(*smallest, "the smallest there are, for which the plan is to make room")
+                return _Chosen(*smallest, "the smallest, which the plan then has to make fit")
             if given == Given():
-                raise _refusal(self.job, self.bundled, short.needed, short.room) from None
-            needs = f"predicted not to fit {where}: {gib(short.needed)} of the {gib(short.room)} that may be filled"
+                raise _refusal(self.job, self.bundled, short.needed, short.available) from None
+            needs = f"predicted not to fit {where}: {gib(short.needed)} of the {gib(short.available)} that may be used"
             logger.warning("%s; what is given stays", needs)
             return _Chosen(*smallest, needs)
-        except InputError as error:  # training may go on all the same
+        except InputError as error:  # training may still work
             usual = (recipe.max_frames, recipe.max_pixels_per_frame, given.micro_batch or preset.micro_batch_size)
             return _Chosen(*usual, f"not predicted ({error})")
         taken = f"{gib(tier.estimate.device_bytes)} of {gib(memory)}"
@@ -330,25 +330,33 @@ class _Wanted:
         """Plan for the memory that is free, with the clips that were chosen: the TrainingArguments fields of it."""
         job, recipe, config = self.job, self.job.recipe, self.config
         if not {"activation_checkpointing", "video_profile"} & self.parsed.given:
-            self.training.pop("activation_checkpointing", None)  # the balanced profile's, which nobody named
+            self.training.pop("activation_checkpointing", None)  # the default profile's, which the user did not choose
         fields = {**self.training, "effective_batch_size": _effective(job, self.training)}
         if self.given.micro_batch:
             fields[_MICRO] = self.given.micro_batch
             fields.pop(_ACCUMULATION, None)
         video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
         length = self._tokens(recipe.max_frames, recipe.max_pixels_per_frame)
+
+        def quantize(preset):
+            return quantization(preset, config, job.quantization)
+
         planned = plan_here(
-            config,
-            job.preset,
-            length,
-            recipe.rung,
-            fields,
-            self.parsed.lora,
-            (lambda preset: quantization(preset, config, job.quantization)) if recipe.method == "qlora" else None,
-            with_few_logits(job.memory_args, config),
-            video=video,
-            frozen=recipe.frozen,
-            attn_implementation=recipe.attn_implementation,
+            PlanRequest(
+                config=config,
+                preset=job.preset,
+                seq_len=length,
+                profile=recipe.rung,
+                training=fields,
+                lora=self.parsed.lora,
+                quantization=quantize if recipe.method == "qlora" else None,
+                memory_args=with_few_logits(job.memory_args, config),
+                layout={
+                    "video": video,
+                    "frozen": recipe.frozen,
+                    "attn_implementation": recipe.attn_implementation,
+                },
+            )
         )
         job.planned, job.preset, job.memory_args = planned, planned.preset, planned.memory_args
         return planned.fields
@@ -405,13 +413,13 @@ def _sizes(config) -> tuple:
     )
 
 
-def _refusal(job: Job, bundled: str | None, needed: int, room: int) -> InputError:
+def _refusal(job: Job, bundled: str | None, needed: int, available: int) -> InputError:
     """Nothing fits, and the nearest that does."""
     nearest = "; ".join(_nearest(job, bundled)) or "a smaller model, method=qlora, or a larger card"
     return InputError(
         f"model {bundled or job.model_name} with method={job.preset.method}: 8 frames of 224 × 224 pixels are "
-        f"predicted to need {gib(needed)} at least, and {SHARE:.0%} of {job.preset.name} is {gib(room)}; what fits: "
-        f"{nearest}. With max_frames or per_device_train_batch_size given it goes ahead all the same"
+        f"predicted to need at least {gib(needed)}, and {SHARE:.0%} of {job.preset.name} is {gib(available)}; "
+        f"what fits: {nearest}. Set max_frames or per_device_train_batch_size to train nevertheless"
     )
 
 
