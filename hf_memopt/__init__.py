@@ -1,4 +1,4 @@
-"""Tell whether a Hugging Face training job fits the hardware, and run it so that memory never ends it.
+"""Predict whether a Hugging Face training job fits the hardware, and train through out-of-memory errors.
 
 The public names are resolved on first use: importing the package loads neither torch nor transformers.
 """
