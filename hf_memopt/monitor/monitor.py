@@ -1,4 +1,4 @@
-"""MemoryMonitor: how full the device is, as a status with recommendations."""
+"""MemoryMonitor: how full the device is, what that means, and what to do."""
 
 from itertools import repeat
 from typing import Any
@@ -12,23 +12,23 @@ _GB = 10**9
 
 
 def status_at(utilization: float, warning: float, critical: float, emergency: float) -> str:
-    """The status of a utilization: normal, warning, critical or emergency."""
+    """normal, warning, critical or emergency, of a share and three thresholds."""
     return STATUSES[sum(utilization >= threshold for threshold in (warning, critical, emergency))]
 
 
 class MemoryMonitor:
-    """Compares one device's memory with four shares of its capacity.
+    """Watches one device against four shares of its capacity.
 
     Args:
-        target_utilization, warning_threshold, critical_threshold, emergency_threshold: rising shares between 0
-            and 1; by default those of the profile.
+        target_utilization, warning_threshold, critical_threshold, emergency_threshold: shares between 0 and 1, rising;
+            by default those of the profile.
         profile: aggressive, balanced or conservative.
-        silent_mode: dashboard() returns a line only when the status changed.
-        device: a torch.device or its name; by default the one that training would use here.
+        silent_mode: dashboard() gives a line only where the status changed.
+        device: a torch.device or its name; by default what training here would use.
         limit: bytes that this process may use.
 
     Raises:
-        InputError: thresholds out of order, or an unknown profile.
+        InputError: thresholds that do not rise, or an unknown profile.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MemoryMonitor:
         self.emergency_threshold = checked.emergency_threshold
         self.silent_mode = silent_mode
         self.reader = Reader(device, limit)
-        self._last_status = "normal"
+        self._said = "normal"
 
     @classmethod
     def of(cls, arguments: MemoryArguments, device) -> "MemoryMonitor":
@@ -90,24 +90,22 @@ class MemoryMonitor:
         }
 
     def _recommendations(self, status: str, reading: Reading, batch_size: int | None) -> list[str]:
-        recommendations = []
+        told = []
         if status in ("critical", "emergency"):
             if batch_size and batch_size > 1:
-                recommendations.append(
+                told.append(
                     f"per_device_train_batch_size={batch_size // 2} with twice the gradient_accumulation_steps: the "
                     "same training in less memory"
                 )
-            recommendations.append("activation_checkpointing=True, where it is not on")
+            told.append("activation_checkpointing=True, where it is not on")
         if reading.reserved > 1.3 * reading.peak_allocated and status != "normal" and self.reader.kind != "cpu":
-            recommendations.append(
-                "PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator reserves much more than tensors need"
-            )
+            told.append("PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator holds much that no tensor is in")
         others = reading.used - reading.reserved
         if others > 0.1 * reading.capacity and self.reader.kind != "cpu":
-            recommendations.append(f"another process holds {others / 2**30:.1f} GiB of this device")
+            told.append(f"another process holds {others / 2**30:.1f} GiB of this device")
         if status == "warning":
-            recommendations.append("memory is near its limit: longer samples may not fit")
-        return recommendations
+            told.append("memory is near its limit: longer samples than so far may not fit")
+        return told
 
     def get_detailed_memory_breakdown(self) -> dict[str, dict[str, float]]:
         """`total` (allocated, reserved, peaks and capacity), `fragmentation` (`ratio`: the share of reserved memory
@@ -123,9 +121,9 @@ class MemoryMonitor:
         }
         host = {"resident": reading.host_resident, "available": reading.host_available}
         return {
-            "total": _in_bytes_and_gb(total),
+            "total": _both(total),
             "fragmentation": {"ratio": reading.fragmentation, "allocator_retries": reading.retries},
-            "host": _in_bytes_and_gb(host),
+            "host": _both(host),
         }
 
     def estimate_activation_memory(
@@ -174,7 +172,7 @@ class MemoryMonitor:
         whole = activations(False)
         effective = activations(True) if use_gradient_checkpointing else whole
         names = {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective}
-        return _in_bytes_and_gb(names)
+        return _both(names)
 
     def track_memory_optimizations(
         self, config, model=None, seq_len: int = 512, hardware: str = "auto", world_size: int | None = None
@@ -203,10 +201,10 @@ class MemoryMonitor:
         }
 
     def dashboard(self, step: int, reading: Reading | None = None, note: str = "") -> str | None:
-        """One line of memory use and status; None in silent mode while the status is unchanged."""
+        """One line of what memory is like; None in silent mode while the status stays."""
         reading = reading or self.reader.read()
         status = self.status(reading.utilization)
-        changed, self._last_status = status != self._last_status, status
+        changed, self._said = status != self._said, status
         if self.silent_mode and not (changed or note):
             return None
         note = f" - {note}" if note else ""
@@ -216,7 +214,7 @@ class MemoryMonitor:
         )
 
 
-def _in_bytes_and_gb(sizes: dict[str, int]) -> dict[str, float]:
+def _both(sizes: dict[str, int]) -> dict[str, float]:
     """Each size in bytes and in 10⁹ bytes."""
     return {f"{name}_bytes": size for name, size in sizes.items()} | {
         f"{name}_gb": size / _GB for name, size in sizes.items()

@@ -97,9 +97,9 @@ def larger_batch(batch: int | None, steps: int | None) -> str:
 def used_share(run: Run) -> float | None:
     """Share of the device that the run took at most: of its allocator, or of the host."""
     measured, capacity = run.report.get("measured", {}), run.report.get("hardware", {}).get("memory_bytes")
-    taken = measured.get("peak_reserved_bytes") or measured.get("peak_host_bytes")
-    if taken and capacity:
-        return taken / capacity
+    peak = measured.get("peak_reserved_bytes") or measured.get("peak_host_bytes")
+    if peak and capacity:
+        return peak / capacity
     if run.readings and run.readings[-1].get("capacity"):  # of a plain Trainer
         return max(one["peak_allocated"] for one in run.readings) / run.readings[-1]["capacity"]
     return None

@@ -30,7 +30,7 @@ def newest_intact(output_dir: str | Path, save_only_model: bool = False) -> Path
     if faults:
         listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
         raise InputError(
-            f"{output_dir} has no intact checkpoint ({listed}): start afresh with another output_dir, or with "
+            f"{output_dir} has no checkpoint that is intact ({listed}): start afresh with another output_dir, or with "
             "--resume_from_checkpoint no"
         )
     return None
@@ -49,7 +49,7 @@ def check_intact(checkpoint: Path, save_only_model: bool = False) -> None:
         return
     others = (other for other in _newest_first(checkpoint.parent) if other.name != checkpoint.name)
     other = next((other for other in others if not checkpoint_fault(other, save_only_model)), None)
-    instead = f"use {other.name}, which is intact" if other else "start afresh with another output_dir"
+    instead = f"name {other.name}, which is intact" if other else "start afresh with another output_dir"
     raise InputError(f"resume_from_checkpoint: {checkpoint} is damaged ({fault}): {instead}")
 
 

@@ -71,7 +71,7 @@ def _fault(file: Path, name: str, entry: Any) -> str:
         return f"{name}: {error.strerror}"
     if not isinstance(entry, dict) or actual["bytes"] != entry.get("bytes"):
         written = entry.get("bytes") if isinstance(entry, dict) else entry
-        return f"{name} has {actual['bytes']} bytes, but {written} were written"
+        return f"{name} has {actual['bytes']} bytes, and {written} were written"
     if actual["sha256"] == entry.get("sha256"):
         return ""
     return f"{name} was changed after it was written; delete {FILE} if that was you"
