@@ -99,4 +99,4 @@ def test_estimate_takes_frames_and_their_size(folder, command):
 def test_sizes_are_written_as_width_and_height(text):
     with pytest.raises(InputError, match="write width and height in pixels, as 640x360"):
         parse_frame_size(text)
-    assert parse_frame_size("640x360") == frame_size("640 × 360") == (640, 360)
+    assert parse_frame_size("640x360") == parse_frame_size("640 × 360") == (640, 360)
