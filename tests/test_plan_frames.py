@@ -68,7 +68,7 @@ def test_the_command_line(folder, command):
         "--frames",
         "max",
         "--set",
-        "parse_frame_size=56x56",
+        "frame_size=56x56",
         "--json",
     )
     assert code == 0, err
@@ -86,10 +86,10 @@ def test_estimate_takes_frames_and_their_size(folder, command):
         words = [word for setting in settings for word in ("--set", setting)]
         return command("estimate", folder, "--preset", "cpu", *words, "--json")
 
-    few, many = (json.loads(told(f"max_frames={frames}", "parse_frame_size=56x56")[1]) for frames in (8, 64))
+    few, many = (json.loads(told(f"max_frames={frames}", "frame_size=56x56")[1]) for frames in (8, 64))
     assert few["peak_allocated_bytes"] < many["peak_allocated_bytes"]
     assert "64 frames of 56 × 56" in " ".join(many["notes"])
-    whole = json.loads(told("max_frames=8", "parse_frame_size=56x56", "logits_to_keep=false")[1])
+    whole = json.loads(told("max_frames=8", "frame_size=56x56", "logits_to_keep=false")[1])
     assert few["breakdown"]["logits"] <= whole["breakdown"]["logits"]
     code, _, err = told("max_frames=none")
     assert code == 2 and "max_frames='none' must be a whole number" in err
