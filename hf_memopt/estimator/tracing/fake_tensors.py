@@ -89,10 +89,12 @@ def _quantized_step(weight, gradient, step, mean, *args) -> None:
 
 @contextmanager
 def _bitsandbytes() -> Iterator[None]:
-    """bitsandbytes wraps a 4-bit weight that FSDP gathered in its own class, which cannot hold a fake tensor.
+    """bitsandbytes (0.50) on fake tensors: a manager and code tables of the trace's own.
 
-    Paged states are counted as if they stayed on the device: on a CPU bitsandbytes pages none but AdEMAMix's (0.50).
+    Paged states are counted as if they stayed on the device: on a CPU bitsandbytes pages none but AdEMAMix's.
     """
+
+    # A 4-bit weight that FSDP gathered is wrapped in Params4bit, which cannot hold a fake tensor.
 
     def restore(module) -> None:
         if getattr(module.weight, "quant_state", None) is None:
@@ -105,7 +107,16 @@ def _bitsandbytes() -> Iterator[None]:
     def double_buffer(optimizer, weight, dtype=torch.float32):
         return torch.zeros((2, *weight.shape), dtype=dtype)
 
+    from bitsandbytes.functional import name2qmap
+    from bitsandbytes.optim import GlobalOptimManager
+
     with (
+        # A process-wide singleton: the Trainer registers its embeddings there for 32-bit states, and bitsandbytes
+        # keeps them by position, so that an earlier trace's embeddings would decide over the next job's weights.
+        mock.patch.object(GlobalOptimManager, "_instance", None),
+        # Quantization creates the 8-bit code table once per process and keeps it on the device for good. Every trace
+        # creates its own, so that the first trace of a process allocates what all others do.
+        mock.patch.dict(name2qmap, clear=True),
         mock.patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", restore),
         mock.patch("bitsandbytes.optim.AdEMAMix._get_state_double_buffer", double_buffer),
     ):

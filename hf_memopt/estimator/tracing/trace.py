@@ -518,7 +518,7 @@ def _globals_kept():
     for state, _ in shared:
         state.clear()
     try:
-        with outside_zero3(), _modules_frozen(), _determinism_kept(), generators_kept():
+        with outside_zero3(), _collection_on_demand(), _determinism_kept(), generators_kept():
             yield
     finally:
         for state, before in shared:
@@ -540,19 +540,24 @@ def generators_kept():
 
 
 @contextlib.contextmanager
-def _modules_frozen():
-    """The Trainer collects garbage several times, each time looking at every module that was imported.
+def _collection_on_demand():
+    """Garbage is collected only where the Trainer or DeepSpeed asks for it: automatic collection starts after a number
+    of allocations that depends on what the process did before, and would free tensors at another place every time.
 
-    Thawing thaws everything: where the process has frozen objects of its own, they are left as they are.
+    Imported modules are frozen, so that those collections need not look at them. gc.unfreeze() unfreezes everything:
+    what the process froze itself stays frozen.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    enabled, freeze = gc.isenabled(), not gc.get_freeze_count()
+    gc.disable()
+    if freeze:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if freeze:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
