@@ -22,7 +22,7 @@ from hf_memopt.estimator.accounting.work import Kernel, Work, extended
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import hub_id, load_config
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.model import task_of
+from hf_memopt.estimator.tracing.model import infer_task
 from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
@@ -201,7 +201,7 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
     preset = preset_of(f"{hardware}x{devices}", method)
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)
     read = load_config(model)
-    found = list(choices(preset, read, 4 * devices, 512, given, task_of(read), {}))
+    found = list(choices(preset, read, 4 * devices, 512, given, infer_task(read), {}))
     assert found or hardware.startswith("apple_") or hardware == "rx_6750_xt" or method == "qlora"
     for choice in found:
         configured = choice.configured(preset)

@@ -54,7 +54,7 @@ def _predicted(model, preset_name, method, seq_len, settings) -> list[dict]:
 
     _, job = job_as_told(model, preset_name, method, seq_len, None, None, None, settings)
     found = estimate_job(job, on_all_cores)
-    savings = largest_savings(job, found, each=on_all_cores) + smaller_models(job, found, on_all_cores)
+    savings = largest_savings(job, found, map_fn=on_all_cores) + smaller_models(job, found, on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 

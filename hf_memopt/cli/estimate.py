@@ -45,7 +45,7 @@ def run_estimate(
     found = estimate_job(job, on_all_cores)
     if levers or found.fits is False:
         working("estimating what would save most")
-    savings = largest_savings(job, found, each=on_all_cores) if levers or found.fits is False else []
+    savings = largest_savings(job, found, map_fn=on_all_cores) if levers or found.fits is False else []
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
@@ -66,7 +66,7 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
         InputError: something of it cannot be used.
     """
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.preset_estimates import job_of
+    from hf_memopt.estimator.preset_estimates import preset_job
     from hf_memopt.estimator.smaller import with_sizes
     from hf_memopt.hardware import get_hardware
     from hf_memopt.levers.answer_logits import with_few_logits
@@ -84,13 +84,13 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
     video = video_inputs(model, config, clips)
     if video is not None and not any(word.startswith("logits_to_keep=") for word in settings):
         memory_args = with_few_logits(memory_args, config)  # as the recipe does
-    job = job_of(
+    job = preset_job(
         preset,
         model,
-        seq_len,
-        world_size,
-        given,
-        lora,
+        seq_len=seq_len,
+        world_size=world_size,
+        fields=given,
+        lora=lora,
         hardware=device,
         task=own.get("task"),
         video=video,
@@ -108,9 +108,9 @@ def job_as_told(model, preset_name, method, seq_len, world_size, strategy, hardw
 def run_dry_run(script, arguments, hardware, world_size, plot_file, as_json) -> int:
     """Print the estimate of a script's job; 0 if it fits or cannot be told, 1 if it does not fit."""
     from hf_memopt.estimator import estimate_trainer
-    from hf_memopt.estimator.dry_run import trainer_of
+    from hf_memopt.estimator.dry_run import catch_trainer
 
-    found = estimate_trainer(trainer_of(script, arguments), hardware, world_size)
+    found = estimate_trainer(catch_trainer(script, arguments), hardware, world_size)
     if plot_file:
         from hf_memopt.estimator.plot import plot
 

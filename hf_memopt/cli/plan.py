@@ -157,7 +157,7 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
     method = "full" if method == "any" else method
     import_libraries()
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.preset_estimates import job_of
+    from hf_memopt.estimator.preset_estimates import preset_job
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.planner.frames import most_frames
     from hf_memopt.video.inputs import frozen_as_said, video_inputs
@@ -169,13 +169,12 @@ def run_frames(model, frames, hardware, method, settings, as_json) -> int:
     memory_args = with_few_logits(memory_args, config)  # as the recipe does
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     given = {"per_device_train_batch_size": 1, **given}
-    job = job_of(
+    job = preset_job(
         preset,
         model,
-        None,
-        1,
-        given,
-        lora,
+        world_size=1,
+        fields=given,
+        lora=lora,
         video=video,
         frozen=frozen_as_said(clips),
         attn_implementation=own.get("attn_implementation"),

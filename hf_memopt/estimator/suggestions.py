@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job, estimate_jobs, fsdp_checkpoints
+from hf_memopt.estimator.api import estimate_jobs
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
+from hf_memopt.estimator.training_fields import fsdp_checkpoints
 from hf_memopt.levers.arguments import MemoryArguments
 
 _CHUNK = 512  # tokens
@@ -30,19 +32,19 @@ class Saving:
     fits: bool | None
 
 
-def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) -> list[Saving]:
+def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
     """The changes that save most, best first; those that save nothing are left out.
 
     Each is a whole estimate of its own, so this takes a few seconds.
 
     Args:
-        each: as for estimate_jobs().
+        map_fn: as for estimate_jobs().
     """
-    savings = _estimated(list(_changes(job)), found, each)
+    savings = _estimated(list(_changes(job)), found, map_fn)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
 
-def smaller_models(job: Job, found: Estimate, each=one_by_one) -> list[Saving]:
+def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]:
     """What fewer layers, half the width and half the experts save; nothing where the model has trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
@@ -51,12 +53,12 @@ def smaller_models(job: Job, found: Estimate, each=one_by_one) -> list[Saving]:
         words = ", ".join(f"{name}={size}" for name, size in sizes.items())
         smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
         changes.append((f"a smaller model, trained from scratch: {words}", smaller))
-    return _estimated(changes, found, each)
+    return _estimated(changes, found, map_fn)
 
 
-def _estimated(changes: list[tuple[str, Job]], found: Estimate, each) -> list[Saving]:
+def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[Saving]:
     savings = []
-    for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], each), strict=True):
+    for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], map_fn), strict=True):
         if isinstance(other, InputError):
             continue
         saved = found.device_bytes - other.device_bytes

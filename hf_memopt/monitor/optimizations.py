@@ -68,10 +68,10 @@ def read_settings(config) -> Settings:
     Raises:
         InputError: a precision or ZeRO stage that does not exist.
     """
-    from hf_memopt.estimator.api import fields_of
+    from hf_memopt.estimator.training_fields import read_fields
 
     if not isinstance(config, Mapping):
-        return Settings(fields_of(config))
+        return Settings(read_fields(config))
     leaves = list(_leaves(config))
     said = dict(leaves)
     fields = {

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
-from hf_memopt.estimator.tracing.extrapolate import layers_of, period_of_layers
+from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
@@ -227,7 +227,7 @@ def _checkpointing(preset, strategy: str, config, given: MemoryArguments, pinned
         return [(float(bool(pinned.get("activation_checkpointing", given.checkpoint_ratio or 1))), False)]
     if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
         return [(0.0, False), (1.0, False)]
-    layers, period = layers_of(config), period_of_layers(config)
+    layers, period = count_layers(config), layer_period(config)
     shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
     # An estimate traces whole periods of both patterns, the layers' and the recomputed ones'.
     shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
-from hf_memopt.estimator.api import Job
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.preset_estimates import job_of
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.model import task_of
+from hf_memopt.estimator.tracing.model import infer_task
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.choices import Choice, choices, memory_arguments
@@ -74,7 +74,7 @@ class Request:
         memory: bytes of each device that may be used.
         fields, lora: TrainingArguments and LoraConfig fields that are given.
         memory_args: MemoryArguments that are given.
-        more: further arguments of estimator.prediction.describe: video, frozen, task, attn_implementation, …
+        more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, …
         quantization: gives the BitsAndBytesConfig of a preset; None for the preset's own.
         host_memory: bytes that one process may use on the host; None where that is not known.
     """
@@ -104,20 +104,20 @@ class Request:
         if self.quantization is not None:
             more["quantization_config"] = self.quantization(configured)
         lora = self.lora if configured.method != "full" else {}
-        return job_of(
+        return preset_job(
             configured,
             self.config,
-            self.seq_len,
-            configured.processes,
-            choice.fields(configured, self.fields),
-            lora,
+            seq_len=self.seq_len,
+            world_size=configured.processes,
+            fields=choice.fields(configured, self.fields),
+            lora=lora,
             memory_args=memory_arguments(self.memory_args, choice),
             **more,
         )
 
     def search(self, say: Callable[[str], None]) -> Search | None:
         """The search over all choices; None where compatibility leaves none."""
-        task = self.more.get("task") or task_of(self.config)
+        task = self.more.get("task") or infer_task(self.config)
         found = list(
             choices(
                 self.preset, self.config, self.effective_batch_size, self.seq_len, self.memory_args, task, self.fields
