@@ -113,7 +113,8 @@ def extrapolate_peaks(config, depths: Sequence[int], peaks: Sequence[dict[str, P
         return peaks[0]
     low, high = peaks
     steps = (count_layers(config) - depths[0]) // (depths[1] - depths[0])
-    return {name: _extrapolate(low[name], high[name], steps) for name in low.keys() & high.keys()}
+    # In the order of the trace, not of a set: of segments with equal peaks the first decides the breakdown.
+    return {name: _extrapolate(low[name], high[name], steps) for name in low if name in high}
 
 
 def _extrapolate(low: Peak, high: Peak, steps: int) -> Peak:
