@@ -18,7 +18,7 @@ def main() -> None:
     from hf_memopt import MemoryArguments, get_preset
     from hf_memopt.errors import InputError
     from hf_memopt.estimator.api import estimate_job
-    from hf_memopt.estimator.preset_estimates import job_of
+    from hf_memopt.estimator.preset_estimates import preset_job
 
     rows = []
     for name, method, strategies in ROWS:
@@ -33,7 +33,7 @@ def main() -> None:
                 "strategy": strategy,
             }
             try:
-                found = estimate_job(job_of(preset, memory_args=MemoryArguments()))
+                found = estimate_job(preset_job(preset, memory_args=MemoryArguments()))
             except InputError as error:
                 rows.append({**row, "refused": str(error)})
                 continue

@@ -138,7 +138,7 @@ def packed_rows():
 
     from hf_memopt.estimator import estimate
     from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-    from hf_memopt.estimator.tracing.trace import weights_of
+    from hf_memopt.estimator.tracing.trace import loaded_tensors
     from hf_memopt.levers.adapters import add_adapters
 
     for number, (setting, (fields, double, length)) in enumerate(PACKED.items()):
@@ -157,7 +157,7 @@ def packed_rows():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=packing)
             # Loading is left out: on a CPU the checkpoint, mapped into memory, would be the peak of so small a model.
             loaded = {
-                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in weights_of(model)
+                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in loaded_tensors(model)
             }
 
             def train(model=model, folder=folder, fields=fields, length=length, lora=lora):

@@ -67,10 +67,10 @@ class Budget(Ledger):
         super().__init__(fake=False)
         self.limit = limit
 
-    def _book(self, key, size, kind):
+    def _allocate(self, key, size, kind):
         if self.limit is not None and self._total + size > self.limit:
             raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes.")
-        super()._book(key, size, kind)
+        super()._allocate(key, size, kind)
 
 
 def config_of(family: str, vocabulary: int):

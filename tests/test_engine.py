@@ -13,7 +13,8 @@ from hf_memopt import MemoryArguments, MemoryTrainer
 from hf_memopt.compatibility import RULES, Setup, refusals, resolve_engine
 from hf_memopt.compatibility.engine import deepspeed_config
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import estimate, fields_of
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.training_fields import read_fields
 from hf_memopt.presets import get_preset
 
 OFFLOADING = str(ROOT / "accelerate_configs" / "deepspeed" / "zero2_offload_cpu.json")
@@ -168,7 +169,7 @@ def test_an_engine_of_a_plugin_is_estimated(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     args = TrainingArguments(tmp_path, use_cpu=True)
-    assert fields_of(args)["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert read_fields(args)["deepspeed"]["zero_optimization"]["stage"] == 3
 
 
 def tiny(four_bit: bool = False):

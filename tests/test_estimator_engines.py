@@ -1,6 +1,5 @@
 """Several devices: DeepSpeed, FSDP2 and DDP on a fake process group, against themselves and against real processes."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -15,11 +14,14 @@ from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments
 from hf_memopt.estimator import estimate
-from hf_memopt.estimator.allocator.replay import CachingAllocator, replay
+from hf_memopt.estimator.allocator.caching import CachingAllocator
+from hf_memopt.estimator.allocator.replay import replay
+from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.assembly import missing_layers
+from hf_memopt.estimator.job import describe
+from hf_memopt.estimator.tracing import extrapolate
 from hf_memopt.hardware import get_hardware
 
-depth = importlib.import_module("hf_memopt.estimator.tracing.extrapolate")
-prediction = importlib.import_module("hf_memopt.estimator.api")
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 SHAPE = {
     "model_type": "llama",
@@ -91,7 +93,7 @@ def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
         return estimate(_config(14), fields, 256, "a100_80gb", world_size=4, strategy=strategy)
 
     extended = found()
-    monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
     whole = found()
     # ZeRO-2's flat partitions begin with the embeddings: only nearly a straight line.
     error = 0.01 if strategy == "zero2" else 0.002
@@ -121,7 +123,7 @@ def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
         return estimate(_config(20), fields, 32, "a100_80gb", world_size=4).phases
 
     extended = phases()
-    monkeypatch.setattr(depth, "_TRACED_WHOLE", 99)
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
     whole = phases()
     for phase in ("forward", "backward", "optimizer"):
         assert extended[phase] == pytest.approx(whole[phase], rel=0.03), phase
@@ -224,7 +226,7 @@ def test_nothing_of_the_fake_cluster_stays():
 def test_the_replayed_timeline_reaches_the_predicted_peak(fields, world_size):
     """The deep model's events, made from a shallow trace, add up to the same peak as the segments do."""
     strategy = "fsdp2" if world_size > 1 else None
-    job = prediction.describe(
+    job = describe(
         _config(20),
         {"per_device_train_batch_size": 2, **fields},
         256,
@@ -232,10 +234,10 @@ def test_the_replayed_timeline_reaches_the_predicted_peak(fields, world_size):
         world_size=world_size,
         strategy=strategy,
     )
-    depths = depth.shallow_depths(job.config, prediction.fewest_layers(job))
-    books = prediction.traced(job.at(depths[1]))
-    peaks = depth.at_full_depth(job.config, lambda layers: prediction.traced(job.at(layers)).peaks, depths)
-    replayed = replay(books, *prediction.missing_layers(job.config, depths), get_hardware("v100_32gb"))
+    depths = job.depths()
+    traces = [run_trace(job.at_depth(layers)) for layers in depths]
+    peaks = extrapolate.extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    replayed = replay(traces[1], *missing_layers(job.config, depths), get_hardware("v100_32gb"))
     assert replayed.allocated == pytest.approx(max(peak.total for peak in peaks.values()), rel=1e-3)
     for reserved in replayed.reserved.values():
         assert replayed.allocated <= reserved <= 1.2 * replayed.allocated + 64 * MIB

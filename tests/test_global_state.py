@@ -18,7 +18,7 @@ from test_levers_together import config, trainer_of
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_memopt import InputError, estimate, get_preset, plan
-from hf_memopt.estimator.dry_run import trainer_of as trainer_of_script
+from hf_memopt.estimator.dry_run import catch_trainer
 
 SEQ_LEN = 64
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 1, "use_cpu": True, "report_to": "none"}
@@ -116,7 +116,7 @@ def a_dry_run(tmp_path):
         trainer_of((), {str(tmp_path / "out")!r}).train()
     """)
     )
-    trainer_of_script(str(script), ["--an", "argument"])
+    catch_trainer(str(script), ["--an", "argument"])
 
 
 @pytest.mark.parametrize("call", [an_estimate, an_estimate_of_ranks, a_plan, a_dry_run])

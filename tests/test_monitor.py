@@ -160,6 +160,24 @@ def test_activation_memory_comes_from_the_estimator():
     assert plain["effective_memory_bytes"] > 14 * 4 * 12 * 256 * 512 * 2
 
 
+def test_activation_memory_is_the_estimators():
+    """The same question to estimate(), as docs/memory.md asks it."""
+    from transformers import LlamaConfig
+
+    from hf_memopt import estimate
+    from hf_memopt.monitor.optimizations import CHECKPOINTING
+
+    sizes = {"batch_size": 2, "sequence_length": 512, "hidden_size": 128, "num_layers": 6, "num_attention_heads": 4}
+    answer = MemoryMonitor(device="cpu").estimate_activation_memory(**sizes, use_gradient_checkpointing=True)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, vocab_size=32_000
+    )
+    fields = {"per_device_train_batch_size": 2, "bf16": True}
+    assert answer["without_checkpointing_bytes"] == estimate(config, fields, 512, "a100_80gb").breakdown["activations"]
+    checkpointed = estimate(config, {**fields, **CHECKPOINTING}, 512, "a100_80gb")
+    assert answer["effective_memory_bytes"] == checkpointed.breakdown["activations"]
+
+
 GUIDE = {
     "model": {"use_flash_attention": True, "deepspeed_activation_checkpointing": True},
     "training": {

@@ -22,7 +22,7 @@ from hf_memopt.estimator.accounting.work import Kernel, Work, extended
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import hub_id, load_config
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.model import task_of
+from hf_memopt.estimator.tracing.model import infer_task
 from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
 from hf_memopt.hardware import list_hardware
 from hf_memopt.levers.arguments import RUNGS
@@ -207,7 +207,7 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
         effective_batch_size=4 * devices,
         seq_len=512,
         memory_args=given,
-        task=task_of(read),
+        task=infer_task(read),
         fixed={},
     )
     found = list(space.choices())

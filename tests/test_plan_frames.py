@@ -8,7 +8,8 @@ import video_models
 
 from hf_memopt import MemoryArguments
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import describe, estimate_job
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.job import describe
 from hf_memopt.planner.frames import most_frames
 from hf_memopt.video.inputs import VideoInputs, parse_frame_size
 

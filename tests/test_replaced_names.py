@@ -16,7 +16,7 @@ from hf_memopt import MemoryArguments
 from hf_memopt.errors import IncompatibleLibrary, InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting import engine_tensors
-from hf_memopt.estimator.dry_run import trainer_of
+from hf_memopt.estimator.dry_run import catch_trainer
 from hf_memopt.estimator.patches import replacement
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, TABLE, Part, Use, path_to
@@ -131,7 +131,7 @@ def test_a_script_calls_what_is_replaced(calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("SHAPE", repr(SHAPE)))
-    trainer_of(str(script), [])
+    catch_trainer(str(script), [])
     assert uncalled(Part.DRY_RUN, calls) == []
 
 

@@ -69,8 +69,8 @@ def recorded(setting: Setting) -> tuple[list[tuple[int, int]], dict]:
 
 
 def replayed(events: list[tuple[int, int]], expandable: bool) -> dict:
-    """The same requests in estimator.replay's allocator."""
-    from hf_memopt.estimator.allocator.replay import CachingAllocator
+    """The same requests in estimator.allocator.caching."""
+    from hf_memopt.estimator.allocator.caching import CachingAllocator
 
     model, blocks, live, peak = CachingAllocator(expandable), {}, 0, 0
     for address, size in events:
@@ -89,7 +89,7 @@ def rounding() -> dict:
     """Requests of every size class: how much more the allocator reserves, beside the model's answer."""
     import torch
 
-    from hf_memopt.estimator.allocator.replay import CachingAllocator
+    from hf_memopt.estimator.allocator.caching import CachingAllocator
 
     found = {}
     for size in (1, 513, 2**20, 2**20 + 1, 5 * 2**20, 10 * 2**20, 11 * 2**20 + 1, 33 * 2**20 + 5):

@@ -284,7 +284,8 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         device: a hardware.Hardware.
     """
     from hf_memopt import MemoryArguments
-    from hf_memopt.estimator.api import describe, estimate_job
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.job import describe
     from hf_memopt.planner.cost import times
     from hf_memopt.planner.sketch import traced_jobs
 
@@ -295,11 +296,11 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         fields,
         setting.length,
         device,
-        adapter(setting.method),
-        setting.dtype,
-        setting.attention,
-        setting.padded,
-        quantization(setting.method),
+        peft_config=adapter(setting.method),
+        dtype=setting.dtype,
+        attn_implementation=setting.attention,
+        padded=setting.padded,
+        quantization_config=quantization(setting.method),
         memory_args=memory_args,
     )
     found = estimate_job(job)

@@ -58,7 +58,7 @@ def _predict_savings(options: JobOptions) -> list[dict]:
 
     _, job = resolve_job(options)
     estimate = estimate_job(job, on_all_cores)
-    savings = largest_savings(job, estimate, each=on_all_cores) + smaller_models(job, estimate, on_all_cores)
+    savings = largest_savings(job, estimate, map_fn=on_all_cores) + smaller_models(job, estimate, on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 

@@ -42,7 +42,7 @@ def run_estimate(options: JobOptions, levers: bool, plot_file: str | None, as_js
     savings = []
     if levers or estimate.fits is False:
         working("estimating which changes save most")
-        savings = largest_savings(job, estimate, each=on_all_cores)
+        savings = largest_savings(job, estimate, map_fn=on_all_cores)
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
@@ -63,7 +63,7 @@ def resolve_job(options: JobOptions):
         InputError: an option or setting that cannot be used.
     """
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.preset_estimates import job_of
+    from hf_memopt.estimator.preset_estimates import preset_job
     from hf_memopt.estimator.smaller import with_sizes
     from hf_memopt.hardware import get_hardware
     from hf_memopt.video.inputs import frozen_by_settings, video_inputs
@@ -78,13 +78,13 @@ def resolve_job(options: JobOptions):
     if sizes:
         model = config = with_sizes(config, sizes)
     video = video_inputs(model, config, settings.video)
-    job = job_of(
+    job = preset_job(
         preset,
         model,
-        options.seq_len,
-        preset.processes if options.world_size is None else options.world_size,
-        settings.training,
-        settings.lora,
+        seq_len=options.seq_len,
+        world_size=preset.processes if options.world_size is None else options.world_size,
+        fields=settings.training,
+        lora=settings.lora,
         hardware=get_hardware(options.hardware) if options.hardware else preset.hardware,
         task=own.get("task"),
         video=video,
@@ -112,9 +112,9 @@ class DryRunOptions:
 def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
     """Print the estimate of a script's job; 0 if it fits or the capacity is unknown, 1 if it does not fit."""
     from hf_memopt.estimator import estimate_trainer
-    from hf_memopt.estimator.dry_run import trainer_of
+    from hf_memopt.estimator.dry_run import catch_trainer
 
-    trainer = trainer_of(options.script, options.arguments)
+    trainer = catch_trainer(options.script, options.arguments)
     estimate = estimate_trainer(trainer, options.hardware, options.world_size)
     if plot_file:
         from hf_memopt.estimator.plot import plot

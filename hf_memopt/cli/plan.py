@@ -216,7 +216,7 @@ def run_frames(options: FramesOptions, as_json: bool) -> int:
 def _video_job(options: FramesOptions):
     """The job with clips of one frame, whose number is varied."""
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.preset_estimates import job_of
+    from hf_memopt.estimator.preset_estimates import preset_job
     from hf_memopt.levers.answer_logits import with_few_logits
     from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
@@ -225,13 +225,12 @@ def _video_job(options: FramesOptions):
     config = load_config(options.model)
     video = video_inputs(options.model, config, {"max_frames": 1, **settings.video})
     preset = replace(preset, dtype=settings.own.get("dtype", preset.dtype))
-    return job_of(
+    return preset_job(
         preset,
         options.model,
-        None,
-        1,
-        {"per_device_train_batch_size": 1, **settings.training},
-        settings.lora,
+        world_size=1,
+        fields={"per_device_train_batch_size": 1, **settings.training},
+        lora=settings.lora,
         video=video,
         frozen=frozen_by_settings(settings.video),
         attn_implementation=settings.own.get("attn_implementation"),

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its configuration."""
+"""A model's configuration from a hub id, a path or the name of a bundled architecture."""
 
 import re
 from pathlib import Path
@@ -21,12 +21,12 @@ def is_bundled(path: Path) -> bool:
 
 
 def load_config(model):
-    """The configuration of a bundled architecture's name, hub id, folder, config.json, or itself.
+    """The configuration of a model: a bundled architecture's name, hub id, folder, config.json, or PretrainedConfig.
 
-    Code that comes with a model is never run, whatever stdin says.
+    Code that comes with a model is never run, and transformers never asks on stdin whether it may.
 
     Raises:
-        InputError: nothing of that name can be read, or it is not a model that can be.
+        InputError: nothing of that name can be read, or it is not the configuration of a model.
     """
     from transformers import PretrainedConfig
 
@@ -47,10 +47,10 @@ def load_config(model):
 
 
 def read_config(model, trust_remote_code: bool = False):
-    """The configuration of a hub id, a folder or a config.json, with sizes that a model can have.
+    """The configuration of a hub id, a folder or a config.json, with checked sizes.
 
     Args:
-        trust_remote_code: run code that comes with the model. transformers would ask on stdin where this is None.
+        trust_remote_code: run code that comes with the model (None would have transformers ask on stdin).
 
     Raises:
         InputError: it is not a configuration, or needs code that must not be run.
@@ -74,12 +74,12 @@ def read_config(model, trust_remote_code: bool = False):
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (InputError, OSError):
         raise
-    except Exception as error:  # what a configuration's class raises for values that it does not take is its own
+    except Exception as error:  # configuration classes raise anything for values that they refuse
         raise InputError(f"{where}: its config.json cannot be used: {one_line(error)[:300]}") from error
 
 
 def _bundled(model: str) -> Path | None:
-    """The file of a bundled architecture, by its name or by the hub id that it was taken from."""
+    """The file of a bundled architecture, by its name or by the hub id in its `source`."""
     named = _FOLDER / f"{model.lower()}.json"
     if named.is_file():
         return named
@@ -92,12 +92,12 @@ def _bundled(model: str) -> Path | None:
 
 
 def hub_id(model: str) -> str:
-    """Where a bundled architecture's weights are; any other name stays as it is."""
+    """The hub id of a bundled architecture; any other name as it is."""
     named = _FOLDER / f"{str(model).lower()}.json"
     if Path(model).exists() or not named.is_file():
         return str(model)
-    found = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", named.read_text())
-    return found[1] if found else str(model)
+    source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", named.read_text())
+    return source[1] if source else str(model)
 
 
 def _unknown(model, reason: str) -> InputError:

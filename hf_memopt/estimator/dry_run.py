@@ -1,4 +1,4 @@
-"""Run someone's training script up to trainer.train(), with weights never loaded."""
+"""Run a training script up to trainer.train(), without loading weights."""
 
 import contextlib
 import os
@@ -14,43 +14,44 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.patches.replacement import replaced
 from hf_memopt.estimator.tracing.fake_tensors import cast_in_place
 from hf_memopt.estimator.tracing.model import quantize
-from hf_memopt.estimator.tracing.trace import generators_kept
+from hf_memopt.estimator.tracing.process_state import generators_kept
 
 
 class Ready(BaseException):
-    """The script called train(). Not an Exception, so that a script's own handlers let it pass."""
+    """The script called train(). A BaseException, so that the script's own `except Exception` does not catch it."""
 
     def __init__(self, trainer):
         super().__init__()
         self.trainer = trainer
 
 
-def trainer_of(script: str, arguments: list[str]):
-    """The Trainer that a script builds, caught when it is about to train.
+def catch_trainer(script: str, arguments: list[str]):
+    """The Trainer that a script builds, caught when it calls train().
 
-    from_pretrained and from_config give models of fake tensors; evaluation before training is skipped; the folders
-    that a Trainer makes for its output are removed again.
+    from_pretrained and from_config return models on fake tensors. Evaluation before training is skipped. Folders that
+    the Trainer creates for its output are removed again.
 
     Raises:
-        InputError: there is no such script, it fails, or it never trains.
+        InputError: there is no such script, it ends with an error code, or it never calls train().
     """
     path = Path(script)
     if not path.is_file():
         raise InputError(f"{script}: no such file")
-    with generators_kept(), _script_environment(path, arguments), _fake_models(), _caught():
+    with generators_kept(), _script_environment(path, arguments), _fake_models(), _caught_at_train():
         try:
             runpy.run_path(str(path), run_name="__main__")
         except Ready as ready:
             return ready.trainer
-        except SystemExit as left:
-            if left.code not in (None, 0):
-                raise InputError(f"{script} ended with exit code {left.code} before trainer.train()") from left
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise InputError(f"{script} ended with exit code {end.code} before trainer.train()") from end
     raise InputError(f"{script} ended without calling train() of a transformers Trainer")
 
 
 @contextlib.contextmanager
 def _script_environment(path: Path, arguments: list[str]):
-    """Arguments, import path and standard output as the script would have them, its output on standard error."""
+    """sys.argv and sys.path as `python script.py` sets them. What the script prints goes to stderr: stdout is for the
+    command's result."""
     with (
         mock.patch.object(sys, "argv", [str(path), *arguments]),
         mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
@@ -103,24 +104,24 @@ def _fake_models():
 
 
 @contextlib.contextmanager
-def _caught():
+def _caught_at_train():
     from transformers import Trainer
 
     start = Trainer.__init__
 
     def init(self, *args, **kwargs):
-        made: list[Path] = []
+        created: list[Path] = []
         makedirs = os.makedirs
 
-        def remember(name, *rest, **more):
+        def remember(name, *args, **kwargs):
             folder = Path(name)
-            made.extend(part for part in (folder, *folder.parents) if not part.exists())
-            makedirs(name, *rest, **more)
+            created.extend(part for part in (folder, *folder.parents) if not part.exists())
+            makedirs(name, *args, **kwargs)
 
         with mock.patch.object(os, "makedirs", remember):
             start(self, *args, **kwargs)
-        for folder in made:
-            with contextlib.suppress(OSError):  # something else is in it by now
+        for folder in created:
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
     def train(self, *args, **kwargs):

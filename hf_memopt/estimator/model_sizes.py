@@ -1,4 +1,4 @@
-"""Sizes in a config.json that no model has, found before transformers makes lists and tensors of them."""
+"""Sizes in a config.json that no model has are refused before transformers allocates lists and tensors of them."""
 
 import re
 from collections.abc import Mapping
@@ -8,41 +8,41 @@ from hf_memopt.errors import InputError, brief
 
 # Several times the deepest and the widest models there are: Llama 3.1 405B has 126 layers, and research models a
 # thousand; vocabularies end at 262,144 (Gemma 3). An estimate of 2,000 layers takes some seconds.
-_MOST_LAYERS = 2_000
-_MOST = 2**24
-# The names that transformers' configurations give to what a weight's shape is made of.
+_MAX_LAYERS = 2_000
+_MAX_SIZE = 2**24
+# Names of the sizes in transformers' configurations that decide the shapes of weights.
 _LAYERS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(en|de)coder_layers|depth)")
 _WIDTHS = re.compile(
     r"(hidden_size|d_model|n_embd|embed_dim|vocab_size|intermediate_size|(en|de)coder_ffn_dim|d_ff|d_kv"
     r"|(num_|n_)?(attention_|key_value_|(en|de)coder_attention_)?heads?|n_head|head_dim|patch_size)"
 )
-_MAY_BE_ZERO = ("depth", "head_dim")  # transformers has configurations that say so, and means "derived"
+_MAY_BE_ZERO = ("depth", "head_dim")  # configurations in transformers have 0 for "derived"
 
 
 def check_sizes(content: Mapping[str, Any], where: str) -> None:
-    """Raise where a configuration, or one within it, has a size that cannot be.
+    """Check the sizes of a configuration and of those nested in it.
 
     Args:
         content: of a config.json.
         where: begins an error's message.
 
     Raises:
-        InputError: names the key, its value and what it must be.
+        InputError: an impossible size; the message names the key, its value and what it must be.
     """
     for name, value in content.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{where}: {name}")
         elif value is not None and _LAYERS.fullmatch(str(name)):
-            _check_number(name, value, _MOST_LAYERS, where)
+            _check_number(name, value, _MAX_LAYERS, where)
         elif value is not None and _WIDTHS.fullmatch(str(name)):
-            _check_number(name, value, _MOST, where)
+            _check_number(name, value, _MAX_SIZE, where)
     _check_heads(content, where)
 
 
 def _check_number(name: str, value: Any, most: int, where: str) -> None:
     if isinstance(value, list):  # a size for each layer, or for each side of a patch
-        for one in value:
-            _check_number(name, one, most, where)
+        for item in value:
+            _check_number(name, item, most, where)
         return
     least = 0 if name in _MAY_BE_ZERO else 1
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

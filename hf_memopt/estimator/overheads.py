@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hf_memopt.compatibility.rules import CUDA_GRAPHS
 from hf_memopt.compatibility.setup import compile_mode
-from hf_memopt.estimator.accounting.ledger import Books, Peak
+from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.hardware import Hardware
@@ -45,7 +45,7 @@ def _one_at_a_time(job) -> bool:
 
 def _joins(job) -> bool:
     """Whether VideoTrainer's copy of the samples that run lies in the memory where they wait."""
-    return getattr(job, "video", None) is not None and job.memory_args is not None and not job.device.memory_apart
+    return job.video is not None and job.memory_args is not None and not job.device.memory_apart
 
 
 def _sees(job, segment: str) -> bool:
@@ -103,23 +103,23 @@ def host_bytes(peaks: dict[str, Peak], job) -> int:
     loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
         return max(peak.total + peak.host for peak in peaks.values()) + swapped + loader + spare
-    staged = 0 if job.quantization is not None else peaks["load"].by_kind.get("parameters", 0)
+    staged = 0 if job.quantization_config is not None else peaks["load"].by_kind.get("parameters", 0)
     return max(offloaded, staged) + loader + spare
 
 
-def notes(job, books: Books) -> tuple[str, ...]:
+def notes(job, trace: TraceResult) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
     if job.world_size > 1:
         said.append(f"predicted for one of {job.world_size} devices, {job.engine}")
     if job.device.backend != "cpu":
         said.extend(measured_memory(job.device))
-    if books.unpacked_experts:
+    if trace.unquantized_experts:
         said.append(
             "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
         )
-    video = getattr(job, "video", None)
-    if hasattr(video, "summary") and video.sample is None:
+    video = job.video
+    if video is not None and video.sample is None:
         said.append(f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
         if not video.settings:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")

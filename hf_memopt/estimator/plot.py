@@ -1,4 +1,4 @@
-"""Memory over two steps, as a picture."""
+"""The predicted memory of two steps as a picture."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ from hf_memopt import charts
 from hf_memopt.estimator.result import Estimate
 
 
-def plot(found: Estimate, path: str | Path, title: str) -> None:
-    """Write a PNG, SVG or PDF of the predicted timeline; the file is there whole or not at all.
+def plot(estimate: Estimate, path: str | Path, title: str) -> None:
+    """Write a PNG, SVG or PDF of the predicted timeline, atomically.
 
     Raises:
-        InputError: the ending is not one that can be written, or the folder is not there.
+        InputError: another ending, or a folder that does not exist.
     """
-    timeline = [(segment.split(":")[0], size) for segment, size in found.timeline]
-    near = found.capacity_bytes and found.capacity_bytes < 3 * found.device_bytes
-    capacity = found.capacity_bytes if near else None
-    peak = found.peak_allocated_bytes
+    timeline = [(segment.split(":")[0], size) for segment, size in estimate.timeline]
+    near = estimate.capacity_bytes and estimate.capacity_bytes < 3 * estimate.device_bytes
+    capacity = estimate.capacity_bytes if near else None
+    peak = estimate.peak_allocated_bytes
     charts.save(path, title, lambda axes: charts.by_phase(axes, False, timeline, peak, capacity))

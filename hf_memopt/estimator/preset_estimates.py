@@ -1,6 +1,6 @@
-"""What every preset is predicted to need for the model that it is meant for; `make estimates` writes it.
+"""The predicted memory of every preset on its reference model; `make estimates` writes it to a file.
 
-Kept as a file, so that `hf-memopt show` need not import torch; a test makes some of it anew.
+The file spares `hf-memopt show` the import of torch; a test estimates a part of it again.
 """
 
 import json
@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 from hf_memopt.data.builtin_model import builtin_model
-from hf_memopt.estimator.api import Job, describe, estimate_job
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.job import Job, describe
 from hf_memopt.files import write_whole
 from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
 from hf_memopt.presets.accelerate_config import FSDP2
@@ -19,54 +20,53 @@ from hf_memopt.presets.reference import REFERENCE_FILE
 _KEPT = ("device_bytes", "peak_allocated_bytes", "host_bytes", "capacity_bytes", "phase", "fits")
 
 
-def job_of(
+def preset_job(
     preset: Preset,
     model=None,
+    *,
     seq_len: int | None = None,
     world_size: int | None = None,
     fields=None,
     lora=None,
-    **more,
+    **settings,
 ) -> Job:
-    """A preset's job, on its reference model and device unless others are given.
+    """A preset's job, on its reference model and device by default.
 
     Args:
-        fields, lora: TrainingArguments and LoraConfig fields over the preset's.
-        more: further arguments of estimator.prediction.describe.
+        fields, lora: TrainingArguments and LoraConfig fields that override the preset's.
+        settings: further arguments of estimator.job.describe.
     """
-    given = dict(fields or {})
+    fields = dict(fields or {})
     preset = replace(preset, seq_len=seq_len or preset.seq_len)
     world_size = preset.processes if world_size is None else world_size
-    deepspeed = given.pop("deepspeed", None) or preset.deepspeed_config()
-    resolved = resolve(preset, world_size, given) | ({"deepspeed": deepspeed} if deepspeed else {})
+    deepspeed = fields.pop("deepspeed", None) or preset.deepspeed_config()
+    resolved = resolve(preset, world_size, fields) | ({"deepspeed": deepspeed} if deepspeed else {})
     if preset.strategy == "fsdp2":
         resolved.setdefault("fsdp_config", {"activation_checkpointing": FSDP2["fsdp_activation_checkpointing"]})
     if model is None:
         model = preset.reference_model
         model = builtin_model() if model == "builtin" else model
-    quantization = more.pop("quantization_config", None)
-    if preset.method == "qlora" and quantization is None:
+    if preset.method == "qlora" and settings.get("quantization_config") is None:
         from transformers import BitsAndBytesConfig
 
-        quantization = BitsAndBytesConfig(**preset.quantization())
+        settings["quantization_config"] = BitsAndBytesConfig(**preset.quantization())
     return describe(
         model,
         resolved,
         preset.seq_len,
-        more.pop("hardware", preset.hardware),
-        preset.peft_config(**(lora or {})),
-        preset.dtype,
-        quantization_config=quantization,
+        settings.pop("hardware", preset.hardware),
+        peft_config=preset.peft_config(**(lora or {})),
+        dtype=preset.dtype,
         world_size=world_size,
         strategy=None if preset.strategy.startswith("zero") else preset.strategy,
-        **more,
+        **settings,
     )
 
 
 def reference_estimate(preset: Preset) -> dict:
     """A preset's row of the file."""
-    found = estimate_job(job_of(preset)).to_dict()
-    return {"model": preset.reference_model, "seq_len": preset.seq_len, **{name: found[name] for name in _KEPT}}
+    estimate = estimate_job(preset_job(preset)).to_dict()
+    return {"model": preset.reference_model, "seq_len": preset.seq_len, **{name: estimate[name] for name in _KEPT}}
 
 
 def main() -> None:
@@ -76,8 +76,8 @@ def main() -> None:
             rows[f"{name} {method}"] = reference_estimate(get_preset(name, method))
             print(name, method, rows[f"{name} {method}"], flush=True)
     versions = {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")}
-    told = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "estimates": rows}
-    write_whole(REFERENCE_FILE, json.dumps(told, indent=2) + "\n")
+    content = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "estimates": rows}
+    write_whole(REFERENCE_FILE, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The answer: a peak, when it comes, what it consists of, and whether it fits."""
+"""The result of an estimate: the peak, its phase, what it consists of, and whether it fits."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,18 +10,18 @@ class Estimate:
 
     Attributes:
         peak_allocated_bytes: what `torch.cuda.max_memory_allocated` reports over a run, or the CPU allocator's peak.
-        peak_reserved_bytes: what the caching allocator takes from the device for it, as this project's presets set it
-            (with expandable segments on CUDA).
+        peak_reserved_bytes: what the caching allocator reserves for it, as this project's presets configure it (with
+            expandable segments on CUDA).
         reserved_bytes: the same with expandable segments ("expandable") and without ("segments").
         device_bytes: reserved bytes and the process's context: what nvidia-smi shows.
         host_bytes: host memory of one process.
-        phase: load | forward | backward | optimizer | eval | save, where the peak comes.
+        phase: load | forward | backward | optimizer | eval | save, in which the peak occurs.
         breakdown: kind -> bytes at the peak, which sum to it.
         phases: phase -> its own peak.
         capacity_bytes: what the device offers to a job; None where it is not known.
         training_arguments: as resolved.
-        notes: what the number does and does not cover.
-        timeline: bytes over two steps in equal stretches, each with its phase; not part of to_dict().
+        notes: what the numbers do and do not cover.
+        timeline: (segment, bytes) over two steps, at equal numbers of allocations; not part of to_dict().
     """
 
     peak_allocated_bytes: int
@@ -39,13 +39,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether all that the device must hold is within its capacity; None where the capacity is not known."""
+        """Whether `device_bytes` is within the capacity; None where the capacity is not known."""
         return None if self.capacity_bytes is None else self.device_bytes <= self.capacity_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as one JSON object."""
-        told = (item.name for item in fields(self) if item.name != "timeline")
-        return {name: getattr(self, name) for name in told} | {
+        names = (item.name for item in fields(self) if item.name != "timeline")
+        return {name: getattr(self, name) for name in names} | {
             "fits": self.fits,
             "notes": list(self.notes),
         }

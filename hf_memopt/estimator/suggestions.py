@@ -8,10 +8,12 @@ from typing import Any
 from hf_memopt.compatibility.engine import Engine
 from hf_memopt.compatibility.setup import Setup, quant_storage
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job, estimate_jobs, fsdp_checkpoints
+from hf_memopt.estimator.api import estimate_jobs
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
+from hf_memopt.estimator.training_fields import fsdp_checkpoints
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
 
@@ -31,19 +33,19 @@ class Saving:
     fits: bool | None
 
 
-def largest_savings(job: Job, found: Estimate, count: int = 3, each=one_by_one) -> list[Saving]:
+def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
     """The changes that save most, best first; those that save nothing are left out.
 
     Each is a whole estimate of its own, so this takes a few seconds.
 
     Args:
-        each: as for estimate_jobs().
+        map_fn: as for estimate_jobs().
     """
-    savings = _estimated(list(_changed_jobs(job)), found, each)
+    savings = _estimated(list(_changed_jobs(job)), found, map_fn)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
 
-def smaller_models(job: Job, found: Estimate, each=one_by_one) -> list[Saving]:
+def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]:
     """What fewer layers, half the width and half the experts save; empty for a model with trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
@@ -52,12 +54,12 @@ def smaller_models(job: Job, found: Estimate, each=one_by_one) -> list[Saving]:
         text = ", ".join(f"{name}={size}" for name, size in sizes.items())
         smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
         changes.append((f"a smaller model, trained from scratch: {text}", smaller))
-    return _estimated(changes, found, each)
+    return _estimated(changes, found, map_fn)
 
 
-def _estimated(changes: list[tuple[str, Job]], found: Estimate, each) -> list[Saving]:
+def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[Saving]:
     savings = []
-    for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], each), strict=True):
+    for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], map_fn), strict=True):
         if isinstance(other, InputError):
             continue
         saved = found.device_bytes - other.device_bytes
@@ -82,11 +84,11 @@ def _facts(job: Job) -> JobFacts:
     setup = Setup(
         **engine.setup(),
         optim=str(fields.get("optim", "adamw_torch_fused")),
-        method="qlora" if job.quantization is not None else "full" if job.peft_config is None else "lora",
+        method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
         device=job.device.backend,
         precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
         dtype=job.dtype,
-        quant_storage=quant_storage(job.quantization),
+        quant_storage=quant_storage(job.quantization_config),
         activation_checkpointing=bool(fields.get("activation_checkpointing")),
         accumulates=fields["gradient_accumulation_steps"] > 1,
     )

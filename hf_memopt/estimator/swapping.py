@@ -1,5 +1,4 @@
-"""Buffers through which DeepSpeed's optimizer states go to a disk and back: as large as its largest group of
-weights."""
+"""Buffers through which DeepSpeed swaps optimizer states to a disk: as large as its largest group of weights."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -8,9 +7,8 @@ _COUNT = 4  # buffer_count, by default (deepspeed.runtime.zero.offload_config)
 
 
 def optimizer_buffers(job) -> int:
-    """Bytes of one process's buffers, in fp32; a shallow model's do not grow to the deep one's along a line.
-
-    (deepspeed.runtime.swap_tensor.utils.SwapBufferManager; groups: stage3.py, _create_fp16_sub_groups.)
+    """Bytes of one process's buffers, in fp32, from the sizes of the whole model's weights: they do not grow linearly
+    with the number of layers (deepspeed 0.19: swap_tensor.utils.SwapBufferManager, stage3._create_fp16_sub_groups).
     """
     zero = (job.fields.get("deepspeed") or {}).get("zero_optimization") or {}
     states = zero.get("offload_optimizer") or {}
@@ -21,9 +19,9 @@ def optimizer_buffers(job) -> int:
 
 
 def largest_group(parts: Iterable[int], limit: int) -> int:
-    """Elements of the largest group, each of which is closed by the weight that fills it."""
+    """Elements of the largest group; a group ends with the weight that reaches the limit."""
 
-    def joined(group: int, part: int) -> int:
+    def extend(group: int, part: int) -> int:
         return part if group >= limit else group + part
 
-    return max(accumulate(parts, joined))
+    return max(accumulate(parts, extend))

@@ -1,4 +1,4 @@
-"""estimate_trainer(): the peak of a Trainer that stands ready to train."""
+"""The job of a Trainer that is ready to train: its own model, its own data, its own class."""
 
 import math
 from dataclasses import dataclass
@@ -8,159 +8,142 @@ import torch
 
 from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import (
-    bound_by_groups,
-    checkpointing_period,
-    engine_of,
-    evaluates,
-    fewest_layers,
-    fields_of_trainer,
-    missing_layers,
-    neediest_rank,
-    report,
-    traceable,
-    traced,
-)
-from hf_memopt.estimator.patches.flex_attention import runs_flex
-from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.extrapolate import at_full_depth, layers_of, shallow_depths
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.estimator.tracing.fake_copy import fake_copy
-from hf_memopt.estimator.tracing.trace import TracedJob, repeated_layers
+from hf_memopt.estimator.tracing.segments import repeated_layers
+from hf_memopt.estimator.tracing.trace import TracedJob
+from hf_memopt.estimator.training_fields import (
+    engine_name,
+    evaluates,
+    peak_rank,
+    read_trainer_fields,
+    with_strategy,
+)
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.levers.token_budget import samples_within
-from hf_memopt.video.inputs import value_tensors
+from hf_memopt.video.inputs import VideoInputs, value_tensors
 from hf_memopt.video.model_parts import frozen_parts
 
-_ROWS_LOOKED_AT = 10_000
+_SAMPLED_ROWS = 10_000  # rows among which the longest samples are searched
 
 
-@dataclass(frozen=True)
-class TrainerJob:
-    """A Trainer's job, as far as memory is concerned (the fields are those of prediction.Job)."""
+@dataclass(frozen=True, kw_only=True)
+class TrainerJob(Job):
+    """A Job whose model, batch and class are a Trainer's.
 
-    config: Any
-    fields: dict[str, Any]
-    device: Hardware
-    quantization: Any
-    world_size: int
-    engine: str
-    batch: dict
-    model: Any
-    layer: Any
-    task: str = "the trainer's own"
-    memory_args: Any = None
-    video: Any = None
-    frozen: tuple[str, ...] = ()
+    Attributes:
+        trainer: stays as it is; copies of it are traced.
+        inputs: the tensors of its largest micro-batch.
+        layer_lists: the ModuleLists of its model's repeated layers; empty where they are not recognised.
+    """
 
-    def trained_sizes(self) -> list[int]:
-        """Elements of every tensor that is trained, in the model's order."""
-        weights = (weight for weight in self.model.parameters() if weight.requires_grad)
-        return [getattr(weight, "ds_numel", weight.numel()) for weight in weights]
+    trainer: Any
+    inputs: dict[str, torch.Tensor]
+    layer_lists: list[torch.nn.ModuleList]
+
+    @property
+    def batch(self) -> dict:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.inputs.items()}
+
+    @property
+    def kept_batches(self) -> int:
+        trainer = self.trainer
+        if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
+            return 0
+        reduced = getattr(self.memory_args, "reduce_eval_logits", False)
+        if reduced and trainer.preprocess_logits_for_metrics is None:
+            return 0  # only the predicted token ids are kept
+        size = trainer.args.per_device_eval_batch_size
+        batches = math.ceil(len(trainer.eval_dataset) / size) if hasattr(trainer.eval_dataset, "__len__") else 1
+        return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
-        """Weights outside and within one layer; only those that are trained."""
-
         def count(module) -> int:
-            weights = [weight for weight in module.parameters() if weight.requires_grad or not trained]
-            return sum(
-                getattr(weight, "ds_numel", weight.numel()) for weight in weights
-            )  # ZeRO-3 leaves none in place
+            return sum(map(_count_elements, _weights(module, trained)))
 
-        layer = max(1, count(self.layer))
-        return count(self.model) - layer * layers_of(self.config), layer
+        layer = max(1, count(self.layer_lists[0][0] if self.layer_lists else self.trainer.model))
+        return count(self.trainer.model) - layer * count_layers(self.config), layer
+
+    def trained_sizes(self) -> list[int]:
+        return [_count_elements(weight) for weight in _weights(self.trainer.model, trained=True)]
+
+    def depths(self) -> tuple[int, ...]:
+        return super().depths() if self.layer_lists else (count_layers(self.config),)
+
+    def at_depth(self, depth: int) -> TracedJob:
+        return TracedJob(
+            make_model=lambda: fake_copy(self.trainer.model, self.layer_lists, depth),
+            batch=self.batch,
+            values={} if self.video is None else value_tensors(self.inputs),
+            padded=self.padded,
+            evaluated=evaluates(self.fields) and self.trainer.eval_dataset is not None,
+            kept_logits=self.kept_batches,
+            trainer=self.trainer,
+            **self._trace_settings(),
+        )
 
 
-def estimate_trainer(
-    trainer, hardware: str | Hardware = "auto", world_size: int | None = None, strategy: str | None = None
-) -> Estimate:
-    """Predict the peak memory of `trainer.train()`, for any Trainer or subclass, which stays as it is.
+def _weights(module: torch.nn.Module, trained: bool) -> list[torch.nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad or not trained]
 
-    A copy of the trainer, with its class, arguments, optimizer and collator, trains a fake copy of its model on the
-    largest batch that its data set gives. Its callbacks are left out: they may write or send.
 
-    Args:
-        trainer: a transformers.Trainer that has not been trained yet.
-        hardware: a name in the catalog.
-        world_size, strategy: as in estimate(); by default those of the trainer's arguments.
+def _count_elements(weight: torch.Tensor) -> int:
+    """Of the whole weight: under ZeRO-3 `numel()` is that of an empty placeholder."""
+    return getattr(weight, "ds_numel", weight.numel())
+
+
+def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, strategy: str | None) -> TrainerJob:
+    """The job of a Trainer; the arguments are estimate_trainer()'s.
 
     Raises:
         InputError: the trainer has no model or no data, or is of a kind that is not modelled.
     """
-    device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
-    model, args = trainer.model, trainer.args
+    model = trainer.model
     if model is None or not hasattr(model, "config"):
         raise InputError("trainer.model must be a transformers or peft model")
     if getattr(model, "is_distributed_loading_by_transformers", False):
-        raise InputError("trainer.model is cut up already: estimate its configuration, with strategy=hsdpN or tpN")
-    fields = fields_of_trainer(trainer)
-    world_size = world_size or args.world_size
-    tensors, padded = _largest_batch(trainer)
-    batch = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    sees = any(name.startswith("pixel_values") for name in tensors)  # such models ask what their inputs hold
-    lists = _layer_lists(model)
-    layer = lists[0][0] if lists else model
-    job = TrainerJob(
-        model.config,
-        fields,
-        device,
-        getattr(model.config, "quantization_config", None),
-        world_size,
-        engine_of(fields, strategy, world_size),
-        batch,
-        model,
-        layer,
+        raise InputError("trainer.model is sharded already: estimate its configuration, with strategy=hsdpN or tpN")
+    fields = with_strategy(read_trainer_fields(trainer), strategy)
+    world_size = world_size or trainer.args.world_size
+    engine = engine_name(fields, strategy, world_size)
+    inputs, padded = _largest_batch(trainer)
+    # Vision models compute with the values of their inputs (grids of patches), text models with shapes alone.
+    sees = any(name.startswith("pixel_values") for name in inputs)
+    return TrainerJob(
+        config=model.config,
+        task="the trainer's own",
+        quantization_config=getattr(model.config, "quantization_config", None),
         memory_args=getattr(trainer, "memory_args", None),
-        video=sees or None,
         frozen=frozen_parts(model) if sees else (),
+        fields=fields,
+        seq_len=max((tensor.shape[1] for tensor in inputs.values() if tensor.dim() == 2), default=1),
+        device=hardware if isinstance(hardware, Hardware) else get_hardware(hardware),
+        padded=padded,
+        video=VideoInputs(sample=inputs) if sees else None,
+        engine=engine,
+        world_size=world_size,
+        rank=peak_rank(fields, engine, world_size),
+        trainer=trainer,
+        inputs=inputs,
+        layer_lists=_layer_lists(model),
     )
-    kept_batches = _batches_kept_for_metrics(trainer)
-
-    def at(depth: int) -> TracedJob:
-        return TracedJob(
-            make_model=lambda: fake_copy(model, lists, depth),
-            fields=traceable(fields, job.engine),
-            batch=batch,
-            accelerator=device.backend != "cpu",
-            host_apart=device.memory_apart,
-            flex=runs_flex(device),
-            padded=padded,
-            world_size=world_size,
-            engine=job.engine,
-            evaluated=evaluates(fields) and trainer.eval_dataset is not None,
-            kept_logits=kept_batches,
-            trainer=trainer,
-            values=value_tensors(tensors) if sees else {},
-            rank=neediest_rank(fields, job.engine, world_size),
-        )
-
-    whole = (layers_of(model.config),)
-    period = checkpointing_period(fields, getattr(trainer, "memory_args", None))
-    depths = shallow_depths(model.config, fewest_layers(job), period) if lists else whole
-    books = []
-
-    def peaks_at(depth: int):
-        books.append(traced(at(depth)))
-        return books[-1].peaks
-
-    peaks = at_full_depth(model.config, peaks_at, depths)
-    bound_by_groups(peaks, books[-1], job, depths[-1])
-    return report(job, peaks, books[-1], *missing_layers(model.config, depths), max(0, kept_batches - 2))
 
 
 def _layer_lists(model) -> list[torch.nn.ModuleList]:
-    """The ModuleLists that hold the repeated layers; none where they are not as many as the configuration says."""
+    """The ModuleLists of the repeated layers; none where their number is not the configuration's."""
     stacks = [{id(layer) for layer in stack} for stack in repeated_layers(model)]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    found = [module for module in lists if {id(layer) for layer in module} in stacks]
-    return found if all(len(module) == layers_of(model.config) for module in found) else []
+    layers = [module for module in lists if {id(layer) for layer in module} in stacks]
+    return layers if all(len(module) == count_layers(model.config) for module in layers) else []
 
 
 def _largest_batch(trainer) -> tuple[dict, bool]:
-    """The tensors of the micro-batch with the longest samples, and whether it is not of one piece."""
+    """The tensors of the micro-batch with the longest samples, and whether it is padded or packed."""
     if trainer.train_dataset is None:
         raise InputError("trainer.train_dataset is None: the estimate needs samples to know the batch's size")
     loader = trainer.get_train_dataloader()
-    trainer.accelerator._dataloaders.clear()
+    trainer.accelerator._dataloaders.clear()  # accelerate keeps every loader that it prepared, to save their states
     micro = trainer.args.per_device_train_batch_size
     data = loader.dataset
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
@@ -176,26 +159,14 @@ def _largest_batch(trainer) -> tuple[dict, bool]:
     if not tensors:
         raise InputError("the trainer's collator returns no tensors for its longest samples")
     mask = tensors.get("attention_mask")
-    places = tensors.get("position_ids")
-    packed = places is not None and bool((places.diff(dim=-1) < 0).any())  # rows that attention keeps apart
+    positions = tensors.get("position_ids")
+    packed = positions is not None and bool((positions.diff(dim=-1) < 0).any())  # they start again at each row
     padded = packed or (mask is not None and not bool(mask.all()))
     return tensors, padded
 
 
 def _longest(data, count: int) -> list[int]:
-    """Indices of the samples that take most."""
-    sizes = relative_sizes(data, _ROWS_LOOKED_AT)
-    order = sorted(range(min(len(sizes), _ROWS_LOOKED_AT)), key=sizes.__getitem__, reverse=True)
+    """Indices of the longest samples, repeated where there are fewer."""
+    sizes = relative_sizes(data, _SAMPLED_ROWS)
+    order = sorted(range(min(len(sizes), _SAMPLED_ROWS)), key=sizes.__getitem__, reverse=True)
     return (order * math.ceil(count / max(1, len(order))))[:count]
-
-
-def _batches_kept_for_metrics(trainer) -> int:
-    """Evaluation batches whose logits wait on the device for compute_metrics; 0 where none do."""
-    if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
-        return 0
-    reduced = getattr(getattr(trainer, "memory_args", None), "reduce_eval_logits", False)
-    if reduced and trainer.preprocess_logits_for_metrics is None:
-        return 0  # only the likeliest tokens are kept
-    size = trainer.args.per_device_eval_batch_size
-    batches = math.ceil(len(trainer.eval_dataset) / size) if hasattr(trainer.eval_dataset, "__len__") else 1
-    return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))

@@ -4,7 +4,7 @@ from itertools import repeat
 from typing import Any
 
 from hf_memopt.levers.arguments import THRESHOLDS, MemoryArguments
-from hf_memopt.monitor.optimizations import OPTIMIZATIONS, read_settings, savings
+from hf_memopt.monitor.optimizations import CHECKPOINTING, OPTIMIZATIONS, Settings, predict_savings, read_settings
 from hf_memopt.monitor.readers import Reader, Reading
 
 STATUSES = ("normal", "warning", "critical", "emergency")
@@ -12,7 +12,7 @@ _GB = 10**9
 
 
 def status_at(utilization: float, warning: float, critical: float, emergency: float) -> str:
-    """normal, warning, critical or emergency, of a share and three thresholds."""
+    """normal, warning, critical or emergency, for a share of capacity and three thresholds."""
     return STATUSES[sum(utilization >= threshold for threshold in (warning, critical, emergency))]
 
 
@@ -90,22 +90,24 @@ class MemoryMonitor:
         }
 
     def _recommendations(self, status: str, reading: Reading, batch_size: int | None) -> list[str]:
-        told = []
+        recommendations = []
         if status in ("critical", "emergency"):
             if batch_size and batch_size > 1:
-                told.append(
+                recommendations.append(
                     f"per_device_train_batch_size={batch_size // 2} with twice the gradient_accumulation_steps: the "
                     "same training in less memory"
                 )
-            told.append("activation_checkpointing=True, where it is not on")
+            recommendations.append("activation_checkpointing=True, where it is not on")
         if reading.reserved > 1.3 * reading.peak_allocated and status != "normal" and self.reader.kind != "cpu":
-            told.append("PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator holds much that no tensor is in")
+            recommendations.append(
+                "PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator reserves much that no tensor uses"
+            )
         others = reading.used - reading.reserved
         if others > 0.1 * reading.capacity and self.reader.kind != "cpu":
-            told.append(f"another process holds {others / 2**30:.1f} GiB of this device")
+            recommendations.append(f"another process holds {others / 2**30:.1f} GiB of this device")
         if status == "warning":
-            told.append("memory is near its limit: longer samples than so far may not fit")
-        return told
+            recommendations.append("memory is near its limit: longer samples than so far may not fit")
+        return recommendations
 
     def get_detailed_memory_breakdown(self) -> dict[str, dict[str, float]]:
         """`total` (allocated, reserved, peaks and capacity), `fragmentation` (`ratio`: the share of reserved memory
@@ -138,7 +140,8 @@ class MemoryMonitor:
         vocab_size: int = 32_000,
         bf16: bool = True,
     ) -> dict[str, float]:
-        """Activations and logits of one step of a Llama of these sizes, from the estimator's trace of it.
+        """Activations of a Llama of these sizes at its predicted peak: `breakdown["activations"]` of estimate(), which
+        counts logits apart, for training with AdamW.
 
         Returns:
             `effective_memory_bytes` with the settings, `without_checkpointing_bytes`, `savings_bytes`, and each as
@@ -156,33 +159,28 @@ class MemoryMonitor:
             vocab_size=vocab_size,
             max_position_embeddings=max(2048, sequence_length),
         )
+        attention = "sdpa" if use_flash_attention else "eager"
 
-        def activations(checkpointing: bool) -> int:
-            fields = {"per_device_train_batch_size": batch_size, "bf16": bf16}
-            if checkpointing:
-                fields |= {
-                    "activation_checkpointing": True,
-                    "activation_checkpointing_kwargs": {"use_reentrant": False},
-                }
-            attention = "sdpa" if use_flash_attention else "eager"
-            found = estimate(config, fields, sequence_length, "a100_80gb", attn_implementation=attention)
-            fixed = found.breakdown["parameters"] + found.breakdown["optimizer_states"]
-            return max(found.phases["forward"], found.phases["backward"]) - fixed
+        def activations(**fields: Any) -> int:
+            fields |= {"per_device_train_batch_size": batch_size, "bf16": bf16}
+            result = estimate(config, fields, sequence_length, "a100_80gb", attn_implementation=attention)
+            return result.breakdown["activations"]
 
-        whole = activations(False)
-        effective = activations(True) if use_gradient_checkpointing else whole
-        names = {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective}
-        return _both(names)
+        whole = activations()
+        effective = activations(**CHECKPOINTING) if use_gradient_checkpointing else whole
+        return _both(
+            {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective},
+        )
 
     def track_memory_optimizations(
         self, config, model=None, seq_len: int = 512, hardware: str = "auto", world_size: int | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Which memory optimizations a configuration switches on, and what each saves.
+        """Which memory optimizations a configuration switches on, and what each saves or would save.
 
         Args:
             config: TrainingArguments, a dict of its fields, a DeepSpeed configuration, or the nested sections of an
                 older YAML (`training: {deepspeed: {zero_stage: 1}, mixed_precision: fp16}`, …).
-            model, seq_len, hardware, world_size: as for estimate(); without a model nothing can be said of savings.
+            model, seq_len, hardware, world_size: as for estimate(); without a model savings are not predicted.
 
         Returns:
             name (monitor.optimizations.OPTIMIZATIONS) -> `enabled` and `memory_savings` (bytes of a device's predicted
@@ -191,13 +189,20 @@ class MemoryMonitor:
         Raises:
             InputError: a precision or ZeRO stage that does not exist, or a job that cannot be predicted.
         """
+        from hf_memopt.estimator import estimate
+
+        def peak(settings: Settings) -> int:
+            fields, attention = dict(settings.fields), settings.attention
+            result = estimate(model, fields, seq_len, hardware, attn_implementation=attention, world_size=world_size)
+            return result.peak_allocated_bytes
+
         settings = read_settings(config)
         saved = repeat({"memory_savings": None, "not_predicted": "needs a model: pass model=…"})
         if model is not None:
-            saved = savings(settings, model, seq_len, hardware, world_size)
+            saved = predict_savings(settings, peak)
         return {
-            name: {"enabled": optimization.is_on(settings), **about}
-            for (name, optimization), about in zip(OPTIMIZATIONS.items(), saved, strict=False)
+            name: {"enabled": optimization.is_on(settings), **saving}
+            for (name, optimization), saving in zip(OPTIMIZATIONS.items(), saved, strict=False)
         }
 
     def dashboard(self, step: int, reading: Reading | None = None, note: str = "") -> str | None:

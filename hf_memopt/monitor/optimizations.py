@@ -1,6 +1,6 @@
-"""Which memory optimizations a configuration switches on, and what switching each over would change.
+"""Which memory optimizations a configuration switches on, and the settings with each switched over.
 
-A configuration is TrainingArguments, a DeepSpeed JSON, or a YAML of older guides: nested sections with words like
+A configuration is TrainingArguments, a DeepSpeed JSON, or a YAML of older guides: nested sections with keys like
 `use_flash_attention` and `zero_stage`, which become Hugging Face's here.
 """
 
@@ -12,7 +12,7 @@ from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.errors import InputError, choose
 
-_CHECKPOINTING = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+CHECKPOINTING = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 _CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing", "deepspeed_activation_checkpointing")
 _OFFLOADING_NAMES = ("cpu_offload", "enable_cpu_offload", "nvme_offload", "offload_optimizer", "optimizer_cpu_offload")
 _PRECISIONS = ("no", "fp32", "fp16", "bf16", "fp8")
@@ -60,7 +60,7 @@ class Settings:
 
 
 def read_settings(config) -> Settings:
-    """The settings that a configuration describes. What it says of other things than memory is passed over.
+    """The settings of a configuration that concern memory; others are ignored.
 
     Args:
         config: TrainingArguments, a dict of its fields, a DeepSpeed configuration, or nested sections.
@@ -68,27 +68,27 @@ def read_settings(config) -> Settings:
     Raises:
         InputError: a precision or ZeRO stage that does not exist.
     """
-    from hf_memopt.estimator.api import fields_of
+    from hf_memopt.estimator.training_fields import read_fields
 
     if not isinstance(config, Mapping):
-        return Settings(fields_of(config))
+        return Settings(read_fields(config))
     leaves = list(_leaves(config))
-    said = dict(leaves)
+    values = dict(leaves)
     fields = {
         _OTHER_NAME.get(name, name): value
         for name, value in leaves
         if name in _SAME_NAME or (name in _OTHER_NAME and isinstance(value, str | int))
     }
-    fields |= dict.fromkeys(_precisions(said), True)
+    fields |= dict.fromkeys(_precisions(values), True)
     if any(is_true(value) for name, value in leaves if name in _CHECKPOINTING_NAMES):
-        fields |= _CHECKPOINTING
-    if deepspeed := _deepspeed(said):
+        fields |= CHECKPOINTING
+    if deepspeed := _deepspeed(values):
         fields["deepspeed"] = deepspeed
-    return Settings(fields, _attention(said))
+    return Settings(fields, _attention(values))
 
 
 def _leaves(config: Mapping) -> Iterator[tuple[str, Any]]:
-    """Names and values, of whatever section; a DeepSpeed file's `{"enabled": …}` sections as their switch."""
+    """Names and values of all sections; `name: {"enabled": …}`, as DeepSpeed writes it, also as `name` itself."""
     for name, value in config.items():
         if isinstance(value, Mapping) and name not in _WHOLE:
             if "enabled" in value:
@@ -98,27 +98,27 @@ def _leaves(config: Mapping) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _precisions(said: dict[str, Any]) -> Iterator[str]:
-    named = str(said.get("mixed_precision", "no"))
+def _precisions(values: dict[str, Any]) -> Iterator[str]:
+    named = str(values.get("mixed_precision", "no"))
     if named not in _PRECISIONS:
         raise choose("mixed_precision", named, _PRECISIONS)
     for name in ("bf16", "fp16"):
-        if is_true(said.get(name)) or named == name:
+        if is_true(values.get(name)) or named == name:
             yield name
-            return  # a guide's `mixed_precision: fp16, fp16: true` says it twice
+            return  # guides write `mixed_precision: fp16` and `fp16: true` together
 
 
-def _deepspeed(said: dict[str, Any]) -> dict[str, Any] | None:
+def _deepspeed(values: dict[str, Any]) -> dict[str, Any] | None:
     """DeepSpeed's configuration; None without ZeRO."""
-    if isinstance(said.get("deepspeed"), str):
-        return dict(deepspeed_config(said["deepspeed"]))
-    offloads = any(is_true(said.get(name)) for name in _OFFLOADING_NAMES)
-    stage = said.get("zero_stage", 2 if offloads else 0)
-    if zero := said.get("zero_optimization"):
+    if isinstance(values.get("deepspeed"), str):
+        return dict(deepspeed_config(values["deepspeed"]))
+    offloads = any(is_true(values.get(name)) for name in _OFFLOADING_NAMES)
+    stage = values.get("zero_stage", 2 if offloads else 0)
+    if zero := values.get("zero_optimization"):
         return {**deepspeed_config("zero2"), "zero_optimization": zero}
     if stage not in (0, 1, 2, 3):
         raise choose("zero_stage", str(stage), ("0", "1", "2", "3"))
-    if not stage or not is_true(said.get("use_deepspeed", True)):
+    if not stage or not is_true(values.get("use_deepspeed", True)):
         return None
     return _zero(stage, offloads)
 
@@ -131,28 +131,28 @@ def _zero(stage: int, offloads: bool) -> dict[str, Any]:
     return config
 
 
-def _attention(said: dict[str, Any]) -> str | None:
-    if named := said.get("attn_implementation"):
+def _attention(values: dict[str, Any]) -> str | None:
+    if named := values.get("attn_implementation"):
         return named
-    if "use_flash_attention" in said:
-        return "sdpa" if is_true(said["use_flash_attention"]) else "eager"
-    return "sdpa" if said.get("attention_type") == "flash" else None
+    if "use_flash_attention" in values:
+        return "sdpa" if is_true(values["use_flash_attention"]) else "eager"
+    return "sdpa" if values.get("attention_type") == "flash" else None
 
 
 @dataclass(frozen=True)
 class Optimization:
     """Attributes:
     is_on: whether settings have it.
-    without, within: settings without it, and with it.
+    switch_off, switch_on: the settings without it, and with it.
     """
 
     is_on: Callable[[Settings], bool]
-    without: Callable[[Settings], Settings]
-    within: Callable[[Settings], Settings]
+    switch_off: Callable[[Settings], Settings]
+    switch_on: Callable[[Settings], Settings]
 
 
 def _stage(settings: Settings) -> int:
-    """The ZeRO stage that is closest: FSDP2 shards as much as stage 3; without any, the one to begin with."""
+    """The ZeRO stage to offload with: the current one, 3 for FSDP2, which shards as much, else 2."""
     name = settings.engine.name
     return int(name[4]) if name in ("zero1", "zero2", "zero3") else 3 if settings.shards else 2
 
@@ -160,10 +160,10 @@ def _stage(settings: Settings) -> int:
 OPTIMIZATIONS = {
     "activation_checkpointing": Optimization(
         lambda settings: bool(settings.fields.get("activation_checkpointing")),
-        lambda settings: settings.changed(**dict.fromkeys(_CHECKPOINTING)),
-        lambda settings: settings.changed(**_CHECKPOINTING),
+        lambda settings: settings.changed(**dict.fromkeys(CHECKPOINTING)),
+        lambda settings: settings.changed(**CHECKPOINTING),
     ),
-    "flash_attention": Optimization(  # sdpa runs the same algorithm, by a kernel of torch's own
+    "flash_attention": Optimization(  # sdpa is torch's own flash attention kernel
         lambda settings: settings.attention != "eager",
         lambda settings: replace(settings, attention="eager"),
         lambda settings: replace(settings, attention="sdpa"),
@@ -193,33 +193,21 @@ OPTIMIZATIONS = {
 }
 
 
-def savings(
-    settings: Settings, model, seq_len: int, hardware: str, world_size: int | None
-) -> Iterator[dict[str, Any]]:
-    """For each of OPTIMIZATIONS the bytes of the predicted peak that it saves, or would save, or why that is unknown.
+def predict_savings(settings: Settings, peak: Callable[[Settings], int]) -> Iterator[dict[str, Any]]:
+    """For each of OPTIMIZATIONS the bytes that it saves, or would save, or why that is unknown.
 
     Args:
-        model, seq_len, hardware, world_size: as for estimate().
+        peak: predicts the peak of settings, in bytes.
 
     Raises:
         InputError: the settings themselves cannot be predicted.
     """
-    peak = _peak(settings, model, seq_len, hardware, world_size)
+    current = peak(settings)
     for optimization in OPTIMIZATIONS.values():
         on = optimization.is_on(settings)
         try:
-            other = optimization.without(settings) if on else optimization.within(settings)
-            changed = _peak(other, model, seq_len, hardware, world_size)
+            other = peak(optimization.switch_off(settings) if on else optimization.switch_on(settings))
         except InputError as error:
             yield {"memory_savings": None, "not_predicted": str(error)}
         else:
-            yield {"memory_savings": changed - peak if on else peak - changed}
-
-
-def _peak(settings: Settings, model, seq_len: int, hardware: str, world_size: int | None) -> int:
-    from hf_memopt.estimator import estimate
-
-    found = estimate(
-        model, dict(settings.fields), seq_len, hardware, attn_implementation=settings.attention, world_size=world_size
-    )
-    return found.peak_allocated_bytes
+            yield {"memory_savings": other - current if on else current - other}

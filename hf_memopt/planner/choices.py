@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
-from hf_memopt.estimator.tracing.extrapolate import layers_of, period_of_layers
+from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import (
     ACTIVATION_OFFLOAD,
@@ -239,7 +239,7 @@ class SearchSpace:
             return [(float(bool(self.fixed.get("activation_checkpointing", ratio or 1))), False)]
         if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
             return [(0.0, False), (1.0, False)]
-        layers, period = layers_of(self.config), period_of_layers(self.config)
+        layers, period = count_layers(self.config), layer_period(self.config)
         shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
         # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
         shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job, estimate_job
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job, estimate_jobs
+from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, ZERO3_OFFLOAD, JobFacts, proposals

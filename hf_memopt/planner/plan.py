@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
-from hf_memopt.estimator.api import Job
 from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.overheads import measured_memory
-from hf_memopt.estimator.preset_estimates import job_of
+from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.model import task_of
+from hf_memopt.estimator.tracing.model import infer_task
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
@@ -76,7 +76,7 @@ class Request:
         memory: bytes of each device that may be used.
         fields, lora: the user's TrainingArguments and LoraConfig fields, which no choice changes.
         memory_args: the user's MemoryArguments.
-        more: further arguments of the estimator: video, frozen, task, attn_implementation, …
+        more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, …
         quantization: makes the BitsAndBytesConfig of a preset; None for the preset's own.
         host_memory: bytes of host memory that one process may use; None where unknown.
     """
@@ -106,13 +106,13 @@ class Request:
         if self.quantization is not None:
             more["quantization_config"] = self.quantization(configured)
         lora = self.lora if configured.method != "full" else {}
-        return job_of(
+        return preset_job(
             configured,
             self.config,
-            self.seq_len,
-            configured.processes,
-            choice.fields(configured, self.fields),
-            lora,
+            seq_len=self.seq_len,
+            world_size=configured.processes,
+            fields=choice.fields(configured, self.fields),
+            lora=lora,
             memory_args=memory_arguments(self.memory_args, choice),
             **more,
         )
@@ -125,7 +125,7 @@ class Request:
             effective_batch_size=self.effective_batch_size,
             seq_len=self.seq_len,
             memory_args=self.memory_args,
-            task=self.more.get("task") or task_of(self.config),
+            task=self.more.get("task") or infer_task(self.config),
             fixed=self.fields,
         )
         choices = list(space.choices())
@@ -231,7 +231,8 @@ def plan(
         host_memory: bytes of host memory that one process may use; by default (assumed) 48 GiB, and 256 GiB for a
             device with more than 36 GiB.
         say: called with a line for each thing that takes time.
-        more: further arguments of the estimator: video, frozen, task, attn_implementation, dtype, padded, packed.
+        more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, dtype,
+            padded, packed.
 
     Raises:
         InputError: unknown names, or a batch that the devices cannot share.

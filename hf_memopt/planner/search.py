@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job, estimate_jobs
+from hf_memopt.estimator.api import estimate_jobs
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.planner.choices import Choice

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.accounting.work import Kernel, extended
-from hf_memopt.estimator.api import Job, traced
-from hf_memopt.estimator.tracing.extrapolate import FEWEST, at_full_depth, layers_of, shallow_depths
+from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.tracing.extrapolate import FEWEST, count_layers, extrapolate_peaks, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.levers.changes import CHUNK
 from hf_memopt.planner.choices import Choice
@@ -58,16 +59,16 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
 
 def _counted(trace_of: tuple[Job, int]) -> tuple[dict[str, Peak], Counter[Kernel]]:
     job, depth = trace_of
-    books = traced(dataclasses.replace(job.at(depth), counted=True))
-    return books.peaks, books.kernels
+    trace = run_trace(dataclasses.replace(job.at_depth(depth), counted=True))
+    return trace.peaks, trace.kernels
 
 
 def _at_full_depth(config, depths: tuple[int, ...], books: list) -> Traced:
     (low, low_kernels), (high, high_kernels) = books[0], books[-1]
-    peaks = at_full_depth(config, dict(zip(depths, (low, high), strict=False)).__getitem__, depths)
+    peaks = extrapolate_peaks(config, depths, (low, high))
     if len(depths) == 1:  # a shallow model, traced whole: all but a little is its layers'
         return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, low_kernels)
-    apart, depth = depths[1] - depths[0], layers_of(config)
+    apart, depth = depths[1] - depths[0], count_layers(config)
     growing = {}
     for name in peaks:
         less, more = (found[name].by_kind.get("activations", 0) for found in (low, high))
@@ -217,5 +218,5 @@ def baselines(build: Callable[..., Job]) -> list[Job]:
 def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:
     """The sketch from the traces of baselines()."""
     rest, layer = jobs[0].elements(trained=True)
-    trained = rest + layer * layers_of(jobs[0].config)
+    trained = rest + layer * count_layers(jobs[0].config)
     return Sketch(jobs[0], (found[0], found[1]), (found[2], found[3]), trained)

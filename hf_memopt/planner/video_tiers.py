@@ -13,12 +13,14 @@ from importlib import metadata
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job, estimate_job, evaluates
+from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import list_architectures, load_config
-from hf_memopt.estimator.preset_estimates import job_of
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.estimator.training_fields import evaluates
 from hf_memopt.files import write_whole
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import MemoryArguments
@@ -268,7 +270,7 @@ def _evaluated_at_once(job: Job) -> int:
 
 def _least_bytes(job: Job) -> int:
     """Bytes of the weights alone, and of their gradients where all are trained."""
-    method = "qlora" if job.quantization is not None else "full" if job.peft_config is None else "lora"
+    method = "qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora"
     return int(_LEAST[method] * count_weights(job.config, job.task))
 
 
@@ -296,7 +298,7 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
 
     Args:
         preset: as video_preset() makes it.
-        changes: further arguments of estimator.reference.job_of, over these.
+        changes: further arguments of estimator.preset_estimates.preset_job, over these.
     """
     fields = {"activation_checkpointing": True, **changes.pop("fields", {})}
     if "per_device_eval_batch_size" not in fields:
@@ -309,7 +311,8 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
         "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
         "quantization_config": quantization(preset, config, changes.pop("quantization", {})),
     }
-    return job_of(preset, config, None, 1, {**fields, "per_device_train_batch_size": 1}, **{**job, **changes})
+    fields["per_device_train_batch_size"] = 1
+    return preset_job(preset, config, world_size=1, fields=fields, **{**job, **changes})
 
 
 def quantization(preset: Preset, config, changed: dict[str, Any]):
@@ -352,7 +355,7 @@ class _Remembered:
     def _trace(self, function, job: Job, depth: int):
         fields = {name: value for name, value in job.fields.items() if not name.startswith(_UNTRACED)}
         device = job.device.backend == "cpu", job.device.memory_apart
-        key = repr((device, depth, job.dtype, fields, job.peft_config, job.quantization, job.video))
+        key = repr((device, depth, job.dtype, fields, job.peft_config, job.quantization_config, job.video))
         if key not in self.traces:
             self.traces[key] = function((job, depth))
         return self.traces[key]

@@ -21,7 +21,7 @@ from hf_memopt.data.sources import load_rows
 from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
-from hf_memopt.estimator.tracing.model import task_of
+from hf_memopt.estimator.tracing.model import infer_task
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters
@@ -486,7 +486,7 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
     auto = auto or AutoModelForCausalLM
     if resolve_engine(job.args).shards:
         adapters = job.peft_config is not None
-        preflight.check(preflight.launch_of(job.args, config, task_of(config), job.preset.dtype, adapters))
+        preflight.check(preflight.launch_of(job.args, config, infer_task(config), job.preset.dtype, adapters))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if is_mesh(job.preset.strategy):

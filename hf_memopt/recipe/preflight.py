@@ -246,9 +246,9 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
     import psutil
     import torch
 
-    from hf_memopt.estimator.tracing.model import sizes_of_weights
+    from hf_memopt.estimator.tracing.model import weight_sizes
 
-    sizes_of = sizes_of_weights(config, task)
+    sizes_of = weight_sizes(config, task)
     weights = sum(sizes_of)
     engine = resolve_engine(args)
     sizes = {name: size for name, size in parallel_sizes(args.parallelism_config).items() if size != 1}

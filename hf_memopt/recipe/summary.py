@@ -202,7 +202,7 @@ def predict(job: Job, trainer, length: int, **about):
         about: further arguments of estimate(); by default what the data set's columns say.
     """
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.api import fields_of_trainer
+    from hf_memopt.estimator.training_fields import read_trainer_fields
 
     if job.preset.sequence_parallel > 1:
         print("  memory  not predicted: sequence parallelism is not traced")
@@ -215,7 +215,7 @@ def predict(job: Job, trainer, length: int, **about):
     try:
         return estimate(
             config,
-            fields_of_trainer(trainer),
+            read_trainer_fields(trainer),
             length,
             job.preset.hardware,
             job.peft_config,

@@ -17,8 +17,8 @@ from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import Job as EstimatedJob
 from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.job import Job as EstimatedJob
 from hf_memopt.files import user_path, write_json
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import RUNGS

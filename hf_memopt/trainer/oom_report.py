@@ -93,8 +93,10 @@ def predict_one_sample(trainer) -> tuple[dict[str, int] | None, list[dict[str, A
 def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     import copy
 
-    from hf_memopt.estimator.api import describe, estimate_job, fields_of_trainer
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.job import describe
     from hf_memopt.estimator.suggestions import largest_savings
+    from hf_memopt.estimator.training_fields import read_trainer_fields
 
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
@@ -105,9 +107,15 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     if not length:
         raise InputError("the batch has no tokens")
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-    fields = fields_of_trainer(trainer) | {"per_device_train_batch_size": 1}  # the smallest there is
+    fields = read_trainer_fields(trainer) | {"per_device_train_batch_size": 1}  # the smallest there is
     job = describe(
-        config, fields, length, "auto", peft, dtype, quantization_config=quantization, memory_args=trainer.memory_args
+        config,
+        fields,
+        length,
+        peft_config=peft,
+        dtype=dtype,
+        quantization_config=quantization,
+        memory_args=trainer.memory_args,
     )
     estimate = estimate_job(job)
     savings = largest_savings(job, estimate)

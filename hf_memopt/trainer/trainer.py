@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import fields_of_trainer
+from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
@@ -132,7 +132,7 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeLoad, SafeCheckpoints):
         """
         plugin = self.args.deepspeed_plugin
         stage = plugin.zero_stage if plugin else 0
-        check_levers(self.memory_args, fields_of_trainer(self), self._engine(), stage, self.args.device.type)
+        check_levers(self.memory_args, read_trainer_fields(self), self._engine(), stage, self.args.device.type)
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)

@@ -1,11 +1,11 @@
-"""Which of DeepSpeed's tensors are what, and which of them live on the host."""
+"""The kinds of DeepSpeed's tensors, and which of them are in host memory."""
 
 import torch
 
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
 
-# Attributes of DeepSpeed's optimizers (runtime/zero/stage_1_and_2.py and stage3.py) and what they hold.
-_HELD = {
+# Attributes of DeepSpeed's optimizers (0.19, runtime/zero/stage_1_and_2.py, stage3.py) -> the kind of their tensors.
+_KINDS = {
     "bit16_groups_flat": "parameters",
     "fp16_partitioned_groups_flat": "parameters",
     "single_partition_of_fp32_groups": "optimizer_states",
@@ -15,7 +15,7 @@ _HELD = {
     "temp_grad_buffer_for_gpu_offload": "communication",
     "ipg_buckets": "communication",
 }
-# Where the optimizer is offloaded, these are host memory too.
+# With an offloaded optimizer these are in host memory, too.
 _STAGING = (
     "param_buffer_of_bit16_for_cpu_offload_groups",
     "temp_grad_buffer_for_cpu_offload",
@@ -24,46 +24,46 @@ _STAGING = (
 
 
 def follow_engine(engine, ledger: Ledger) -> None:
-    """Tell the ledger what DeepSpeed's engine holds, where, and when it steps."""
+    """Tell the ledger what DeepSpeed's engine holds and where, now and around every optimizer step."""
     on_host = _offloaded(engine)
-    _leave_buffers_out(engine, ledger)
-    _book(engine, on_host, ledger)
-    if on_host:  # the start was booked on the device before it was known what lives on the host
+    _forget_swap_buffers(engine, ledger)
+    _classify(engine, on_host, ledger)
+    if on_host:  # until now what is in host memory counted on the device
         ledger.restart()
     step = engine.step
 
-    def followed(*args, **kwargs):
-        _book(engine, on_host, ledger)
+    def step_and_classify(*args, **kwargs):
+        _classify(engine, on_host, ledger)
         ledger.begin("optimizer", HOST if "optimizer_states" in on_host else "workspace")
         out = step(*args, **kwargs)
-        _book(engine, on_host, ledger)
+        _classify(engine, on_host, ledger)
         ledger.begin("between", "other")
         return out
 
-    engine.step = followed
+    engine.step = step_and_classify
 
 
-def _leave_buffers_out(engine, ledger: Ledger) -> None:
-    """Buffers between the optimizer and a disk are counted by swapping.optimizer_buffers, at the model's own depth."""
+def _forget_swap_buffers(engine, ledger: Ledger) -> None:
+    """Buffers between optimizer states and a disk: swapping.optimizer_buffers counts them at the model's own depth."""
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     for buffer in tensors_in(swapper.swap_buffer_manager.all_buffers if swapper else None):
         ledger.forget(buffer)
 
 
-def _book(engine, on_host: set[str], ledger: Ledger) -> None:
-    def book(held, kind: str) -> None:
+def _classify(engine, on_host: set[str], ledger: Ledger) -> None:
+    def classify(held, kind: str) -> None:
         for tensor in tensors_in(held):
             ledger.classify(tensor, HOST if kind in on_host else kind)
-            if tensor.grad is not None and kind == "optimizer_states":  # the master weights' gradients
+            if tensor.grad is not None and kind == "optimizer_states":  # gradients of the fp32 master weights
                 ledger.classify(tensor.grad, HOST if kind in on_host else "gradients")
 
     zero = engine.optimizer
-    for name, kind in _HELD.items():
-        book(getattr(zero, name, None), kind)
+    for name, kind in _KINDS.items():
+        classify(getattr(zero, name, None), kind)
     for weight in engine.module.parameters():
-        book(getattr(weight, "ds_tensor", None), "parameters")
+        classify(getattr(weight, "ds_tensor", None), "parameters")
     for states in getattr(getattr(zero, "optimizer", None), "state", {}).values():
-        book(states, "optimizer_states")
+        classify(states, "optimizer_states")
     if "optimizer_states" in on_host:
         for name in _STAGING:
             for tensor in tensors_in(getattr(zero, name, None)):
@@ -71,7 +71,7 @@ def _book(engine, on_host: set[str], ledger: Ledger) -> None:
 
 
 def _offloaded(engine) -> set[str]:
-    """Kinds of memory that the engine keeps on the host."""
+    """Kinds of memory that the engine keeps in host memory."""
     zero = engine._config.zero_config
     kinds = set()
     if zero.offload_optimizer and zero.offload_optimizer.device != "none":
@@ -82,7 +82,7 @@ def _offloaded(engine) -> set[str]:
 
 
 def tensors_in(held):
-    """Every tensor in a nest of lists, dicts and DeepSpeed's buckets."""
+    """Every tensor in nested lists, dicts and DeepSpeed's buckets."""
     if isinstance(held, torch.Tensor):
         yield held
     elif isinstance(held, dict):

@@ -1,14 +1,14 @@
-"""The truth on a CPU: what the allocator really held, from the profiler's events."""
+"""The measured peak on a CPU, from the profiler's allocator events."""
 
 import gc
 from collections.abc import Callable
 
 
 def allocator_peak(job: Callable[[], object]) -> int:
-    """Bytes: the most that the CPU's allocator held of what was allocated while a function ran."""
+    """The most bytes that were allocated at once on the CPU while a function ran."""
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()  # what is freed later, but was allocated before, would count as negative
+    gc.collect()  # freeing what was allocated before would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         job()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

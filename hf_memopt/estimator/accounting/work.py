@@ -1,4 +1,4 @@
-"""What a traced job does, operator by operator: products and bytes, from which a step's time follows."""
+"""The work of a traced job, operator by operator: floating-point operations and bytes, for the time of a step."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _aten = torch.ops.aten
-_MADE_EMPTY = {
+_NO_WORK = {
     _aten.empty,
     _aten.empty_like,
     _aten.empty_strided,
@@ -25,9 +25,9 @@ class Kernel(NamedTuple):
     """One operator's work.
 
     Attributes:
-        optimizer: it belongs to a step, not to a micro-batch.
-        flops: floating-point operations of products; elementwise operators are bound by their bytes.
-        bytes: that it reads and writes.
+        optimizer: it runs once per step, not once per micro-batch.
+        flops: floating-point operations of matmuls and attention; other operators are bound by memory bandwidth.
+        bytes: read and written.
     """
 
     optimizer: bool
@@ -39,15 +39,15 @@ class Work:
     """Counts kernels.
 
     Attributes:
-        kernels: Kernel -> how often.
+        kernels: Kernel -> how often it ran.
     """
 
     def __init__(self) -> None:
         self.kernels: Counter[Kernel] = Counter()
 
     def note(self, func, args, kwargs, out, phase: str) -> None:
-        """Count an operator, unless it only makes a view or room."""
-        if phase not in ("forward", "backward", "optimizer") or func._overloadpacket in _MADE_EMPTY or func.is_view:
+        """Count an operator, unless it only returns a view or allocates."""
+        if phase not in ("forward", "backward", "optimizer") or func._overloadpacket in _NO_WORK or func.is_view:
             return
         touched = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
         if touched:
@@ -56,7 +56,7 @@ class Work:
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
-    """The kernels of a model `steps` times as much deeper than `high` is than `low`."""
+    """The kernels of a deep model, `steps` times the distance from `low` to `high` beyond `low`."""
     kernels = Counter(low)
     for kernel in low.keys() | high.keys():
         kernels[kernel] += (high[kernel] - low[kernel]) * steps
@@ -69,7 +69,7 @@ def _flops(func, args, kwargs, out) -> int:
         return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
-    if packet is _aten._grouped_mm:  # every row meets one expert
+    if packet is _aten._grouped_mm:  # every row is multiplied with one expert's weight
         rows, inner = (args[0].numel() // args[0].shape[-1], args[0].shape[-1])
         return 2 * rows * inner * args[1].shape[-1]
     formula = flop_registry.get(packet)

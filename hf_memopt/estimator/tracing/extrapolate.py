@@ -1,21 +1,24 @@
-"""Two shallow models stand for a deep one: what a step costs grows in a straight line with the number of layers."""
+"""A deep model's peaks from two shallow ones: what a step needs grows linearly with the number of layers."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence
 from math import lcm
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.ledger import Peak
 
-_TRACED_WHOLE = 6  # layers; up to this depth the model is traced as it is
-FEWEST = {"none": 3, "ddp": 3, "fsdp2": 4, "mesh": 4, "deepspeed": 4}  # layers that are traced, at least, by engine
-FEWEST_IN_PARTITIONS = 10  # ZeRO-1 and 2 cut all weights into flat partitions, where embeddings must not dominate
-# Settings that make every n-th layer of another kind, and those that say how many come first.
+_TRACED_WHOLE = 6  # layers; models up to this depth are not made shallower
+# Layers of the shallower model, at least: first, last and one between; a second one for engines that prefetch.
+FEWEST = {"none": 3, "ddp": 3, "fsdp2": 4, "mesh": 4, "deepspeed": 4}
+# ZeRO-1 and 2 split all weights into flat partitions, of which the embeddings must not take most.
+FEWEST_IN_PARTITIONS = 10
+# Fields of transformers' configurations that make every n-th layer of another kind, and those that say how many come
+# before the first such.
 _EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period")
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
-def layers_of(config) -> int:
+def count_layers(config) -> int:
     """The number of layers.
 
     Raises:
@@ -35,11 +38,10 @@ def shallow_depths(config, fewest: int = FEWEST["none"], every: int = 1) -> tupl
     With whole periods added, the shallow models end in the same kinds of layers as the deep one.
 
     Args:
-        fewest: layers of the shallower one, at least. Engines that gather and reduce while neighbouring layers compute
-            have a longer way into their stride.
-        every: layers after which a setting of the job repeats, as `every_n_layers` of activation checkpointing.
+        fewest: layers of the shallower model, at least.
+        every: layers after which a setting of the job repeats, such as `every_n_layers` of activation checkpointing.
     """
-    depth = layers_of(config)
+    depth = count_layers(config)
     text = config.get_text_config()
     if config.is_encoder_decoder and depth != getattr(text, "num_decoder_layers", depth):
         return (depth,)
@@ -52,23 +54,23 @@ def shallow_depths(config, fewest: int = FEWEST["none"], every: int = 1) -> tupl
     return low, low + period
 
 
-def period_of_layers(config) -> int:
+def layer_period(config) -> int:
     """After how many layers the kinds of layers repeat; 1 where all are alike."""
-    return _pattern(config.get_text_config(), layers_of(config))[1]
+    return _pattern(config.get_text_config(), count_layers(config))[1]
 
 
 def _pattern(text, depth: int) -> tuple[int, int]:
-    """How many layers come before the pattern of kinds, and after how many it repeats; (0, 1) where all are alike."""
+    """How many layers precede the pattern of layer kinds, and its length; (0, 1) where all are alike."""
     prefix = max((value for name in _FIRST if isinstance(value := getattr(text, name, 0), int)), default=0)
-    found = [value for name in _EVERY if isinstance(value := getattr(text, name, 1), int) and value > 0]
-    period = lcm(1, *found)
+    periods = [value for name in _EVERY if isinstance(value := getattr(text, name, 1), int) and value > 0]
+    period = lcm(1, *periods)
     for kinds in _per_layer(text, depth).values():
-        prefix, period = _joined(kinds, prefix, period)
+        prefix, period = _extend_pattern(kinds, prefix, period)
     return min(prefix, depth), period
 
 
-def _joined(kinds: list, prefix: int, period: int) -> tuple[int, int]:
-    """The smallest prefix, then period, that also explain another list of layer kinds."""
+def _extend_pattern(kinds: list, prefix: int, period: int) -> tuple[int, int]:
+    """The smallest prefix, then the smallest period, with which a list of layer kinds repeats, too."""
     for first in range(prefix, len(kinds)):
         rest = kinds[first:]
         for length in range(period, len(rest) // 2 + 1, period):
@@ -78,7 +80,7 @@ def _joined(kinds: list, prefix: int, period: int) -> tuple[int, int]:
 
 
 def _per_layer(text, depth: int) -> dict[str, list]:
-    """Settings that say something of every layer, such as layer_types."""
+    """Fields with a value for every layer, such as layer_types."""
     return {
         name: value
         for name, value in vars(text).items()
@@ -90,7 +92,7 @@ def with_depth(config, depth: int):
     """A copy of a configuration with fewer layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    before = layers_of(config)
+    before = count_layers(config)
     for name, kinds in _per_layer(text, before).items():
         setattr(text, name, kinds[:depth])
     for name in ("num_decoder_layers", "encoder_layers", "decoder_layers"):
@@ -100,17 +102,23 @@ def with_depth(config, depth: int):
     return config
 
 
-def at_full_depth(config, peaks_at: Callable[[int], dict[str, Peak]], depths: tuple[int, ...]) -> dict[str, Peak]:
-    """Peaks per segment at the model's own depth, from one trace or from two shallow ones."""
+def extrapolate_peaks(config, depths: Sequence[int], peaks: Sequence[dict[str, Peak]]) -> dict[str, Peak]:
+    """Peaks per segment at the model's own depth.
+
+    Args:
+        depths: the model's own, or two shallow ones.
+        peaks: segment -> Peak at each depth.
+    """
     if len(depths) == 1:
-        return peaks_at(depths[0])
-    low, high = map(peaks_at, depths)
-    steps = (layers_of(config) - depths[0]) // (depths[1] - depths[0])
-    return {name: _extended(low[name], high[name], steps) for name in low.keys() & high.keys()}
+        return peaks[0]
+    low, high = peaks
+    steps = (count_layers(config) - depths[0]) // (depths[1] - depths[0])
+    # In the order of the trace, not of a set: of segments with equal peaks the first decides the breakdown.
+    return {name: _extrapolate(low[name], high[name], steps) for name in low if name in high}
 
 
-def _extended(low: Peak, high: Peak, steps: int) -> Peak:
-    """The line through two peaks, `steps` times their distance beyond the first."""
+def _extrapolate(low: Peak, high: Peak, steps: int) -> Peak:
+    """The point `steps` times the distance from `low` to `high` beyond `low`."""
     by_kind = {
         kind: low.by_kind.get(kind, 0) + (high.by_kind.get(kind, 0) - low.by_kind.get(kind, 0)) * steps
         for kind in low.by_kind.keys() | high.by_kind.keys()

@@ -1,39 +1,39 @@
-"""A copy of a model, real or fake, that has shapes and no bytes, and as many layers as are wanted."""
+"""A copy of a model, real or fake, on fake tensors, with fewer layers."""
 
 import copy
 
 import torch
 
-from hf_memopt.estimator.tracing.extrapolate import layers_of, with_depth
-from hf_memopt.estimator.tracing.model import traceable
+from hf_memopt.estimator.tracing.extrapolate import count_layers, with_depth
+from hf_memopt.estimator.tracing.model import traceable_dtype
 from hf_memopt.levers.replaced import put_back
 
 
 def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: int) -> torch.nn.Module:
-    """Called in the fake world.
+    """A copy of a model under the fake tensor mode.
 
     Args:
         lists: the model's lists of repeated layers.
-        depth: layers that are kept of each, from the first on.
+        depth: how many layers of each list the copy has, from the first on.
     """
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = _fake(tensor)
-    if depth < layers_of(model.config):
+    if depth < count_layers(model.config):
         for config in {
             id(module.config): module.config for module in model.modules() if hasattr(module, "config")
         }.values():
-            if getattr(config, "num_hidden_layers", None) == layers_of(model.config):
+            if getattr(config, "num_hidden_layers", None) == count_layers(model.config):
                 memo[id(config)] = with_depth(config, depth)
         for layers in lists:
             memo[id(layers)] = torch.nn.ModuleList(copy.deepcopy(layer, memo) for layer in layers[:depth])
     copied = copy.deepcopy(model, memo)
-    put_back(copied)  # functions are not copied: these would run the original
+    put_back(copied)  # deepcopy does not copy functions: replaced forwards would run the original's modules
     return copied
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=traceable(tensor.dtype))
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=traceable_dtype(tensor.dtype))
     if not isinstance(tensor, torch.nn.Parameter):
         return empty
     weight = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)

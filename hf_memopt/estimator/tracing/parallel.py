@@ -1,4 +1,4 @@
-"""Traces beside each other: every one is Python's work, and a machine has several cores."""
+"""Traces in parallel: each is work for Python on one core."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-_MOST = 8
+_MAX_PROCESSES = 8  # each needs about as much memory as this process
 _jobs: tuple[Callable, Sequence] | None = None
 
 
@@ -17,44 +17,49 @@ def one_by_one(function: Callable[[Any], Any], items: Sequence) -> list:
 
 
 def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
-    """A function's results for all items, worked out in copies of this process, one a core.
+    """A function's results for all items, computed in forks of this process, one per core.
 
-    Only what comes back travels between processes. Where processes cannot be copied (Windows, and after CUDA was
-    started) the items are worked through one by one.
+    Only results are pickled. Where a process cannot be forked (Windows, and after CUDA was initialised) this is
+    one_by_one().
     """
     global _jobs
     cores = min(len(items), _cores())
-    if cores < 2 or not _can_copy():
+    if cores < 2 or not _can_fork():
         return one_by_one(function, items)
     _jobs = (function, items)
     try:
-        with ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _alone) as pool:
-            return list(pool.map(_one, range(len(items))))
-    except BrokenProcessPool:  # the system ended a copy, most likely for memory
+        with ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _use_one_thread) as pool:
+            return list(pool.map(_run_item, range(len(items))))
+    except BrokenProcessPool:  # the system killed a fork, most likely because memory ran out
         return one_by_one(function, items)
     finally:
         _jobs = None
 
 
-def _alone() -> None:
-    """A copy has none of the threads that torch's kernels would wait for."""
+def _use_one_thread() -> None:
+    """A fork lacks the parent's threads, for which torch's kernels would wait forever."""
     import torch
 
     torch.set_num_threads(1)
 
 
-def _one(number: int):
+def _run_item(number: int):
     function, items = _jobs
     return function(items[number])
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system tells; more than a few copies would take much memory."""
-    return min(_MOST, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
+    """Cores that this process may use, where the system says so."""
+    return min(_MAX_PROCESSES, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _can_copy() -> bool:
+def _can_fork() -> bool:
     import torch
 
-    started = torch.cuda.is_initialized() or torch.xpu.is_initialized()
-    return "fork" in multiprocessing.get_all_start_methods() and not started and not torch.distributed.is_initialized()
+    # CUDA, XPU and process groups do not survive a fork.
+    initialised = torch.cuda.is_initialized() or torch.xpu.is_initialized()
+    return (
+        "fork" in multiprocessing.get_all_start_methods()
+        and not initialised
+        and not torch.distributed.is_initialized()
+    )

@@ -1,0 +1,103 @@
+"""From the traces of a job to its Estimate: extrapolation, the allocator's replay, and what no trace on a CPU sees."""
+
+from collections.abc import Sequence
+
+from hf_memopt.estimator import overheads
+from hf_memopt.estimator.accounting.ledger import KINDS, Peak, TraceResult
+from hf_memopt.estimator.allocator.replay import Replay, replay
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
+from hf_memopt.estimator.training_fields import zero_limit, zero_stage
+
+_PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
+_TRACED_EVALUATIONS = 2  # batches whose kept logits are in the trace (tracing.trace)
+
+
+def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> Estimate:
+    """The estimate of a job.
+
+    Args:
+        depths: numbers of layers, rising.
+        traces: of the job at each depth.
+    """
+    peaks = extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
+    overheads.add_prefetched(peaks, job)
+    overheads.add_kept_logits(peaks, traces[-1].kept_logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
+    overheads.add_save(peaks)
+    overheads.add_workspace(peaks, job.device)
+    segment, peak = max(peaks.items(), key=lambda item: item[1].total)
+    replayed = _replay(traces[-1], *missing_layers(job.config, depths), job, peak.total)
+    # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
+    added = peak.total - replayed.allocated
+    reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
+    usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
+    return Estimate(
+        peak_allocated_bytes=peak.total,
+        peak_reserved_bytes=usual,
+        device_bytes=usual + overheads.context(job.device),
+        host_bytes=overheads.host_bytes(peaks, job),
+        phase=_phase(segment),
+        breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
+        phases=_peaks_by_phase(peaks),
+        capacity_bytes=job.device.memory,
+        training_arguments=job.fields,
+        notes=overheads.notes(job, traces[-1]),
+        reserved_bytes=reserved,
+        timeline=replayed.timeline,
+    )
+
+
+def missing_layers(config, depths: Sequence[int]) -> tuple[int, int]:
+    """The period of a model's layers, and how many periods the deepest of its traces lacks."""
+    period = 1 if len(depths) == 1 else depths[1] - depths[0]
+    return period, (count_layers(config) - depths[-1]) // period
+
+
+def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job, depth: int) -> None:
+    """Bound the optimizer's temporaries under ZeRO-3, which steps through groups of `sub_group_size` weights: beyond
+    the first full group they no longer grow with the model.
+
+    Args:
+        trace: the deepest.
+        depth: of that trace.
+    """
+    if job.engine != "deepspeed" or zero_stage(job.fields) < 3 or depth == count_layers(job.config):
+        return
+    rest, layer = job.elements(trained=True)
+    group = zero_limit(job.fields, "sub_group_size") * job.world_size
+    if rest + layer * count_layers(job.config) <= group:
+        return
+    traced_group = min(group, rest + layer * depth)
+    bound = int(trace.peaks["optimizer"].by_kind.get("workspace", 0) * group / traced_group)
+    peak = peaks["optimizer"]
+    peak.total += bound - peak.by_kind.get("workspace", 0)
+    peak.by_kind["workspace"] = bound
+
+
+def _replay(trace: TraceResult, period: int, added: int, job: Job, peak: int) -> Replay:
+    """The job's allocations in the allocator's model. DeepSpeed's flat buffers grow with the model instead of getting
+    more, so the shallow model's own replay is scaled to the peak."""
+    if job.engine != "deepspeed":
+        return replay(trace, period, added, job.device)
+    shallow = replay(trace, period, 0, job.device)
+    scale = peak / max(1, shallow.allocated)
+    return Replay(
+        peak,
+        {name: int(size * scale) for name, size in shallow.reserved.items()},
+        tuple((segment, int(size * scale)) for segment, size in shallow.timeline),
+    )
+
+
+def _phase(segment: str) -> str:
+    """The phase that a segment's name begins with."""
+    phase = segment.split(":")[0]
+    return "load" if phase == "start" else phase
+
+
+def _peaks_by_phase(peaks: dict[str, Peak]) -> dict[str, int]:
+    return {
+        phase: max((peak.total for segment, peak in peaks.items() if _phase(segment) == phase), default=0)
+        for phase in _PHASES
+    }

@@ -1,0 +1,113 @@
+"""Keeps what a traced Trainer changes in its process: accelerate's state, random generators, logging, collection of
+garbage."""
+
+import contextlib
+import gc
+import logging
+import random
+import sys
+import warnings
+
+import numpy
+import torch
+
+from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.tracing.model import outside_zero3
+
+
+@contextlib.contextmanager
+def process_state_kept():
+    """Keep what a Trainer changes: it seeds every generator, resets accelerate's singletons, which a real Trainer may
+    be using, and with full_determinism sets torch's switches."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [
+        (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
+    ]
+    for state, _ in shared:
+        state.clear()
+    try:
+        with outside_zero3(), _collection_on_demand(), _determinism_kept(), generators_kept():
+            yield
+    finally:
+        for state, before in shared:
+            state.clear()
+            state.update(before)
+
+
+@contextlib.contextmanager
+def generators_kept():
+    """Python's, numpy's and torch's random generators continue where they were before."""
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    python, numbers = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_cuda else []):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+
+
+@contextlib.contextmanager
+def _collection_on_demand():
+    """Garbage is collected only where the Trainer or DeepSpeed asks for it: automatic collection starts after a number
+    of allocations that depends on what the process did before, and would free tensors at another place every time.
+
+    Imported modules are frozen, so that those collections need not look at them. gc.unfreeze() unfreezes everything:
+    what the process froze itself stays frozen.
+    """
+    enabled, freeze = gc.isenabled(), not gc.get_freeze_count()
+    gc.disable()
+    if freeze:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freeze:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _determinism_kept():
+    """Restore what transformers' enable_full_determinism sets, except environment variables (patches.fake_cluster)."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = before
+
+
+@contextlib.contextmanager
+def without_deepspeed(engine: str):
+    """Keep accelerate from importing DeepSpeed, which takes a second, only to ask whether a model is its engine."""
+    if engine == "deepspeed" or "deepspeed" in sys.modules:
+        yield
+        return
+    with replaced("accelerate.utils.other:is_deepspeed_available", lambda: False):
+        yield
+
+
+@contextlib.contextmanager
+def quiet():
+    """Silence the traced Trainer: its warnings are about fake tensors, or about the CPU that it is traced on."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            # bitsandbytes does not page on a CPU; paged states are counted as if they stayed on the device.
+            warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+            # The Trainer compares data pointers to count tied weights once.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,81 @@
+"""TrainingArguments of a traced job: the real job's, except for what has no effect on memory."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
+from hf_memopt.errors import as_input_error
+
+# The first step creates the optimizer's states, the second is like every further one. Without an engine one step is
+# traced: the optimizer's states are created from empty gradients (segments), without the first forward and backward.
+_STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "mesh": 2, "deepspeed": 2}
+_MICRO_BATCHES = 2  # further ones change only the number of prefetched batches (overheads.add_prefetched)
+# What has no effect on a step's memory, or cannot run without a device or files.
+_NEUTRAL: dict[str, Any] = {
+    "use_cpu": True,
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": None,
+    "dataloader_persistent_workers": False,
+    "dataloader_pin_memory": False,
+    "dataloader_drop_last": False,
+    "remove_unused_columns": False,
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "use_liger_kernel": False,
+    "tf32": None,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "resume_from_checkpoint": None,
+    "auto_find_batch_size": False,
+    "fsdp": None,
+    "fsdp_config": None,
+    "include_num_input_tokens_seen": "no",
+    "skip_memory_metrics": True,
+    "torch_empty_cache_steps": None,
+    "warmup_steps": 0,
+    "ignore_data_skip": False,
+}
+
+
+def make_arguments(job, folder: str):
+    """TrainingArguments of the real job's class and fields, except for neutral ones, on the CPU.
+
+    Args:
+        job: a trace.TracedJob.
+        folder: takes the place of output and swap folders.
+    """
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    kind = TrainingArguments if job.trainer is None else type(job.trainer.args)
+    known = {item.name for item in dataclasses.fields(kind) if item.init}
+    fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
+    fields["max_steps"] = 2 if fields.get("optim") in STEPS_IN_BACKWARD else _STEPS[job.engine]
+    fields["deepspeed"] = _with_swap_folder(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
+    if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
+        fields["bf16"] = True
+    fields["gradient_accumulation_steps"] = min(fields.get("gradient_accumulation_steps", 1), _MICRO_BATCHES)
+    with as_input_error("TrainingArguments", TypeError, AttributeError, LookupError):
+        args = kind(output_dir=folder, **fields)
+    # accelerate (1.15) names the device "cpu:0", which FakeTensorMode takes for another device than "cpu".
+    PartialState._shared_state["device"] = args.__dict__["_setup_devices"] = torch.device("cpu")
+    return args
+
+
+def _with_swap_folder(config: dict, folder: str) -> dict:
+    """A DeepSpeed configuration that swaps to another folder: its swappers create and clear theirs when they start."""
+    zero = dict(config.get("zero_optimization") or {})
+    for part in ("offload_optimizer", "offload_param"):
+        if "nvme_path" in (zero.get(part) or {}):
+            zero[part] = {**zero[part], "nvme_path": folder}
+    return {**config, "zero_optimization": zero}

@@ -1,0 +1,149 @@
+"""The TrainingArguments fields of a job, and the engine that they start."""
+
+import copy
+import dataclasses
+from typing import Any
+
+from hf_memopt.compatibility.engine import Engine, deepspeed_config
+from hf_memopt.compatibility.mesh import is_mesh
+from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.errors import choose
+from hf_memopt.field_values import fit, hints_of
+from hf_memopt.levers.selective_checkpointing import period_of
+
+_PARALLEL = ("fsdp2", "ddp", "none")
+_UNLIMITED = 1e9  # elements: DeepSpeed's default of every limit of ZeRO-3 (deepspeed.runtime.zero.config)
+
+
+def read_fields(args) -> dict[str, Any]:
+    """The fields that were set: those that differ from their defaults. `deepspeed` becomes a dict.
+
+    Args:
+        args: TrainingArguments, or a dict of its fields.
+
+    Raises:
+        InputError: a field that TrainingArguments lacks, or a value that it does not take.
+    """
+    from transformers import TrainingArguments
+
+    kind = TrainingArguments if isinstance(args, dict) else type(args)
+    defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
+    if isinstance(args, dict):
+        for name in args.keys() - defaults.keys():
+            raise choose("TrainingArguments field", name, defaults)
+        fields = fit(hints_of(kind), args)
+    else:
+        fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
+    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        if value := fields.pop(old, None):
+            fields.setdefault(old.replace("gradient", "activation"), value)
+    if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
+        fields["torch_compile"] = True  # TrainingArguments.__post_init__ does the same
+    for name in ("accelerator_config", "output_dir"):
+        fields.pop(name, None)
+    fields.setdefault("per_device_train_batch_size", 8)
+    fields.setdefault("gradient_accumulation_steps", 1)
+    if "optim" in fields:
+        fields["optim"] = getattr(fields["optim"], "value", fields["optim"])
+    if fields.get("deepspeed"):
+        fields["deepspeed"] = deepspeed_config(fields["deepspeed"])
+    elif not isinstance(args, dict):
+        fields |= _engine_fields(resolve_engine(args), fields)
+    return fields
+
+
+def read_trainer_fields(trainer) -> dict[str, Any]:
+    """read_fields() of a Trainer's arguments, with the engine that `accelerate launch` started."""
+    fields = read_fields(trainer.args)
+    fields |= _engine_fields(resolve_engine(trainer.args, trainer.accelerator.state), fields)
+    if trainer.accelerator.mixed_precision == "fp8":  # matmuls only: tensors saved for backward are bf16's
+        fields["bf16"] = True
+    return fields
+
+
+def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
+    """An engine that the launcher or a plugin chose, as the TrainingArguments fields that would choose it."""
+    if engine.deepspeed is not None:
+        return {"deepspeed": engine.deepspeed}
+    if engine.fsdp_version is None:
+        return {}
+    config = fields.get("fsdp_config")
+    config = config if isinstance(config, dict) else {}
+    return {"fsdp": True, "fsdp_config": {**config, "activation_checkpointing": engine.checkpointing}}
+
+
+def with_strategy(fields: dict[str, Any], strategy: str | None) -> dict[str, Any]:
+    """The fields with the DeepSpeed configuration that a strategy names, if it names one."""
+    if not strategy or strategy in _PARALLEL or is_mesh(strategy):
+        return fields
+    return {**fields, "deepspeed": deepspeed_config(strategy)}
+
+
+def engine_name(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:
+    """none, ddp, fsdp2, mesh or deepspeed, for fields as with_strategy() returns them."""
+    if is_mesh(strategy):
+        return "mesh"
+    if fields.get("deepspeed"):
+        return "deepspeed"
+    if world_size == 1:
+        return "none"
+    return "fsdp2" if strategy == "fsdp2" or fields.get("fsdp") else "ddp"
+
+
+def traceable_fields(fields: dict[str, Any], engine: str) -> dict[str, Any]:
+    """Fields whose job is the same in memory and can be traced.
+
+    accelerate's own activation checkpointing under FSDP2 becomes transformers'. DeepSpeed's batch sizes become "auto",
+    because fewer micro-batches are traced than run.
+    """
+    if engine == "fsdp2" and fsdp_checkpoints(fields):
+        return {
+            **fields,
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": False},
+        }
+    if engine != "deepspeed":
+        return fields
+    config = copy.deepcopy(fields["deepspeed"])
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config[name] = "auto"
+    return {**fields, "deepspeed": config}
+
+
+def fsdp_checkpoints(fields: dict[str, Any]) -> bool:
+    """Whether accelerate checkpoints the activations of the layers that it shards."""
+    return bool((fields.get("fsdp_config") or {}).get("activation_checkpointing"))
+
+
+def evaluates(fields: dict[str, Any]) -> bool:
+    """Whether the job evaluates while it trains."""
+    strategy = fields.get("eval_strategy", "no")
+    return bool(fields.get("do_eval")) or getattr(strategy, "value", strategy) != "no"
+
+
+def zero_stage(fields: dict[str, Any]) -> int:
+    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
+    return (fields.get("deepspeed") or {}).get("zero_optimization", {}).get("stage", 0)
+
+
+def zero_limit(fields: dict[str, Any], name: str) -> float:
+    """A limit of ZeRO-3 in elements, such as sub_group_size."""
+    value = fields["deepspeed"].get("zero_optimization", {}).get(name, _UNLIMITED)
+    return _UNLIMITED if value == "auto" else float(value)
+
+
+def checkpointing_period(fields: dict[str, Any], memory_args=None) -> int:
+    """After how many layers activation checkpointing repeats."""
+    if getattr(memory_args, "checkpoint_ratio", None) is not None:
+        return period_of(memory_args.checkpoint_ratio)
+    kwargs = fields.get("activation_checkpointing_kwargs") or {}
+    return kwargs.get("every_n_layers") or 1 if isinstance(kwargs, dict) else 1
+
+
+def peak_rank(fields: dict[str, Any], engine: str, world_size: int) -> int:
+    """The process that needs the most memory.
+
+    Under ZeRO-1 and 2 that is the last: it owns the gradients that backward computes first, and holds them from then
+    on. Otherwise all need as much as the first, which gets FSDP2's remainder of what does not divide evenly.
+    """
+    return world_size - 1 if engine == "deepspeed" and zero_stage(fields) < 3 else 0
