@@ -20,6 +20,7 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.adapters import adapts_layers_alike, at_depth, check_adapter
 from hf_memopt.estimator.tracing.extrapolate import (
     FEWEST,
     FEWEST_IN_PARTITIONS,
@@ -100,7 +101,15 @@ class Job:
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside and within one layer; only those that are trained."""
         adapters = self.peft_config if trained else None
-        one, two = (count_weights(with_depth(self.config, depth), self.task, self.dtype, adapters) for depth in (1, 2))
+        one, two = (
+            count_weights(
+                with_depth(self.config, depth),
+                self.task,
+                self.dtype,
+                at_depth(adapters, layers_of(self.config), depth),
+            )
+            for depth in (1, 2)
+        )
         layer = max(1, two - one)
         return one - layer, layer
 
@@ -119,7 +128,7 @@ class Job:
                 self.dtype,
                 self.attn_implementation,
                 self.quantization,
-                self.peft_config,
+                at_depth(self.peft_config, layers_of(self.config), depth),
                 self.kbit_preparation,
                 self.memory_args,
                 self.frozen,
@@ -171,7 +180,7 @@ def estimate(
         args: TrainingArguments, or a dict of its fields. `deepspeed`: a dict, a file, or a shipped JSON's name.
         seq_len: tokens per sample.
         hardware: a name in the catalog. "cpu" counts as the CPU's allocator does.
-        peft_config: a LoraConfig; None trains all weights.
+        peft_config: any of peft's configurations; None trains all weights.
         dtype: of the loaded weights.
         attn_implementation: by default the model's own choice, sdpa where it has it. Flash attention is counted as
             sdpa's flash kernel.
@@ -234,14 +243,18 @@ def estimate_jobs(jobs: Sequence[Job], each=one_by_one) -> list[Estimate | Input
     Args:
         each: as for estimate_job(); all traces of all jobs are given to it at once.
     """
-    depths = [
-        shallow_depths(job.config, fewest_layers(job), checkpointing_period(job.fields, job.memory_args))
-        for job in jobs
-    ]
+    depths = [_depths(job) for job in jobs]
     traces = [(job, depth) for job, its in zip(jobs, depths, strict=True) for depth in its]
     books = iter(each(_books, traces))
     taken = [(job, its, [next(books) for _ in its]) for job, its in zip(jobs, depths, strict=True)]
     return each(_reported, taken)
+
+
+def _depths(job: Job) -> tuple[int, ...]:
+    layers = layers_of(job.config)
+    if not adapts_layers_alike(job.peft_config, layers):
+        return (layers,)
+    return shallow_depths(job.config, fewest_layers(job), checkpointing_period(job.fields, job.memory_args))
 
 
 def _books(trace_of: tuple[Job, int]) -> Books | InputError:
@@ -328,7 +341,16 @@ def traced(job: TracedJob) -> Books:
         return trace(job)
     except InputError:
         raise
-    except (ValueError, TypeError, ImportError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        ImportError,
+        AssertionError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+    ) as error:
         if found := _SWAPPED.fullmatch(one_line(error)):
             raise InputError(
                 f"deepspeed: offload_param.buffer_size={found[2]} is smaller than a process's part of a "
@@ -417,10 +439,9 @@ def describe(
 ) -> Job:
     """The job that estimate()'s arguments amount to, checked."""
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
-    if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
-        raise InputError(f"peft_type={peft_config.peft_type} is not modelled yet: estimate LoRA, or full fine-tuning")
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise InputError("quantization_config: only load_in_4bit=True of bitsandbytes is modelled")
+    check_adapter(peft_config)
     config = load_config(model)
     if quantization_config is None and getattr(config, "quantization_config", None) is not None:
         raise InputError(

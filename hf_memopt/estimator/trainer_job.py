@@ -23,6 +23,7 @@ from hf_memopt.estimator.api import (
 )
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
 from hf_memopt.estimator.tracing.extrapolate import at_full_depth, layers_of, shallow_depths
 from hf_memopt.estimator.tracing.fake_copy import fake_copy
 from hf_memopt.estimator.tracing.trace import TracedJob, repeated_layers
@@ -135,7 +136,9 @@ def estimate_trainer(
 
     whole = (layers_of(model.config),)
     period = checkpointing_period(fields, getattr(trainer, "memory_args", None))
-    depths = shallow_depths(model.config, fewest_layers(job), period) if lists else whole
+    adapters = getattr(model, "peft_config", None) or {}
+    alike = all(adapts_layers_alike(config, layers_of(model.config)) for config in adapters.values())
+    depths = shallow_depths(model.config, fewest_layers(job), period) if lists and alike else whole
     books = []
 
     def peaks_at(depth: int):

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
 from hf_memopt.estimator.accounting.known_values import list_of, tensor_of
+from hf_memopt.estimator.patches.adapters import traceable_adapters
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 
@@ -39,6 +40,7 @@ def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
         mock.patch.object(FakeTensor, "tolist", list_of(FakeTensor.tolist)),
         _foreach(accelerator),
         _bitsandbytes(),
+        traceable_adapters(),
         _attention_without_dropout(accelerator),
         mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True),
         mock.patch.object(torch, "compile", _uncompiled),
