@@ -8,6 +8,7 @@ import cards_docs
 import clusters_docs
 import guides_docs
 import levers_docs
+import peft_docs
 import plans_docs
 import presets_docs
 import video_docs
@@ -24,6 +25,7 @@ _TABLES = {
     "docs/video.md": video_docs.TABLES,
     "docs/api.md": api_docs.TABLES,
     "docs/training.md": api_docs.TABLES,
+    "docs/memory.md": peft_docs.TABLES,
     "docs/presets.md": presets_docs.TABLES,
     "docs/quickstart.md": cards_docs.TABLES,
 }

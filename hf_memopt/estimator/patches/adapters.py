@@ -187,6 +187,8 @@ _REPLACED = (
         "torch",
         _always(_TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply)),
     ),
+    ("boft.layer", "BOFTLayer", "block_butterfly_perm", _always(lambda layer, size, *_: torch.arange(size))),
+    ("boft.layer", "BOFTLayer", "perm2mat", _always(lambda layer, order: torch.empty(len(order), len(order)))),
     ("shira.layer", "ShiraLayer", "update_layer", _without_mask),
     ("shira.layer", "Linear", "get_delta_weight", _always(_shira_delta)),
     ("unilora.model", "UniLoraModel", "_assign_unilora_indices_and_scales", _always(_assign_scales)),

@@ -9,6 +9,7 @@ _REFUSED = {
     "CPT": "its loss selects tokens by a mask whose values only a real batch has",
     "XLORA": "it loads adapters that are trained already, which an estimate does not read",
     "MULTITASK_PROMPT_TUNING": "its batches need task_ids, which estimate() does not make",
+    "WAVEFT": "it selects the coefficients of its wavelets by a mask, and fake tensors have no values",
     "POLY": "its batches need task_ids, which estimate() does not make",
 }
 _NUMBER = re.compile(r"(?:^|[.\\])\d+(?:$|[.\\])|\[\d")  # a layer's number in a module's name or pattern
@@ -20,7 +21,7 @@ def check_adapter(peft_config) -> None:
         InputError: an adapter that cannot be traced, with the reason.
     """
     if reason := _REFUSED.get(getattr(peft_config, "peft_type", None)):
-        raise InputError(f"peft_type={peft_config.peft_type} cannot be estimated: {reason}")
+        raise InputError(f"peft_type={peft_config.peft_type.value} cannot be estimated: {reason}")
 
 
 def adapts_layers_alike(peft_config, layers: int) -> bool:
