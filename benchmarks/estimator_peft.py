@@ -1,8 +1,8 @@
 """The estimator against PEFT's own comparison of its methods on an L40S: python benchmarks/estimator_peft.py
 
-data/published_peaks_peft.json holds 34 rows of huggingface/peft's method_comparison/MetaMathQA, each with its source,
-the adapter's configuration and the reserved memory that PEFT measured. Their batches have many lengths, and the longest
-was not published: it is fitted on the plain LoRA row of rank 32, one integer, and used for all other rows.
+data/published_peaks_peft.json holds 34 rows of huggingface/peft's method_comparison/MetaMathQA: its source, the
+adapter's configuration and the reserved memory that PEFT measured. Their batches have many lengths, and the longest was
+not published: it is fitted on the plain LoRA row of rank 32, one integer, and used for all other rows.
 """
 
 import inspect
@@ -19,6 +19,8 @@ from rich.progress import track
 DATA = Path(__file__).parent / "data" / "published_peaks_peft.json"
 FITTED_ON = "peft-mmqa-lora-llama-3.2-3B-rank32"
 LENGTHS = range(600, 769)  # PEFT's max_seq_length is 768
+
+
 def config_of(arch: dict):
     from transformers import AutoConfig
 
@@ -49,8 +51,8 @@ def adapter_of(row: dict):
 
 
 def leave_permutations_on_host(add_adapters):
-    """PEFT's loop adds adapters to a model that is on the GPU already, and peft 0.21 leaves BOFT's permutations where it
-    made them, in host memory; each forward copies them. (Trainer moves them to the GPU with the model.)"""
+    """PEFT's loop adds adapters to a model that is on the GPU already, and peft 0.21 leaves BOFT's permutations in
+    host memory; each forward copies them. (Trainer moves them to the GPU with the model.)"""
     import torch
 
     def add(model, config):

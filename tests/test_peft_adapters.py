@@ -59,7 +59,7 @@ def test_within_one_percent_of_a_real_run(kind):
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_traced_is_refused(kind):
-    with pytest.raises(InputError, match="cannot be (estimated|traced)"):
+    with pytest.raises(InputError, match=r"cannot be (estimated|traced)"):
         estimate(_config(LAYERS), FIELDS, LENGTH, "cpu", _adapter(kind), "float32")
 
 
