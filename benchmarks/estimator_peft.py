@@ -1,8 +1,8 @@
 """The estimator against PEFT's own comparison of its methods on an L40S: python benchmarks/estimator_peft.py
 
 data/published_peaks_peft.json holds 34 rows of huggingface/peft's method_comparison/MetaMathQA: its source, the
-adapter's configuration and the reserved memory that PEFT measured. Their batches have many lengths, and the longest was
-not published: it is fitted on the plain LoRA row of rank 32, one integer, and used for all other rows.
+adapter's configuration and the reserved memory that PEFT measured. Their batches have many lengths, and the longest
+was not published: it is fitted on the plain LoRA row of rank 32, one integer, and used for all other rows.
 """
 
 import inspect
