@@ -3,15 +3,15 @@
 from levers_docs import results, table
 
 GB = 1e9
-# Why a row is far off, each checked in the source that it names.
+# Why a row is far off: read in the sources; what is only inferred says "probably".
 CAUSES = {
     "adalora-rank32": "peft 0.21.2 makes AdaLoRA's `ranknum` trainable when it casts adapters to fp32, so every "
-    "adapter's output is kept for backward; with peft's source of the published commit the estimate is 0.6 % low",
+    "adapter's output is kept for backward; peft's source of the published commit does not",
     "full-finetuning-lr_0.00001": "Adam's states are made at the end of the first step, among cached activations, "
     "whose segments they split; the estimator makes them first",
     "prefixtuning-lr_0.001": "the published peak probably is that of generation for 50 samples with 200 virtual "
     "tokens: the 99th percentile over training steps is lower against the peak than in any other row",
-    "frod-sparse0.02-lr_0.001": "PEFT's loop leaves FRoD's projections in host memory and copies them each forward",
+    "frod-sparse0.02-lr_0.001": "probably: PEFT's loop leaves FRoD's projections in host memory and copies them each forward",
 }
 
 
