@@ -11,7 +11,7 @@ CAUSES = {
     "whose segments they split; the estimator makes them first",
     "prefixtuning-lr_0.001": "the published peak probably is that of generation for 50 samples with 200 virtual "
     "tokens: the 99th percentile over training steps is lower against the peak than in any other row",
-    "frod-sparse0.02-lr_0.001": "probably: PEFT's loop leaves FRoD's projections on the host and copies them each forward",
+    "frod-sparse0.02-lr_0.001": "probably: projections stay in host memory, and each forward copies them",
 }
 
 
