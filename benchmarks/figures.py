@@ -45,6 +45,11 @@ def _published(method: str) -> list[float]:
     ]
 
 
+def _peft_errors() -> list[float]:
+    """Of the rows that were not used to fit the length."""
+    return [row["error"] for row in results("estimator_peft")["rows"] if not row["fitted"]]
+
+
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
     value = round(100 * value, digits) + 0.0  # no minus before a zero
     return f"{value:{'+' if sign and value else ''}.{digits}f} %".replace("-", "−")
@@ -197,6 +202,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "estimator.qlora_rows": lambda: f"{len(_published('qlora'))}",
     "estimator.qlora_median": lambda: _middle(_published("qlora"), 1),
     "estimator.qlora_range": lambda: _range(_published("qlora")),
+    "estimator.peft_rows": lambda: f"{len(_peft_errors())}",
+    "estimator.peft_median": lambda: _middle(_peft_errors(), 1),
+    "estimator.peft_range": lambda: _range(_peft_errors(), 1),
     "estimator.accelerate": lambda: _others("accelerate_error"),
     "estimator.deepspeed": lambda: _others("deepspeed_error"),
     "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",

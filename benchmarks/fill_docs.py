@@ -9,6 +9,7 @@ import clusters_docs
 import devices_docs
 import guides_docs
 import levers_docs
+import peft_docs
 import plans_docs
 import presets_docs
 import video_docs
@@ -18,7 +19,7 @@ from levers_docs import ROOT
 _INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)
 _TABLES = {
     "docs/levers.md": levers_docs.TABLES,
-    "docs/memory.md": devices_docs.TABLES,
+    "docs/memory.md": {**devices_docs.TABLES, **peft_docs.TABLES},
     "docs/plans.md": plans_docs.TABLES,
     "docs/clusters.md": clusters_docs.TABLES,
     "docs/guides.md": guides_docs.TABLES,

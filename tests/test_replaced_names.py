@@ -189,7 +189,7 @@ def test_everything_is_put_back():
 
 def test_the_ledger_of_deepspeed_asks_for_names_of_the_table():
     known = {name for names in TABLE[Part.DEEPSPEED] if names.use is Use.INSTANCE for name in names.names}
-    assert {*engine_tensors._HELD, *engine_tensors._STAGING} <= known
+    assert {*engine_tensors._KINDS, *engine_tensors._STAGING} <= known
 
 
 @pytest.mark.parametrize("part", Part, ids=lambda part: part.name.lower())

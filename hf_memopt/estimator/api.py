@@ -47,7 +47,7 @@ def estimate(
         args: TrainingArguments, or a dict of its fields. `deepspeed`: a dict, a file, or a shipped JSON's name.
         seq_len: tokens per sample.
         hardware: a name in the catalog. "cpu" counts as the CPU's allocator does.
-        peft_config: a LoraConfig; None trains all weights.
+        peft_config: any of peft's configurations; None trains all weights.
         dtype: of the loaded weights.
         attn_implementation: by default the model's own choice, sdpa where it has it. Flash attention is counted as
             sdpa's flash kernel.

@@ -12,6 +12,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.tracing.adapters import adapter_at_depth, adapts_layers_alike, check_adapter
 from hf_memopt.estimator.tracing.extrapolate import (
     FEWEST,
     FEWEST_IN_PARTITIONS,
@@ -99,7 +100,13 @@ class Job(ModelSettings):
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside the layers and within one layer; only trained ones if `trained`."""
         adapters = self.peft_config if trained else None
-        one, two = (count_weights(with_depth(self.config, depth), self.task, self.dtype, adapters) for depth in (1, 2))
+        layers = count_layers(self.config)
+        one, two = (
+            count_weights(
+                with_depth(self.config, depth), self.task, self.dtype, adapter_at_depth(adapters, layers, depth)
+            )
+            for depth in (1, 2)
+        )
         layer = max(1, two - one)
         return one - layer, layer
 
@@ -109,6 +116,9 @@ class Job(ModelSettings):
 
     def depths(self) -> tuple[int, ...]:
         """Numbers of layers with which the job is traced."""
+        layers = count_layers(self.config)
+        if not adapts_layers_alike(self.peft_config, layers):
+            return (layers,)
         period = checkpointing_period(self.fields, self.memory_args)
         return shallow_depths(self.config, self._fewest_layers(), period)
 
@@ -127,7 +137,8 @@ class Job(ModelSettings):
 
     def at_depth(self, depth: int) -> TracedJob:
         """What is traced: the job on a model with so many layers."""
-        shallow = dataclasses.replace(self, config=with_depth(self.config, depth))
+        adapters = adapter_at_depth(self.peft_config, count_layers(self.config), depth)
+        shallow = dataclasses.replace(self, config=with_depth(self.config, depth), peft_config=adapters)
         bf16 = self.fields.get("bf16", False)
         distribute = functools.partial(spread, mesh=self.mesh, bf16=bf16) if self.mesh else None
         return TracedJob(
@@ -203,8 +214,7 @@ def describe(
 
 
 def _check_model(config, peft_config, quantization_config) -> None:
-    if getattr(peft_config, "peft_type", None) not in (None, "LORA"):
-        raise InputError(f"peft_type={peft_config.peft_type} is not modelled yet: estimate LoRA, or full fine-tuning")
+    check_adapter(peft_config)
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise InputError("quantization_config: only load_in_4bit=True of bitsandbytes is modelled")
     if quantization_config is None and getattr(config, "quantization_config", None) is not None:

@@ -9,6 +9,7 @@ import torch
 from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
 from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.estimator.tracing.fake_copy import fake_copy
 from hf_memopt.estimator.tracing.segments import repeated_layers
@@ -69,7 +70,10 @@ class TrainerJob(Job):
         return [_count_elements(weight) for weight in _weights(self.trainer.model, trained=True)]
 
     def depths(self) -> tuple[int, ...]:
-        return super().depths() if self.layer_lists else (count_layers(self.config),)
+        layers = count_layers(self.config)
+        adapters = getattr(self.trainer.model, "peft_config", None) or {}
+        alike = all(adapts_layers_alike(adapter, layers) for adapter in adapters.values())
+        return super().depths() if self.layer_lists and alike else (layers,)
 
     def at_depth(self, depth: int) -> TracedJob:
         return TracedJob(

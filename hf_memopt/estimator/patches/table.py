@@ -396,6 +396,12 @@ _BITSANDBYTES = (
         until="Params4bit holds fake tensors",
     ),
     Names(
+        owner="bitsandbytes.optim:GlobalOptimManager",
+        names={"_instance": None},
+        why="the Trainer registers embeddings there for 32-bit states, by position, for all later optimizers (0.50)",
+        until="bitsandbytes keeps overrides with each optimizer",
+    ),
+    Names(
         owner="bitsandbytes.optim:AdEMAMix",
         names={"_get_state_double_buffer": "self, p, dtype"},
         why="pages AdEMAMix's states even on the CPU (0.50); other optimizers' stay there",

@@ -1,6 +1,7 @@
 """A copy of a model, real or fake, on fake tensors, with fewer layers."""
 
 import copy
+from collections.abc import Iterator
 
 import torch
 
@@ -17,7 +18,7 @@ def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: i
         depth: how many layers of each list the copy has, from the first on.
     """
     memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers(), *_unregistered(model)):
         memo[id(tensor)] = _fake(tensor)
     if depth < count_layers(model.config):
         for config in {
@@ -30,6 +31,14 @@ def fake_copy(model: torch.nn.Module, lists: list[torch.nn.ModuleList], depth: i
     copied = copy.deepcopy(model, memo)
     put_back(copied)  # deepcopy does not copy functions: replaced forwards would run the original's modules
     return copied
+
+
+def _unregistered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors in plain dicts of its modules, where peft keeps SHiRA's indices and the ids of virtual tokens."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, dict):
+                yield from (tensor for tensor in value.values() if type(tensor) is torch.Tensor)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

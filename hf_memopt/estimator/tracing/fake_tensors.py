@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
 from hf_memopt.estimator.accounting.known_values import tensor_from_values, tolist_from_values
+from hf_memopt.estimator.patches.adapters import traceable_adapters
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 from hf_memopt.estimator.patches.replacement import all_replaced, replaced
@@ -44,6 +45,7 @@ def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
         all_replaced(replacements),
         _foreach(accelerator),
         _bitsandbytes(),
+        traceable_adapters(),
         _attention_without_dropout(accelerator),
         cuda_autocast() if accelerator else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),

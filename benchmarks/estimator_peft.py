@@ -1,0 +1,122 @@
+"""The estimator against PEFT's own comparison of its methods on an L40S: python benchmarks/estimator_peft.py
+
+data/published_peaks_peft.json holds 34 rows of huggingface/peft's method_comparison/MetaMathQA: its source, the
+adapter's configuration and the reserved memory that PEFT measured. Their batches have many lengths, and the longest
+was not published: it is fitted on the plain LoRA row of rank 32, one integer, and used for all other rows.
+"""
+
+import inspect
+import json
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+from unittest import mock
+
+from record import record
+from rich.progress import track
+
+DATA = Path(__file__).parent / "data" / "published_peaks_peft.json"
+FITTED_ON = "peft-mmqa-lora-llama-3.2-3B-rank32"
+LENGTHS = range(600, 769)  # PEFT's max_seq_length is 768
+
+
+def config_of(arch: dict):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=arch["hidden"],
+        num_hidden_layers=arch["layers"],
+        num_attention_heads=arch["heads"],
+        num_key_value_heads=arch["kv_heads"],
+        head_dim=arch["head_dim"],
+        intermediate_size=arch["intermediate"],
+        vocab_size=arch["vocab"],
+        tie_word_embeddings=arch["tied"],
+        max_position_embeddings=131072,
+    )
+
+
+def adapter_of(row: dict):
+    """The row's adapter; None for full fine-tuning. Fields that this version of peft does not have are left out."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = dict(row["adapter_config"] or {})
+    if not settings:
+        return None
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[settings.pop("peft_type")]
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in settings.items() if name in known and value is not None})
+
+
+def leave_permutations_on_host(add_adapters):
+    """PEFT's loop adds adapters to a model that is on the GPU already, and peft 0.21 leaves BOFT's permutations in
+    host memory; each forward copies them. (Trainer moves them to the GPU with the model.)"""
+    import torch
+
+    def add(model, config):
+        model = add_adapters(model, config)
+        for module in model.modules():
+            if hasattr(module, "boft_P"):
+                module.boft_P = torch.empty(1).expand(module.boft_P.shape)  # no bytes of its own; its copies have them
+        return model
+
+    return add
+
+
+def reserved(row: dict, seq_len: int) -> int:
+    """Predicted bytes that CUDA's caching allocator reserves, without expandable segments."""
+    from hf_memopt.estimator import estimate
+    from hf_memopt.estimator.tracing import model
+
+    fields = {"per_device_train_batch_size": row["micro_batch"], "optim": "adamw_torch", "max_grad_norm": 1.0}
+    with mock.patch.object(model, "add_adapters", leave_permutations_on_host(model.add_adapters)):
+        found = estimate(config_of(row["arch"]), fields, seq_len, "l40s", adapter_of(row), "bfloat16", padded=True)
+    return found.reserved_bytes["segments"]
+
+
+def fitted_length(row: dict) -> int:
+    """The length whose prediction is nearest to the row's measured peak; predictions grow with length."""
+    low, high = LENGTHS.start, LENGTHS.stop - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if reserved(row, middle) < row["peak_bytes"] else (low, middle)
+    return min((low, high), key=lambda length: abs(reserved(row, length) - row["peak_bytes"]))
+
+
+def main() -> None:
+    data = json.loads(DATA.read_text())
+    seq_len = fitted_length(next(row for row in data if row["id"] == FITTED_ON))
+    versions = {"peft": metadata.version("peft")}
+    rows = []
+    for row in track(data, description="PEFT's rows"):
+        started = time.perf_counter()
+        predicted = reserved(row, seq_len)
+        name = row["id"].removeprefix("peft-mmqa-").replace("-llama-3.2-3B", "")
+        rows.append(
+            {
+                "id": row["id"],
+                "source": row["source"],
+                "name": name,
+                "peft_type": (row["adapter_config"] or {}).get("peft_type", "full fine-tuning"),
+                "measured_bytes": row["peak_bytes"],
+                "predicted_bytes": predicted,
+                "error": round(predicted / row["peak_bytes"] - 1, 5),
+                "fitted": row["id"] == FITTED_ON,
+                "seq_len": seq_len,
+                "tokens_per_second": row["also"]["train_tokens_per_second"],
+                "seconds": round(time.perf_counter() - started, 1),
+                "versions": versions,
+                "published_versions": row["versions"],
+            }
+        )
+    for row in sorted(rows, key=lambda row: row["error"]):
+        print(f"{row['error']:+8.2%}  {row['name']}{' (fitted)' if row['fitted'] else ''}, {row['seconds']} s")
+    errors = [abs(row["error"]) for row in rows if not row["fitted"]]
+    print(f"{seq_len} tokens; {len(errors)} predicted rows, median {statistics.median(errors):.2%}, {max(errors):.2%}")
+    record("estimator_peft", "python benchmarks/estimator_peft.py", rows)
+
+
+if __name__ == "__main__":
+    main()

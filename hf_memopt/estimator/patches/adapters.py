@@ -1,0 +1,198 @@
+"""PEFT's adapters on fake tensors: the places where peft 0.21 asks a tensor for its value.
+
+Each replacement allocates what the original allocates and keeps what it keeps for backward. When peft renames one of
+these functions `mock.patch` fails by name, and when it stops asking for values the replacement can go.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+from hf_memopt.estimator.accounting.known_values import set_value
+
+
+@contextmanager
+def traceable_adapters() -> Iterator[None]:
+    """Called in the fake world, before adapters are added; without peft there is nothing to replace."""
+    if "peft" not in sys.modules:
+        yield
+        return
+    with ExitStack() as stack:
+        for tuner, owner, name, make in _REPLACED:
+            file = sys.modules[f"peft.tuners.{tuner}"]
+            target = getattr(file, owner) if owner else file
+            stack.enter_context(mock.patch.object(target, name, make(getattr(target, name))))
+        yield
+
+
+class _TorchWithout:
+    """The torch module as one file of peft sees it, with some functions replaced."""
+
+    def __init__(self, **replaced):
+        vars(self).update(replaced)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def _rand(*size, **kwargs):
+    """LoHa and LoKr skip an adapter where torch.rand(1) <= module_dropout: the step that skips none needs most."""
+    return 1.0 if size == (1,) else torch.rand(*size, **kwargs)
+
+
+class _BlockDiagonal(torch.autograd.Function):
+    """torch.block_diag of all blocks at once. BOFT has hidden_size / 4 of them, and torch passes them to a fake kernel
+    one by one, which takes minutes for a 3B model."""
+
+    @staticmethod
+    def forward(ctx, blocks):
+        ctx.shape = blocks.shape
+        count, size, _ = blocks.shape
+        return blocks.new_zeros(count * size, count * size)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_empty(ctx.shape)
+
+
+def _without_mask(update_layer):
+    """SHiRA asks a mask for the places of its ones, which are as many as the trained values."""
+
+    def update(layer, adapter_name, mask, r, **kwargs):
+        update_layer(layer, adapter_name, None, r, **kwargs)
+        if mask is not None:
+            count = layer.shira_weight[adapter_name].numel()
+            layer.shira_indices[adapter_name] = torch.empty(2, count, dtype=torch.int)
+
+    return update
+
+
+def _shira_delta(layer, adapter: str) -> torch.Tensor:
+    """SHiRA's sparse matrix, which has no storage that a fake tensor could stand for, as a dense one."""
+    indices = layer.shira_indices[adapter].to(torch.int64)
+    values = layer.shira_weight[adapter] * layer.scaling[adapter]
+    return _Scatter.apply(values, indices, (layer.out_features, layer.in_features))
+
+
+class _Scatter(torch.autograd.Function):
+    """A dense matrix of sparse values that takes no memory of its own: its addition reads the values."""
+
+    @staticmethod
+    def forward(ctx, values, indices, shape):
+        ctx.save_for_backward(indices)
+        return values.new_empty(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (indices,) = ctx.saved_tensors
+        return grad[indices[0], indices[1]], None, None
+
+
+def _assign_scales(model, adapter_name: str) -> None:
+    """UniLoRA counts with bincount how often each shared weight is used, for a scale per element of A and B."""
+    for module in model._iter_unilora_layers():
+        if adapter_name in module.unilora_indices_A:
+            indices = module.unilora_indices_A[adapter_name], module.unilora_indices_B[adapter_name]
+            module.update_scaling(adapter_name, *(torch.empty(index.shape) for index in indices))
+
+
+def _make_projections(model, config, adapter_name: str) -> None:
+    """FRoD's projections, shared by all layers of a kind, without the decomposition of the weights."""
+    from peft.tuners._buffer_dict import BufferDict
+    from peft.tuners.frod.model import _category_from_key
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    peft_config = model._prepare_adapter_config(config, model.get_model_config(model.model))
+    peft_config = _maybe_include_all_linear_layers(peft_config, model.model)
+    for name in ("frod_V", "frod_s_indices", "frod_s_size"):
+        if not hasattr(model, name):
+            setattr(model, name, torch.nn.ModuleDict())
+    for key, module in model.model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or not model._check_target_module_exists(peft_config, key):
+            continue
+        category, size = _category_from_key(key), module.in_features
+        if category in model.frod_V:
+            continue
+        count = min(int(size * size * config.sparse_rate), size * (size - 1))
+        count = max(1, count) if config.sparse_rate > 0 and size > 1 else count
+        shared = {
+            "frod_V": torch.empty(size, size, dtype=module.weight.dtype),
+            "frod_s_indices": torch.empty(2, count, dtype=torch.long),
+            "frod_s_size": set_value(torch.empty(2, dtype=torch.long), torch.tensor([size, size])),
+        }
+        for name, tensor in shared.items():
+            getattr(model, name)[category] = BufferDict({adapter_name: tensor}, persistent=config.save_projection)
+
+
+def _decompose(layer, projection, weight):
+    return torch.empty(weight.shape[0], projection.shape[0]), torch.empty(projection.shape[0])
+
+
+def _frod_tensors(layer, adapter: str, *, device, dtype):
+    """U, V, the sparse S as its values, and the diagonal."""
+    names = ("frod_U", "frod_V", "frod_lambda_s_values", "frod_lambda_l")
+    left, right, values, diagonal = (getattr(layer, name)[adapter].to(dtype=dtype) for name in names)
+    indices = layer.frod_s_indices[adapter].clone()  # coalesce() sorts a copy
+    return left, right, (indices, values, (layer.in_features, layer.in_features)), diagonal
+
+
+def _sparse_matmul(layer, activations, sparse):
+    """In 16 bits peft multiplies by the dense matrix, in 32 bits by the sparse one."""
+    indices, values, shape = sparse
+    if activations.dtype in (torch.float16, torch.bfloat16):
+        dense = _Dense.apply(values, indices, shape)
+        return activations @ dense.t()
+    return _SparseMatmul.apply(values, indices, activations)
+
+
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, shape):
+        ctx.save_for_backward(indices)
+        return values.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (indices,) = ctx.saved_tensors
+        return grad[indices[0], indices[1]], None, None
+
+
+class _SparseMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, activations):
+        ctx.save_for_backward(values, indices, activations)
+        return torch.empty_like(activations)
+
+    @staticmethod
+    def backward(ctx, grad):
+        values, _, activations = ctx.saved_tensors
+        return torch.empty_like(values), None, torch.empty_like(activations)
+
+
+def _always(replacement):
+    return lambda original: replacement
+
+
+# File below peft.tuners, class (None: the file's own name), function, and what makes its replacement of the original.
+_REPLACED = (
+    ("loha.layer", None, "torch", _always(_TorchWithout(rand=_rand))),
+    ("lokr.layer", None, "torch", _always(_TorchWithout(rand=_rand))),
+    (
+        "boft.layer",
+        None,
+        "torch",
+        _always(_TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply)),
+    ),
+    ("boft.layer", "BOFTLayer", "block_butterfly_perm", _always(lambda layer, size, *_: torch.arange(size))),
+    ("boft.layer", "BOFTLayer", "perm2mat", _always(lambda layer, order: torch.empty(len(order), len(order)))),
+    ("shira.layer", "ShiraLayer", "update_layer", _without_mask),
+    ("shira.layer", "Linear", "get_delta_weight", _always(_shira_delta)),
+    ("unilora.model", "UniLoraModel", "_assign_unilora_indices_and_scales", _always(_assign_scales)),
+    ("frod.model", "FrodModel", "_init_frod_projections", _always(_make_projections)),
+    ("frod.layer", "FrodLayer", "_calculate_frod_u_and_lambda", _always(_decompose)),
+    ("frod.layer", "Linear", "_get_frod_tensors", _always(_frod_tensors)),
+    ("frod.layer", "Linear", "_sparse_activation_mm", _always(_sparse_matmul)),
+)
