@@ -619,7 +619,7 @@ COMMANDS = {
     "plan gpt2 --memory inf": "--memory",
     "plan gpt2 --memory -1": "--memory",
     "plan gpt2 --host-memory nan": "--host-memory",
-    "plan gpt2 --rung top": "rung",
+    "plan gpt2 --rung top": "profile",
     "advise log --seq-len 0": "--seq-len",
     "dry-run no.py --world-size 0": "--world-size",
     "export cpu_x2 run --sequence-parallel -8": "--sequence-parallel",

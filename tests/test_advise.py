@@ -218,7 +218,7 @@ def test_the_command_line(command, tmp_path, monkeypatch):
     code, out, _ = command("advise", "-", "--json")
     assert code == 0 and Advice(**json.loads(out)).step == 50
     code, out, _ = command("advise", "a text that is about something else")
-    assert code == 1 and "nothing here" in out
+    assert code == 1 and "nothing to explain" in out
 
 
 def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):

@@ -158,7 +158,7 @@ def test_a_configuration_of_something_else_is_refused():
 
     with pytest.raises(InputError, match="no num_hidden_layers"):
         estimate(PretrainedConfig(), {}, 32, "cpu")
-    with pytest.raises(InputError, match=r"cannot be made: .*attn_implementation"):
+    with pytest.raises(InputError, match=r"cannot be built: .*attn_implementation"):
         estimate(_config(2), {}, 32, "cpu", attn_implementation="no_such")
 
 

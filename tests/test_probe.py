@@ -129,11 +129,12 @@ def test_batches_stay_on_the_host_until_they_run(tmp_path):
         assert {batch["input_ids"].device.type for batch in batches} == {device}
 
 
-def test_a_memory_trainer_can_be_estimated(tmp_path):
+@pytest.mark.parametrize("evaluation", [{}, {"eval_strategy": "steps", "eval_steps": 1}], ids=["trains", "evaluates"])
+def test_a_memory_trainer_can_be_estimated(tmp_path, evaluation):
     from hf_memopt import MemoryTrainer, estimate_trainer
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False)
-    given = {"args": args, "train_dataset": Rows(), "data_collator": collate}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False, **evaluation)
+    given = {"args": args, "train_dataset": Rows(), "eval_dataset": Rows(), "data_collator": collate}
     found = estimate_trainer(
         MemoryTrainer(model=llama(), memory_args=MemoryArguments(probe_worst_batch=True), **given)
     )

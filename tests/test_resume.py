@@ -291,7 +291,7 @@ def test_metadata_of_a_distributed_checkpoint_run_nothing(tmp_path):
     assert torch.equal(found["weight"], state["weight"]) and found["groups"] == state["groups"] and found["step"] == 3
 
     (tmp_path / "states" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "proof")))
-    with pytest.raises(InputError, match=r"checkpoint-2 is not read.*posix\.mkdir"), without_code("checkpoint-2"):
+    with pytest.raises(InputError, match=r"checkpoint-2 is not loaded.*posix\.mkdir"), without_code("checkpoint-2"):
         dcp.load(found, checkpoint_id=tmp_path / "states")
     # A class of torch's that is allowed, called through another module that has imported it, is not.
     (tmp_path / "states" / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nos\n.")

@@ -115,7 +115,7 @@ def build(setting: Setting, device: str):
     config, dtype = load_model_config(setting), getattr(torch, setting.dtype)
     attention = {"attn_implementation": setting.attention} if setting.attention else {}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **attention)
     if (quantization_config := quantization(setting.method)) is not None:
         memory_disk = Path("/dev/shm")  # 8B in 16 bits are 16 GB: through memory, not through a disk
         with tempfile.TemporaryDirectory(dir=memory_disk if memory_disk.is_dir() else None) as folder:
@@ -123,7 +123,12 @@ def build(setting: Setting, device: str):
             model = None
             release()  # the job itself loads a layer at a time, so the whole model in 16 bits is no part of its peak
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, quantization_config=quantization_config, device_map={"": device}, **attention
+                folder,
+                dtype=dtype,
+                quantization_config=quantization_config,
+                device_map={"": device},
+                trust_remote_code=False,
+                **attention,
             )
     if (peft_config := adapter(setting.method)) is not None:
         model = add_adapters(model, peft_config)

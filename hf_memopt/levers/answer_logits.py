@@ -60,11 +60,12 @@ def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
 def nothing_but_loss(model, true: bool = True):
     """Within this context evaluation needs the loss only, and computes no more logits than training does."""
     inner = inner_model(model)
+    before = getattr(inner, "loss_is_all", False)  # nested where the estimator traces MemoryTrainer's own evaluation
     inner.loss_is_all = true
     try:
         yield
     finally:
-        del inner.loss_is_all
+        inner.loss_is_all = before
 
 
 def _labeled_positions(labels: torch.Tensor) -> torch.Tensor:
