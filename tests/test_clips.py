@@ -9,6 +9,7 @@ import av
 import numpy
 import pytest
 import videos
+from conftest import slow
 
 from hf_memopt.errors import InputError
 from hf_memopt.video.clips import FrameLimits, estimate_pixels, read_clip
@@ -235,7 +236,7 @@ def test_frames_beyond_host_memory_are_refused_before_decoding(tmp_path, monkeyp
     assert len(read_clip(path, FrameLimits(None, max_pixels=10_000)).frames) == 300
 
 
-@pytest.mark.parametrize("limit_mib", [700, 300])
+@pytest.mark.parametrize("limit_mib", [slow(700), 300])
 def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
     """A real ENOMEM: the address space of the process ends while frames are decoded."""
     path = videos.write(tmp_path / "long.mp4", videos.numbered(600, 720, 1280), options={"preset": "ultrafast"})

@@ -105,7 +105,7 @@ def _every(count: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {**CHECKPOINTED, "bf16": True}, _every(2), _every(3), {"optim": "adamw_torch"}]
+    "fields", [{}, slow({**CHECKPOINTED, "bf16": True}), slow(_every(2)), _every(3), slow({"optim": "adamw_torch"})]
 )
 @pytest.mark.parametrize("lora", [None, slow(_lora())])
 def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, monkeypatch):

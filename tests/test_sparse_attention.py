@@ -338,7 +338,7 @@ def test_the_estimator_is_within_a_hundredth(memory, layout, tmp_path):
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("memory", [SPARSE, {"sliding_window": 40}])
+@pytest.mark.parametrize("memory", [SPARSE, slow({"sliding_window": 40})])
 def test_an_estimate_for_cuda_counts_flex_attention(memory):
     """A block mask, and nothing of tokens × tokens; by source, not measured on a GPU."""
 

@@ -3,6 +3,7 @@ split."""
 
 import pytest
 import torch
+from conftest import slow
 from faults import Strikes
 from test_memory_trainer import OOM, llama, train
 from torch.nn import functional
@@ -159,9 +160,9 @@ def _fails_at_step_two(trainer):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Contrastive, "neither the sum nor a mean of their own losses"),
+        slow(Contrastive, "neither the sum nor a mean of their own losses"),
         (ClassWeights, "neither the sum nor a mean of their own losses"),
-        (TwoBackwards, "calls accelerator.backward 2 times"),
+        slow(TwoBackwards, "calls accelerator.backward 2 times"),
     ],
 )
 def test_what_does_not_add_up_is_not_split(kind, reason, tmp_path, caplog):
