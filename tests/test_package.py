@@ -112,7 +112,7 @@ def test_wheel_holds_every_shipped_file(installed):
     code = {
         path.relative_to(ROOT / "hf_memopt")
         for path in (ROOT / "hf_memopt").rglob("*")
-        if path.suffix in (".py", ".json", ".html")
+        if path.suffix in (".py", ".json", ".html", ".toml")
     }
     assert not code - {path.relative_to(package) for path in package.rglob("*")}
     for folder in ("accelerate_configs", "recipes"):
