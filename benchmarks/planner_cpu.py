@@ -25,7 +25,7 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.planner.choices import memory_arguments
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import Request, plan
-from hf_memopt.planner.search import told
+from hf_memopt.planner.search import summarize
 
 SHAPE = {
     "hidden_size": 128,
@@ -176,7 +176,7 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         "plan_seconds": round(took, 2),
         "choices": len(search.choices),
         "chosen": rungs[-1]["settings"],
-        "best": told(best),
+        "best": summarize(best),
         "operations_chosen": operations(request, chosen),
         "operations_best": operations(request, best),
         "operations_without_recomputing": operations(request, plain),

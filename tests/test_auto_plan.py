@@ -93,7 +93,7 @@ def test_what_is_named_is_not_planned(sft, free):
 def test_nothing_fits(sft, free):
     main, arguments = sft
     free(2**20)
-    with pytest.raises(InputError, match=r"nothing fits the 0\.00 GiB that are free here, .* are missing"):
+    with pytest.raises(InputError, match=r"nothing fits the 0\.00 GiB that are free here: .* missing"):
         main(arguments)
 
 
@@ -123,7 +123,7 @@ def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
     monkeypatch.setattr(jobs, "load_model", load_limited)
     _until_it_stands(lambda argv=None: main(argv or arguments))
     assert [name for name, _ in begun] == ["balanced", "safe"] and begun[0][1] == 8
-    assert "starting again on the rung safe" in caplog.text
+    assert "starting again with the profile safe" in caplog.text
     report = json.loads((Path(arguments[5]) / "memory_report.json").read_text())
     batch = report["settings"]
     assert batch["per_device_train_batch_size"] * batch["gradient_accumulation_steps"] == 8

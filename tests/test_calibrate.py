@@ -329,7 +329,14 @@ def test_the_documentation_has_a_table_as_soon_as_there_are_results(tmp_path, mo
 def test_a_rehearsal_is_stopped_and_continues(tmp_path):
     target = tmp_path / "card.json"
     words = [str(BIN / "hf-memopt"), "calibrate", "--rehearse", "--budget", "1500", "--export", str(target)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # the tests may ignore it
+    )
     while not (target.is_file() and json.loads(target.read_text())["measurements"]):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)

@@ -94,6 +94,14 @@ def test_within_one_percent_of_a_real_run(config, fields, lora, dtype, padded):
     assert found.phases[found.phase] == found.peak_allocated_bytes
 
 
+def test_none_is_not_set():
+    """What a Trainer's own arguments hold where nothing was given."""
+    fields = {"per_device_train_batch_size": 2}
+    unset = dict.fromkeys(("eval_delay", "ddp_backend", "eval_steps", "save_total_limit"))
+    predicted = [estimate(_config(2), given, LENGTH, "cpu") for given in (fields, fields | unset)]
+    assert predicted[0].peak_allocated_bytes == predicted[1].peak_allocated_bytes
+
+
 def test_going_on_from_a_checkpoint_takes_no_more():
     found = estimate(_config(4), {"per_device_train_batch_size": 2}, LENGTH, "cpu")
     measured = _truth(_config(4), {"per_device_train_batch_size": 2}, resumed=True)

@@ -76,7 +76,7 @@ def test_gradients_stay_sharded_between_micro_batches():
     weights = estimate(config, fields, 32, "a100_80gb").breakdown["parameters"]
     plain, ours = peak("hsdp8"), peak("hsdp8", memory_args=MemoryArguments())
     assert plain - ours == pytest.approx(weights * 7 / 8, rel=0.15)
-    with pytest.raises(InputError, match="loss_chunk_size calls the head once more"):
+    with pytest.raises(InputError, match="loss_chunk_size calls the head a second time"):
         peak("hsdp8", memory_args=MemoryArguments(loss_chunk_size=16))
     assert ours == pytest.approx(peak("fsdp2", memory_args=MemoryArguments()), rel=0.1)
 

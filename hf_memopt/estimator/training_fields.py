@@ -31,7 +31,8 @@ def read_fields(args) -> dict[str, Any]:
     if isinstance(args, dict):
         for name in args.keys() - defaults.keys():
             raise choose("TrainingArguments field", name, defaults)
-        fields = fit(hints_of(kind), args)
+        # TrainingArguments takes None for "not set" in fields of every type.
+        fields = dict(args) | fit(hints_of(kind), {name: value for name, value in args.items() if value is not None})
     else:
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
