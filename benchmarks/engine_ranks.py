@@ -157,7 +157,7 @@ def tensor_parallel(case: dict):
 
     from hf_memopt.compatibility import setup
 
-    rules = [rule for rule in setup.RULES if "tensor parallelism run on accelerators only" not in rule.reason]
+    rules = [rule for rule in setup.RULES if "tensor parallelism on accelerators only" not in rule.reason]
     with (
         mock.patch.object(setup, "RULES", rules),
         mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None),

@@ -42,6 +42,6 @@ def main(job_file: str, peak_file: str) -> None:
 
 
 if __name__ == "__main__":
-    from hf_memopt.errors import run
+    from hf_memopt.program import run
 
     run(lambda: main(*sys.argv[1:]))

@@ -233,4 +233,4 @@ def test_what_is_cut_up_is_loaded_from_files(tmp_path):
         tmp_path / "out",
     )
     assert done.returncode != 0
-    assert "tp_size and fsdp_size cut weights up while they are loaded: pass model_name_or_path" in done.stderr
+    assert "tp_size and fsdp_size shard weights while they are loaded: pass model_name_or_path" in done.stderr
