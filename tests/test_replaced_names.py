@@ -1,5 +1,7 @@
 """Names of other libraries that a trace replaces: each is called in a tiny job; a missing one ends in a sentence."""
 
+import json
+import os
 import textwrap
 from collections import Counter
 from importlib import metadata, util
@@ -8,6 +10,7 @@ import pytest
 import torch
 import transformers
 import video_models
+from conftest import BIN, ROOT, run
 from peft import LoraConfig
 from torch.optim import adam
 from transformers import AutoConfig, BitsAndBytesConfig, vision_utils
@@ -262,3 +265,13 @@ def test_an_error_of_settings_stays_one(fields, named):
     with pytest.raises(InputError) as ended:
         estimate(AutoConfig.for_model("llama", **SHAPE), {"per_device_train_batch_size": 1, **fields}, 64, "a100_80gb")
     assert named in str(ended.value)
+
+
+@pytest.mark.slow
+def test_an_installation_that_cannot_be_imported_is_a_sentence(monkeypatch, tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise RuntimeError('CUDA_HOME does not exist')")
+    done = run(BIN / "hf-memopt", "doctor", "--json", env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
+    assert done.returncode == 0, done.stderr
+    (problem,) = (text for text in json.loads(done.stdout)["problems"] if "cannot be imported" in text)
+    assert problem.startswith("deepspeed ") and problem.endswith("RuntimeError: CUDA_HOME does not exist")

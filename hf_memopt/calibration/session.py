@@ -31,7 +31,7 @@ class Session:
         waiting: what is still to be measured.
 
     Args:
-        rehearse: play all parts on the CPU.
+        rehearse: try every measurement on the CPU.
         export: file for a rehearsal's results, which are kept nowhere else.
         fresh: measure again what was measured.
 
@@ -157,7 +157,7 @@ def check_device() -> None:
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise InputError(
             "PyTorch sees no CUDA, ROCm or MPS device here: run hf-memopt calibrate on the machine with the card, or "
-            "play all parts on the CPU with --rehearse"
+            "try every measurement on the CPU with --rehearse"
         )
 
 

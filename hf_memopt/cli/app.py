@@ -426,7 +426,10 @@ def calibrate(
     ] = 300.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier call has measured.")] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Play all parts on the CPU, with tiny models; no prediction uses it.")
+        bool,
+        typer.Option(
+            "--rehearse", help="Run every measurement on the CPU with tiny models; no prediction uses the results."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:

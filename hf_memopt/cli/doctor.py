@@ -1,5 +1,6 @@
 """`hf-memopt doctor`: this machine, what would be used on it, what is missing; and faults of configuration files."""
 
+import contextlib
 import importlib.util
 import logging
 import platform
@@ -91,6 +92,7 @@ def _report() -> dict[str, Any]:
 
     from hf_memopt.estimator.patches.replacement import faults
     from hf_memopt.estimator.patches.table import Part
+    from hf_memopt.estimator.tracing.process_state import quiet
     from hf_memopt.hardware import configure_allocator, detect, resolve_attention
     from hf_memopt.presets import get_preset
 
@@ -101,7 +103,8 @@ def _report() -> dict[str, Any]:
     packages = {name: {"version": _version(name), "needed_for": use} for name, use in _PACKAGES.items()}
     loading = _data_loading(preset)
     problems += [*_package_problems(packages), *_compiler_problems(packages)]
-    problems += [fault for part in Part for fault in faults(part)]
+    with quiet(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed 0.19.8 logs to stdout while it is imported
+        problems += dict.fromkeys(fault for part in Part for fault in faults(part))
     if loading.warning:
         problems.append(loading.warning)
     shown = ("name", "label", "backend", "memory", "unified_memory", "native_bf16", "fp8", "architecture")

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 from unittest import mock
 
-from hf_memopt.errors import IncompatibleLibrary
+from hf_memopt.errors import IncompatibleLibrary, one_line
 from hf_memopt.estimator.patches.table import TABLE, Part, Use
 
 # Tests set it: replaced name -> how often it was called, 0 for values. None costs a trace nothing.
@@ -31,9 +31,16 @@ def check(part: Part) -> None:
 
 def faults(part: Part) -> Iterator[str]:
     """One sentence for every name of a part that the installed libraries do not have as the table has it."""
+    broken = set()
     for names in TABLE[part]:
         library = names.owner.partition(":")[0].partition(".")[0]
-        if importlib.util.find_spec(library) is None:  # whoever needs it says so
+        if library in broken or importlib.util.find_spec(library) is None:  # whoever needs it says so
+            continue
+        try:
+            importlib.import_module(library)
+        except Exception as error:  # of any kind: a broken installation raises what it likes
+            broken.add(library)
+            yield f"{library} {version(library)} cannot be imported: {type(error).__name__}: {one_line(error)}"
             continue
         for path, parameters in names.paths().items():
             if (reason := _fault(path, parameters, names.use)) is not None:
