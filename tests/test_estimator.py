@@ -18,6 +18,7 @@ from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import KINDS
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing import extrapolate
+from hf_memopt.estimator.training_fields import read_fields
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 LENGTH = 128
@@ -94,12 +95,15 @@ def test_within_one_percent_of_a_real_run(config, fields, lora, dtype, padded):
     assert found.phases[found.phase] == found.peak_allocated_bytes
 
 
-def test_none_is_not_set():
-    """What a Trainer's own arguments hold where nothing was given."""
-    fields = {"per_device_train_batch_size": 2}
-    unset = dict.fromkeys(("eval_delay", "ddp_backend", "eval_steps", "save_total_limit"))
-    predicted = [estimate(_config(2), given, LENGTH, "cpu") for given in (fields, fields | unset)]
-    assert predicted[0].peak_allocated_bytes == predicted[1].peak_allocated_bytes
+def test_what_set_evaluate_leaves_can_be_estimated(tmp_path):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(tmp_path, per_device_train_batch_size=2, use_cpu=True)
+    wanted = estimate(_config(2), args, LENGTH, "cpu")
+    args = args.set_evaluate("no")
+    assert args.eval_delay is None
+    fields = read_fields(args)
+    assert estimate(_config(2), fields, LENGTH, "cpu").peak_allocated_bytes == wanted.peak_allocated_bytes
 
 
 def test_going_on_from_a_checkpoint_takes_no_more():

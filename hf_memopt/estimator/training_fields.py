@@ -31,10 +31,11 @@ def read_fields(args) -> dict[str, Any]:
     if isinstance(args, dict):
         for name in args.keys() - defaults.keys():
             raise choose("TrainingArguments field", name, defaults)
-        # TrainingArguments takes None for "not set" in fields of every type.
-        fields = dict(args) | fit(hints_of(kind), {name: value for name, value in args.items() if value is not None})
+        fields = fit(hints_of(kind), args)
     else:
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
+        if args.eval_delay is None:  # TrainingArguments.set_evaluate() leaves None in a field of numbers (5.23)
+            del fields["eval_delay"]
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         if value := fields.pop(old, None):
             fields.setdefault(old.replace("gradient", "activation"), value)
