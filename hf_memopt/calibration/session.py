@@ -81,7 +81,7 @@ class Session:
 
         Args:
             budget: seconds; nothing begins that might outlast them.
-            say: told of each outcome.
+            say: called with a line for each outcome.
         """
         deadline = time.monotonic() + budget
         done = self.count - len(self.waiting)
