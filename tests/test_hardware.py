@@ -139,7 +139,7 @@ def test_an_unknown_card_tells_only_what_it_knows():
     assert spark.unified_memory and spark.native_bf16
 
 
-def test_rocm_is_told_apart():
+def test_rocm_is_distinguished_from_cuda():
     card = _card("AMD Radeon RX 6800", 16, gcnArchName="gfx1030")
     found = detect._cuda(card, hip="6.4")
     assert (found.backend, found.vendor, found.native_bf16) == ("rocm", "amd", False)

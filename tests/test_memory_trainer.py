@@ -235,7 +235,7 @@ def test_a_window_starts_again_with_the_random_numbers_it_had(tmp_path):
     same(found, wanted)
 
 
-def test_the_smaller_micro_batch_is_remembered_and_told(tmp_path, caplog):
+def test_the_smaller_micro_batch_is_remembered_and_logged(tmp_path, caplog):
     found = train(tmp_path, Strikes({"backward": {30}}))
     (event,) = found.events
     assert (event["micro_batch_before"], event["micro_batch_after"], event["stage"]) == (4, 2, "backward")

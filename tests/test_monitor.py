@@ -451,7 +451,7 @@ def scenario(kind: str | None, steps: int = 60) -> GrowthDiagnosis:
 
 
 @pytest.mark.parametrize("kind", ["leak", "fragmentation", "longer data", "other process", None])
-def test_growth_is_told_apart(kind):
+def test_causes_of_growth_are_distinguished(kind):
     assert scenario(kind).label() == kind
 
 

@@ -51,7 +51,7 @@ def test_the_end_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "advice"),
     [
         ({"events": []}, "Nothing"),
         ({"events": [], "measured": {"peak_allocated_bytes": 2**31, "peak_reserved_bytes": 2**31}}, "Only 8%"),
@@ -67,8 +67,8 @@ def test_the_end_of_a_run(tmp_path):
         ({"events": [RECOVERED]}, "per_device_train_batch_size=4"),
     ],
 )
-def test_what_to_try_next(changed, told, tmp_path):
-    assert told in suggest_next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
+def test_what_to_try_next(changed, advice, tmp_path):
+    assert advice in suggest_next_steps(read_run(write_run(tmp_path, report(**changed))))[0]
 
 
 @pytest.mark.parametrize(

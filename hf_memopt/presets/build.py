@@ -102,7 +102,7 @@ def _device_defaults(hardware: Hardware, method: str) -> dict[str, Any]:
         if capability >= 8.0:
             training["tf32"] = True
         # Hopper and later: enough compute for the compiler to matter, and the memory for its warm-up.
-        if capability >= 9.0 and method != "qlora" and _large(hardware):
+        if capability >= 9.0 and method != "qlora" and hardware.is_large:
             training["torch_compile"] = True
     return training
 
@@ -120,7 +120,7 @@ def _optimizer(hardware: Hardware, method: str) -> str:
         return "adamw_torch_fused"
     if method == "qlora":
         return "paged_adamw_8bit" if hardware.backend == "cuda" else "adamw_8bit"
-    return "adamw_torch_fused" if _large(hardware) else "adamw_8bit"
+    return "adamw_torch_fused" if hardware.is_large else "adamw_8bit"
 
 
 def _weights_dtype(training: dict[str, Any], method: str) -> str:
@@ -132,10 +132,6 @@ def _weights_dtype(training: dict[str, Any], method: str) -> str:
     if method == "full" or not (training.get("bf16") or training.get("fp16")):
         return "float32"
     return "bfloat16" if training.get("bf16") else "float16"
-
-
-def _large(hardware: Hardware) -> bool:
-    return hardware.is_large
 
 
 def _environment(hardware: Hardware) -> dict[str, str]:

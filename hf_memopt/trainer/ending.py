@@ -53,7 +53,7 @@ class Ending:
     def end_run(self, stage: str, diagnosis: Diagnosis, micro=None, why: str = "", intact: bool = True) -> NoReturn:
         """Save the last good step, write oom_report.json and raise.
 
-        Other processes are told first and wait until the checkpoint is saved, not for the report.
+        Other processes are notified first and wait until the checkpoint is saved, not for the report.
 
         Args:
             stage: data, forward, backward, clipping, optimizer, eval, save or callbacks.

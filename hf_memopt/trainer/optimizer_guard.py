@@ -6,7 +6,7 @@ repeating the step gives the right weights. Two things can be repeated exactly:
 * an operator that only makes new tensors, or that writes the same values again (a copy);
 * the whole step, as long as no tensor from before it was written.
 
-Any other failure ends the run. The caller is told whether the step had written anything, and saves the weights only if
+Any other failure ends the run. The caller learns whether the step had written anything, and saves the weights only if
 it had not, so that no checkpoint holds half an update.
 """
 
