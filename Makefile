@@ -67,10 +67,12 @@ bench: $(INSTALLED)
 	python benchmarks/planner_cpu.py
 	python benchmarks/plans.py
 	python benchmarks/estimator_cpu.py
+	python benchmarks/estimator_model_types.py
 	python benchmarks/engines.py
 	python benchmarks/clusters.py
 	python benchmarks/offloading.py
 	python benchmarks/cards.py
+	python benchmarks/trl_trainers.py
 	python benchmarks/estimator_published.py
 	-python benchmarks/estimator_cuda.py
 

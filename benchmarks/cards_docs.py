@@ -2,7 +2,10 @@
 
 from levers_docs import results, table
 
+from hf_memopt.levers.arguments import RUNGS
+
 GIB = 2**30
+MOST = RUNGS["maximum"][1]  # of a card, as plans fill it
 _METHODS = ("full", "lora", "qlora")
 _NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
@@ -40,7 +43,7 @@ def _cell(kind: str, model: str, capacity: int, rows: dict) -> str:
             continue
         need = f"{_NAMES[method]} {row['device_bytes'] / GIB:.1f}"
         if row["device_bytes"] <= capacity:
-            tight = " (tight)" if row["device_bytes"] > 0.95 * capacity else ""
+            tight = " (tight)" if row["device_bytes"] > MOST * capacity else ""
             return f"**{need}**{tight} {too_large}".strip()
         too_large = f"~~{need}~~"
     return f"{too_large} out of memory"

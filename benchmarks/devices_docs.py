@@ -27,6 +27,8 @@ def _value(row: Constant) -> str:
 def _where(row: Constant) -> str:
     """Of rows with one name the first that applies counts."""
     backends = ", ".join(row.backends or ())
+    if row.architectures is not None:
+        return f"{backends}, {', '.join(row.architectures)}"
     if row.capability is None:
         return backends or "elsewhere" if _has_several(row.name) else backends or "everywhere"
     lowest, highest = row.capability

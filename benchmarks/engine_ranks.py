@@ -63,7 +63,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     )
     quiet = MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {}))
     trainers: list[MemoryTrainer] = []
-    with Ledger(fake=False) as ledger, following_fsdp(ledger), fsdp2(case, trainers), tensor_parallel(case):
+    with Ledger() as ledger, following_fsdp(ledger), fsdp2(case, trainers), tensor_parallel(case):
         model = AutoModelForCausalLM.from_pretrained(case["model"], **kwargs)
         alone(model)
         data = rows(case["seq_len"], model.config.vocab_size)

@@ -112,6 +112,7 @@ def predicted(case: dict, rank: int | None = None) -> int:
         fields,
         case["seq_len"],
         "cpu",
+        dtype="float32",
         world_size=case["world_size"],
         rank=rank,
         strategy=strategy,

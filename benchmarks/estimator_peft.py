@@ -3,6 +3,9 @@
 data/published_peaks_peft.json holds 34 rows of huggingface/peft's method_comparison/MetaMathQA: its source, the
 adapter's configuration and the reserved memory that PEFT measured. Their batches have many lengths, and the longest
 was not published: it is fitted on the plain LoRA row of rank 32, one integer, and used for all other rows.
+
+PEFT's loop (its run.py) is not the Trainer: it leaves the model's KV cache on, and holds the outputs, logits and cache
+among them, until the next batch has its own. The rows were measured with a peft before 0.20. Both are repeated here.
 """
 
 import inspect
@@ -13,29 +16,13 @@ from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
+from estimator_published import config_of
 from record import record
 from rich.progress import track
 
 DATA = Path(__file__).parent / "data" / "published_peaks_peft.json"
 FITTED_ON = "peft-mmqa-lora-llama-3.2-3B-rank32"
 LENGTHS = range(600, 769)  # PEFT's max_seq_length is 768
-
-
-def config_of(arch: dict):
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(
-        "llama",
-        hidden_size=arch["hidden"],
-        num_hidden_layers=arch["layers"],
-        num_attention_heads=arch["heads"],
-        num_key_value_heads=arch["kv_heads"],
-        head_dim=arch["head_dim"],
-        intermediate_size=arch["intermediate"],
-        vocab_size=arch["vocab"],
-        tie_word_embeddings=arch["tied"],
-        max_position_embeddings=131072,
-    )
 
 
 def adapter_of(row: dict):
@@ -50,9 +37,14 @@ def adapter_of(row: dict):
     return kind(**{name: value for name, value in settings.items() if name in known and value is not None})
 
 
-def leave_permutations_on_host(add_adapters):
-    """PEFT's loop adds adapters to a model that is on the GPU already, and peft 0.21 leaves BOFT's permutations in
-    host memory; each forward copies them. (Trainer moves them to the GPU with the model.)"""
+def as_measured(add_adapters):
+    """Adapters as PEFT's loop had them.
+
+    It adds them to a model that is on the GPU already, and peft leaves BOFT's permutations in host memory; each
+    forward copies them. (Trainer moves them to the GPU with the model.) AdaLoRA's `ranknum`, which divides a layer's
+    output, was not trained: published `trainable_params` are without it. peft 0.21 trains it, and saves that output
+    for backward.
+    """
     import torch
 
     def add(model, config):
@@ -60,20 +52,43 @@ def leave_permutations_on_host(add_adapters):
         for module in model.modules():
             if hasattr(module, "boft_P"):
                 module.boft_P = torch.empty(1).expand(module.boft_P.shape)  # no bytes of its own; its copies have them
+            if hasattr(module, "ranknum"):
+                module.ranknum.requires_grad_(False)
         return model
 
     return add
 
 
+def hold_outputs(compute_loss):
+    """`outputs = model(**batch)` in PEFT's loop lives through backward and the optimizer's step."""
+
+    def compute(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+        trainer.held = None
+        loss, trainer.held = compute_loss(trainer, model, inputs, True, num_items_in_batch)
+        return (loss, trainer.held) if return_outputs else loss
+
+    return compute
+
+
 def reserved(row: dict, seq_len: int) -> int:
     """Predicted bytes that CUDA's caching allocator reserves, without expandable segments."""
+    from transformers import Trainer
+
     from hf_memopt.estimator import estimate
     from hf_memopt.estimator.tracing import model
 
-    fields = {"per_device_train_batch_size": row["micro_batch"], "optim": "adamw_torch", "max_grad_norm": 1.0}
-    with mock.patch.object(model, "add_adapters", leave_permutations_on_host(model.add_adapters)):
-        found = estimate(config_of(row["arch"]), fields, seq_len, "l40s", adapter_of(row), "bfloat16", padded=True)
-    return found.reserved_bytes["segments"]
+    fields = {
+        "per_device_train_batch_size": row["micro_batch"],
+        "optim": "adamw_torch",
+        "max_grad_norm": 1.0,
+        "use_cache": True,
+    }
+    with (
+        mock.patch.object(model, "add_adapters", as_measured(model.add_adapters)),
+        mock.patch.object(Trainer, "compute_loss", hold_outputs(Trainer.compute_loss)),
+    ):
+        estimated = estimate(config_of(row), fields, seq_len, "l40s", adapter_of(row), "bfloat16", padded=True)
+    return estimated.reserved_bytes["segments"]
 
 
 def fitted_length(row: dict) -> int:

@@ -197,9 +197,8 @@ def experts_of_then(row: dict):
     return mock.patch.object(block, "__init__", then if applies else now)
 
 
-def predicted(row: dict):
-    from hf_memopt.estimator import estimate
-
+def job_arguments(row: dict) -> dict:
+    """The arguments of estimate() for a row."""
     config = config_of(row)
     dtype = row["dtype"]
     upcast = "FSDP1 upcasts to fp32" in dtype and "gemma" not in row["model"]
@@ -213,24 +212,32 @@ def predicted(row: dict):
         if "8bit" in row["optimizer"]
         else "adamw_torch",
         "bf16": "autocast" in dtype or "--bf16" in dtype,
+        "use_liger_kernel": row["fused_loss"].startswith("liger"),
     }
     if row["grad_checkpointing"]:
         fields["activation_checkpointing_kwargs"] = {"use_reentrant": False}
-    device = {"V100-SXM2-16GB": "v100_32gb", "A10G 24GB": "rtx_3090"}.get(row["gpu"], "a100_80gb")
+    hardware = {"V100-SXM2-16GB": "v100_32gb", "A10G 24GB": "rtx_3090"}.get(row["gpu"], "a100_80gb")
+    no_flash = row["attention"].startswith("sdpa") or hardware == "v100_32gb"
+    return {
+        "model": config,
+        "args": fields,
+        "seq_len": row["seq_len"],
+        "hardware": hardware,
+        "peft_config": lora_of(row, config.model_type),
+        "dtype": "float32" if dtype.startswith("fp32") or upcast else "bfloat16",
+        "attn_implementation": None if no_flash else row["attention"],
+        "quantization_config": quantization_of(row),
+        "world_size": row["n_gpus"],
+        "strategy": "fsdp2" if row["n_gpus"] > 1 else None,
+        "kbit_preparation": "prepare_model_for_kbit_training" in row["notes"] and row["n_gpus"] == 1,
+    }
+
+
+def predicted(row: dict):
+    from hf_memopt.estimator import estimate
+
     with loss_of_then(row), experts_of_then(row):
-        return estimate(
-            config,
-            fields,
-            row["seq_len"],
-            device,
-            lora_of(row, config.model_type),
-            "float32" if dtype.startswith("fp32") or upcast else "bfloat16",
-            "eager" if row["attention"] == "eager" else None,
-            quantization_config=quantization_of(row),
-            world_size=row["n_gpus"],
-            strategy="fsdp2" if row["n_gpus"] > 1 else None,
-            kbit_preparation="prepare_model_for_kbit_training" in row["notes"] and row["n_gpus"] == 1,
-        )
+        return estimate(**job_arguments(row))
 
 
 def main(only: list[str]) -> None:

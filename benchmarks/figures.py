@@ -7,10 +7,12 @@ from collections.abc import Callable
 from statistics import median
 
 from levers_docs import results
+from speed_published import ranked_right
 
+from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.constants import assumed
-from hf_memopt.planner import cost
+from hf_memopt.levers.arguments import RUNGS
 
 GIB, GB, MB = 2**30, 1e9, 1e6
 WEIGHTS_7B = 6_738_415_616  # Llama-2-7B's, counted from its configuration by tests/test_docs.py
@@ -48,6 +50,19 @@ def _published(method: str) -> list[float]:
 def _peft_errors() -> list[float]:
     """Of the rows that were not used to fit the length."""
     return [row["error"] for row in results("estimator_peft")["rows"] if not row["fitted"]]
+
+
+def _script_errors() -> list[float]:
+    return [row["error"] for row in results("estimator_scripts")["rows"]]
+
+
+def _speeds(fitted: bool) -> list[dict]:
+    """Published rows with the kernels that the trace knows."""
+    return [row for row in results("speed_published")["rows"] if row["tier"] == "A" and row["fitted"] == fitted]
+
+
+def _speed_errors(fitted: bool) -> list[float]:
+    return [row["error"] for row in _speeds(fitted)]
 
 
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
@@ -202,11 +217,21 @@ FIGURES: dict[str, Callable[[], str]] = {
     "estimator.qlora_rows": lambda: f"{len(_published('qlora'))}",
     "estimator.qlora_median": lambda: _middle(_published("qlora"), 1),
     "estimator.qlora_range": lambda: _range(_published("qlora")),
+    "scripts.count": lambda: f"{len(_script_errors())}",
+    "scripts.median": lambda: _middle(_script_errors(), 2),
+    "scripts.largest": lambda: _percent(max(map(abs, _script_errors())), 1),
+    "speed.fitted_rows": lambda: f"{len(_speeds(True))}",
+    "speed.fitted_median": lambda: _middle(_speed_errors(True), 1),
+    "speed.rows": lambda: f"{len(_speeds(False))}",
+    "speed.median": lambda: _middle(_speed_errors(False), 1),
+    "speed.largest": lambda: _percent(max(map(abs, _speed_errors(False))), 0),
+    "speed.ranked": lambda: "{} of {}".format(*ranked_right(_speeds(False))),
     "estimator.peft_rows": lambda: f"{len(_peft_errors())}",
     "estimator.peft_median": lambda: _middle(_peft_errors(), 1),
     "estimator.peft_range": lambda: _range(_peft_errors(), 1),
     "estimator.accelerate": lambda: _others("accelerate_error"),
     "estimator.deepspeed": lambda: _others("deepspeed_error"),
+    "plans.fills": lambda: f"{RUNGS['maximum'][1]:.0%}".replace("%", " %"),
     "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",
     "video.of_plain": lambda: f"{_percent(min(_video('of_plain')), 0)} to {_percent(max(_video('of_plain')), 0)}",
     "video.error": lambda: _percent(-(-_video_error() * 1000 // 1) / 1000),
@@ -231,8 +256,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "overhead.steps": lambda: f"{_overhead()['steps_each']}",
     "overhead.spread": lambda: _percent(max(abs(one - 1) for one in _overhead()["step_time_ratio_quartiles"]), 0),
     "offloading.share": lambda: _percent(assumed("link_efficiency", get_hardware("cpu")).value, 0),
-    "offloading.read": lambda: f"{cost.DISK_READ / GB:g} GB/s",
-    "offloading.write": lambda: f"{cost.DISK_WRITE / GB:g} GB/s",
+    "offloading.read": lambda: f"{step_time.DISK_READ / GB:g} GB/s",
+    "offloading.write": lambda: f"{step_time.DISK_WRITE / GB:g} GB/s",
     # What formulas give, for docs/memory.md and docs/claims.md.
     "memory.weights_7b": lambda: f"{WEIGHTS_7B:,}",
     "memory.fp32_7b": lambda: _seven_billion(4),

@@ -7,11 +7,16 @@ import api_docs
 import cards_docs
 import clusters_docs
 import devices_docs
+import grpo_docs
 import guides_docs
 import levers_docs
+import model_types_docs
+import optimizers_docs
 import peft_docs
 import plans_docs
 import presets_docs
+import scripts_docs
+import trl_docs
 import video_docs
 from figures import FIGURES
 from levers_docs import ROOT
@@ -19,15 +24,18 @@ from levers_docs import ROOT
 _INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)
 _TABLES = {
     "docs/levers.md": levers_docs.TABLES,
-    "docs/memory.md": {**devices_docs.TABLES, **peft_docs.TABLES},
+    "docs/memory.md": {**devices_docs.TABLES, **optimizers_docs.TABLES, **peft_docs.TABLES},
+    "docs/estimate.md": {**model_types_docs.TABLES, **scripts_docs.TABLES},
     "docs/plans.md": plans_docs.TABLES,
     "docs/clusters.md": clusters_docs.TABLES,
+    "docs/grpo.md": grpo_docs.TABLES,
     "docs/guides.md": guides_docs.TABLES,
     "README.md": cards_docs.TABLES,
     "docs/video.md": video_docs.TABLES,
     "docs/api.md": api_docs.TABLES,
     "docs/training.md": api_docs.TABLES,
     "docs/presets.md": presets_docs.TABLES,
+    "docs/trl.md": trl_docs.TABLES,
     "docs/quickstart.md": cards_docs.TABLES,
 }
 

@@ -64,7 +64,7 @@ class Budget(Ledger):
     """An allocator with an end: live bytes beyond the limit are refused as torch's own refuses them."""
 
     def __init__(self, limit: int | None = None):
-        super().__init__(fake=False)
+        super().__init__()
         self.limit = limit
 
     def _allocate(self, key, size, kind):

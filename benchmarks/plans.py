@@ -64,7 +64,7 @@ def guessed(table: str, title: str, guide_gb: str, model, fields: dict, seq_len:
     """A guide's settings, estimated."""
     row = {"table": table, "title": title, "guide_gb": guide_gb, "hardware": hardware, "tokens": seq_len}
     try:
-        found = estimate(model, fields, seq_len, hardware, **more)
+        found = estimate(model, fields, seq_len, hardware, **{"dtype": "float32", **more})
     except InputError as error:
         return row | {"error": str(error)}
     return row | {

@@ -10,8 +10,8 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def record(name: str, command: str, rows: list[dict]) -> Path:
-    """Write results/<name>.json and return its path."""
+def record(name: str, command: str, rows: list[dict], **more) -> Path:
+    """Write results/<name>.json, with more beside the rows, and return its path."""
     import psutil
 
     from hf_memopt.hardware import detect
@@ -31,6 +31,7 @@ def record(name: str, command: str, rows: list[dict]) -> Path:
         "versions": {"python": platform.python_version()}
         | {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")},
         "rows": rows,
+        **more,
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

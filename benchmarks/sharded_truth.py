@@ -34,7 +34,7 @@ def main(job_file: str, peak_file: str) -> None:
             trainer = MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
             trainer.train()
 
-        with Ledger(fake=False) as ledger:
+        with Ledger() as ledger:
             allocator = allocator_peak(train)
     tensors = max(peak.total for peak in ledger.peaks.values())
     if args.process_index == 0:

@@ -12,6 +12,7 @@ _HOME = {
     "list_presets": "hf_memopt.presets",
     "plan": "hf_memopt.planner.plan",
     "Plan": "hf_memopt.planner.plan",
+    "which_card": "hf_memopt.planner.cards",
     "Preset": "hf_memopt.presets",
     "estimate": "hf_memopt.estimator",
     "Estimate": "hf_memopt.estimator",

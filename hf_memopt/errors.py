@@ -96,7 +96,7 @@ def as_input_error(what: str, *kinds: type[Exception]):
     """Re-raise library errors of the given kinds as an InputError that begins with `what`."""
     try:
         yield
-    except InputError:
+    except (InputError, IncompatibleLibrary):
         raise
     except kinds as error:
         raise InputError(f"{what}: {one_line(error)}") from error

@@ -135,6 +135,8 @@ def _hint(item: Field, annotation: Any) -> Any:
     """A field's type; of one with choices for the command line (transformers' log_level), these."""
     if choices := item.metadata.get("choices"):
         return typing.Literal[tuple(choices)]
+    if item.name == "loss_type" and annotation == list[str]:  # trl 1.16, DPOConfig.__post_init__ takes one as well
+        return str | list[str]
     return _WIDER.get(item.name, annotation)
 
 

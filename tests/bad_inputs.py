@@ -551,7 +551,6 @@ TRACED = {
     "rope_theta": "x",
     "pad_token_id": 10**9,
     "attention_dropout": 5.0,
-    "is_encoder_decoder": True,
     "text_config": 5,
     "quantization_config": {},
     "num_hidden_layers": 10**9,
@@ -632,7 +631,7 @@ COMMANDS = {
     "monitor --interval inf": "--interval",
     "snapshot file --top 0": "--top",
     "snapshot file --top -3": "--top",
-    "show nothing": "unknown preset",
+    "show nothing": "unknown preset or hardware",
     "show cpu --precision fp9": "unknown precision",
     "presets --method fully": "unknown method",
 }

@@ -221,6 +221,7 @@ def test_the_command_line(command, tmp_path, monkeypatch):
     assert code == 1 and "nothing to explain" in out
 
 
+@pytest.mark.slow
 def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):
     from transformers import LlamaConfig
 

@@ -99,7 +99,7 @@ def test_nothing_fits(sft, free):
 
 @pytest.mark.slow
 def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
-    """Probed with a model that runs out of memory at more than two samples, the recipe begins again one rung lower."""
+    """Probed with a model that runs out of memory at more than two samples, it starts again one profile safer."""
     main, arguments = sft
     first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM).ladder[-1]
     free(int(first.estimate.device_bytes / 0.895))  # balanced fills 0.90 of it, safe only 0.85

@@ -112,7 +112,7 @@ def test_an_estimate_uses_it_and_names_it():
     before = predicted()
     keep()
     after = predicted()
-    workspace = CONSTANTS["workspace_bytes"] - 8_519_680
+    workspace = 2 * (CONSTANTS["workspace_bytes"] - 8_519_680)  # of forward's thread and of backward's
     assert after.peak_allocated_bytes - before.peak_allocated_bytes == workspace
     assert after.device_bytes - before.device_bytes == workspace + (412 - 512) * MIB
     assert any("not checked on a GPU yet" in note for note in before.notes)
@@ -141,11 +141,12 @@ def test_it_can_be_left_out(monkeypatch):
 
 def test_plans_count_with_its_rates_and_name_them():
     card = get_hardware(CARD)
-    traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10): 2}))
+    traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10, narrowest=8192): 2}))
     request = Request("a model", None, get_preset(CARD), 1, 1, 1)
-    assert Plan(request, [], []).notes == []
+    assert "measured on" not in " ".join(Plan(request, [], []).notes)
     before = times(traced, card)[0]
-    assert before == pytest.approx(2 * 1e13 / (165.2e12 * 0.6))
+    ramp = 1 + assumed("matmul_ramp", card).value / 8192
+    assert before == pytest.approx(2 * 1e13 * ramp / (165.2e12 * assumed("matmul_efficiency", card).value))
     keep()
     assert times(traced, card)[0] == pytest.approx(1.3 * 2 * 1e13 / 1.4e14)
     notes = " ".join(Plan(request, [], []).to_dict()["notes"])

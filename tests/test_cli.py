@@ -23,8 +23,8 @@ def test_help_names_the_commands_and_shows_examples(command):
     assert code == 0 and len(commands) == 13
     for name in commands:
         assert name in output
-        code, told, _ = command(name, "--help")
-        assert code == 0 and f"hf-memopt {name}" in told and re.search(r"Examples?:", told), name
+        code, text, _ = command(name, "--help")
+        assert code == 0 and f"hf-memopt {name}" in text and re.search(r"Examples?:", text), name
 
 
 def test_bare_and_version(command):
@@ -158,7 +158,7 @@ def test_doctor_checks_every_shipped_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "rtx_409"], "unknown preset 'rtx_409'. Did you mean 'rtx_4090'?"),
+        (["show", "rtx_409"], "unknown preset or hardware 'rtx_409'. Did you mean 'rtx_4090'?"),
         (["show", "t4", "--method", "lorra"], "Did you mean 'lora'?"),
         (["show", "t4", "--strategy", "zero33"], "Did you mean 'zero3'?"),
         (["export", "t4", "{tmp}/run", "--recipe", "sfft"], "Did you mean 'sft'?"),
@@ -179,3 +179,65 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path):
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"),
+    [
+        (
+            "vit",
+            {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "16 × pixel_values of 3 × 224 × 224 on NVIDIA",
+        ),
+        slow("xlnet", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "16 × 512 tokens on NVIDIA"),
+        (
+            "whisper",
+            {"d_model": 96, "encoder_layers": 1, "decoder_layers": 1},
+            "16 × input_features of 80 × 3000 on NVIDIA",
+        ),
+    ],
+)
+def test_estimate_names_the_batch_of_every_kind_of_model(command, tmp_path, kind, sizes, words):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+    code, output, errors = command("estimate", tmp_path, "--hardware", "rtx_4090")
+    assert code == 0 and words in output, errors
+
+
+def test_estimate_takes_a_number_of_devices_as_plan_does(command, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64).save_pretrained(
+        tmp_path
+    )
+    code, output, errors = command("estimate", tmp_path, "--hardware", "2x3090")
+    assert code == 0 and "on 2 × NVIDIA GeForce RTX 3090" in output and "one of 2 devices" in output, errors
+    code, _, errors = command("estimate", tmp_path, "--hardware", "2x3090", "--world-size", 3)
+    assert code == 2 and "hardware=2x3090 and world_size=3 differ" in errors
+
+
+@pytest.mark.slow
+def test_plan_says_that_a_described_card_has_no_speed(command, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64).save_pretrained(
+        tmp_path
+    )
+    for figures, unknown in (("", True), (', "bandwidth": "1008 GB/s", "bf16_flops": "165 TFLOPS"', False)):
+        code, output, errors = command("plan", tmp_path, "--hardware", '{"memory": "24 GiB"' + figures + "}")
+        assert code == 0 and ("bandwidth and bf16_flops of the described device are unknown" in output) == unknown, (
+            errors
+        )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"seq_len": "128"}, {"seq_len": 12.5}, {"seq_len": 8, "world_size": 0}, {"seq_len": 8, "world_size": "2"}],
+)
+def test_estimate_refuses_sizes_that_are_no_whole_numbers(sizes):
+    from hf_memopt import estimate
+    from hf_memopt.errors import InputError
+
+    with pytest.raises(InputError, match="must be a whole number"):
+        estimate("gpt2", {}, hardware="rtx_4090", **sizes)

@@ -1,6 +1,7 @@
 """The table of what does not work, checked where that can be done against the libraries themselves."""
 
 import importlib.util
+import sys
 
 import pytest
 
@@ -92,18 +93,37 @@ def test_packages_are_looked_for_by_the_name_that_transformers_imports(module):
     assert f"from {module}" in inspect.getsource(trainer_optimizer)
 
 
-@pytest.mark.parametrize("module", ["bitsandbytes", "torchao"])
-def test_a_missing_package_is_named(monkeypatch, module):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    optim = "adamw_8bit" if module == "bitsandbytes" else "adamw_torch_8bit"
-    with pytest.raises(InputError, match=f"pip install {module}"):
-        check(Setup(optim=optim))
+ON_PYPI = {"optimi": "torch-optimi"}
+
+
+@pytest.mark.parametrize(("optim", "module"), sorted(PACKAGES.items()))
+def test_a_missing_package_is_named_and_an_installed_one_is_found(optim, module, monkeypatch, tmp_path):
+    """The real search for modules: without any folder of packages, and with a package of the module's name."""
+    setup = Setup(optim=optim)
+    if optim == "galore_adafactor_layerwise":
+        pytest.skip("refused whatever is installed")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(InputError, match=f"pip install {ON_PYPI.get(module, module.replace('_', '-'))}, or use"):
+        check(setup)
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    check(setup)
+
+
+def test_a_missing_bitsandbytes_is_named_for_qlora(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    importlib.invalidate_caches()
     with pytest.raises(InputError, match="method=qlora needs bitsandbytes"):
         check(Setup(method="qlora"))
 
 
 def test_bfloat16_on_a_card_without_it(tmp_path, monkeypatch):
-    """The T4 is a stand-in: its catalog entry, and torch told that a CUDA device is there."""
+    """The T4 is a stand-in: its catalog entry, and torch reports a CUDA device."""
     from hf_memopt.presets import arguments
 
     preset = get_preset("t4")

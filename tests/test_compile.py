@@ -1,4 +1,4 @@
-"""Levers under torch.compile, with the compiler that is here: it keeps less when told to, and computes the same."""
+"""Levers under torch.compile, with the compiler that is here: it keeps less where asked to, and computes the same."""
 
 import pytest
 import torch

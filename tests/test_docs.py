@@ -247,7 +247,9 @@ def test_commands_are_understood(page, line):
 def _launch(words: list[str]) -> None:
     from accelerate.commands.launch import launch_command_parser
 
+    from hf_memopt.presets.trl_configs import trl_class
     from hf_memopt.recipe.arguments import RecipeArguments, parse
+    from hf_memopt.recipe.preference import PreferenceArguments
     from hf_memopt.recipe.video import VideoArguments
 
     given = launch_command_parser().parse_args(words[2:])
@@ -256,8 +258,10 @@ def _launch(words: list[str]) -> None:
         assert (ROOT / given.config_file).is_file() or copied.is_file()
     if given.training_script.startswith("recipes/"):
         assert (ROOT / given.training_script).is_file()
-        own = VideoArguments if "video" in given.training_script else RecipeArguments
-        parse(given.training_script_args, own=own)
+        own, config_class = VideoArguments if "video" in given.training_script else RecipeArguments, None
+        if "dpo" in given.training_script:
+            own, config_class = PreferenceArguments, trl_class("DPOConfig")
+        parse(given.training_script_args, own=own, config_class=config_class)
 
 
 # ---- code

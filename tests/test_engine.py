@@ -298,3 +298,8 @@ def test_levers_are_asked_with_the_same_engine(tmp_path):
     args = TrainingArguments(tmp_path, use_cpu=True, deepspeed=ZERO3)
     with pytest.raises(InputError, match="activation_offload would store the weights that ZeRO-3 gathers"):
         MemoryTrainer(model=tiny(), args=args, memory_args=MemoryArguments(activation_offload=True))
+
+
+def test_an_fsdp_version_that_there_is_not():
+    with pytest.raises(InputError, match=r"fsdp_config.version='two' must be 1 or 2"):
+        resolve_engine({"fsdp": True, "fsdp_config": {"version": "two"}})

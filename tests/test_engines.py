@@ -49,10 +49,10 @@ def test_an_engine(strategy, model, alone, tmp_path):
     for case in cases:
         ranks = found[case["name"]]
         assert len(alone) == engines.STEPS and alone[0] != alone[-1]
-        for rank, told in enumerate(ranks):
-            assert told["losses"] == pytest.approx(alone, rel=1e-5), case
-            assert told["tensors"] == pytest.approx(engines.predicted(case, rank), rel=near), (case, rank)
-        largest = max(told["tensors"] for told in ranks)
+        for rank, reported in enumerate(ranks):
+            assert reported["losses"] == pytest.approx(alone, rel=1e-5), case
+            assert reported["tensors"] == pytest.approx(engines.predicted(case, rank), rel=near), (case, rank)
+        largest = max(reported["tensors"] for reported in ranks)
         assert engines.predicted(case) == pytest.approx(largest, rel=near), "of the rank that needs the most"
         if case["saved"]:
             _check_saved(tmp_path / case["name"], strategy)
@@ -69,9 +69,9 @@ def test_processes_share_the_tokens_of_a_batch(model, alone, tmp_path):
     ]
     found = engines.run(tmp_path, cases)
     for case in cases[1:]:
-        for told in found[case["name"]]:
-            assert told["losses"] == pytest.approx(alone, rel=1e-5), case
-    whole, shared = (max(told["tensors"] for told in found[name]) for name in ("zero2-2", "shared-zero2"))
+        for reported in found[case["name"]]:
+            assert reported["losses"] == pytest.approx(alone, rel=1e-5), case
+    whole, shared = (max(reported["tensors"] for reported in found[name]) for name in ("zero2-2", "shared-zero2"))
     assert shared < 0.95 * whole
 
 

@@ -47,7 +47,7 @@ def _lora(rank=8, **more):
 
 
 def _truth(config, fields, peft_config=None, dtype="float32", padded=False, resumed=False) -> int:
-    """The allocator's peak of a real run, or of one that goes on from a checkpoint."""
+    """The allocator's peak of a real run, or of one that resumes from a checkpoint."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
     from hf_memopt.levers.adapters import add_adapters
@@ -168,7 +168,7 @@ def test_more_never_costs_less(length, micro, rank):
 def test_a_configuration_of_something_else_is_refused():
     from transformers import PretrainedConfig
 
-    with pytest.raises(InputError, match="no num_hidden_layers"):
+    with pytest.raises(InputError, match="has no head that a Trainer could train"):
         estimate(PretrainedConfig(), {}, 32, "cpu")
     with pytest.raises(InputError, match=r"cannot be built: .*attn_implementation"):
         estimate(_config(2), {}, 32, "cpu", attn_implementation="no_such")
@@ -190,7 +190,8 @@ def test_a_configuration_of_something_else_is_refused():
 )
 def test_bundled_architectures_have_the_published_number_of_weights(model, weights):
     from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.tracing.model import ModelSettings, infer_task, make_model
+    from hf_memopt.estimator.tracing.model import ModelSettings, make_model
+    from hf_memopt.estimator.tracing.tasks import infer_task
 
     config = load_config(model)
     with torch.device("meta"):
@@ -263,10 +264,10 @@ def test_experts_that_stay_unpacked_are_told():
 
     packing = BitsAndBytesConfig(load_in_4bit=True)
     experts = _config(4, family="mixtral", num_local_experts=4)
-    told = estimate(experts, {}, 32, "cpu", _lora(), "bfloat16", quantization_config=packing).notes
-    assert any("experts stay in 16 bits" in note for note in told)
-    told = estimate(_config(4), {}, 32, "cpu", _lora(), "bfloat16", quantization_config=packing).notes
-    assert not any("experts" in note for note in told)
+    notes = estimate(experts, {}, 32, "cpu", _lora(), "bfloat16", quantization_config=packing).notes
+    assert any("experts stay in 16 bits" in note for note in notes)
+    notes = estimate(_config(4), {}, 32, "cpu", _lora(), "bfloat16", quantization_config=packing).notes
+    assert not any("experts" in note for note in notes)
 
 
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification", "seq2seq-lm"])
@@ -274,7 +275,7 @@ def test_other_heads_than_causal_ones(task, tmp_path):
     import transformers
     from transformers import AutoConfig, Trainer, TrainingArguments, default_data_collator
 
-    from hf_memopt.estimator.tracing.model import _AUTO_CLASSES
+    from hf_memopt.estimator.tracing.tasks import TASKS
 
     if task == "seq2seq-lm":
         config = AutoConfig.for_model(
@@ -296,7 +297,7 @@ def test_other_heads_than_causal_ones(task, tmp_path):
     fields = {"per_device_train_batch_size": 2}
 
     def train():
-        model = getattr(transformers, _AUTO_CLASSES[task]).from_config(config)
+        model = getattr(transformers, TASKS[task].auto_class).from_config(config)
         args = TrainingArguments(
             str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no", **fields
         )
@@ -419,17 +420,17 @@ def test_the_plot_is_a_picture(model_folder, tmp_path, command):
 
 @pytest.mark.slow
 def test_several_devices_and_4_bits_on_the_command_line(model_folder, command):
-    def told(*words):
+    def estimated(*words):
         code, out, err = command("estimate", model_folder, "--preset", "a100_80gb", "--seq-len", 64, "--json", *words)
         assert code == 0, err
         return json.loads(out)
 
-    alone, sharded = told("--set", "effective_batch_size=32"), told("--world-size", 8, "--strategy", "zero3")
+    alone, sharded = estimated("--set", "effective_batch_size=32"), estimated("--world-size", 8, "--strategy", "zero3")
     assert sharded["breakdown"]["optimizer_states"] < 0.3 * alone["breakdown"]["optimizer_states"]
     assert "8 devices, deepspeed" in " ".join(sharded["notes"])
-    by_name = told("--world-size", 8, "--set", "deepspeed=zero3")
+    by_name = estimated("--world-size", 8, "--set", "deepspeed=zero3")
     assert by_name["peak_allocated_bytes"] == pytest.approx(sharded["peak_allocated_bytes"], rel=0.1)
-    packed, lora = told("--method", "qlora"), told("--method", "lora")
+    packed, lora = estimated("--method", "qlora"), estimated("--method", "lora")
     assert packed["breakdown"]["parameters"] < lora["breakdown"]["parameters"]
 
 

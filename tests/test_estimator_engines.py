@@ -174,6 +174,7 @@ def test_offload_moves_states_to_the_host():
 
 
 def test_packed_weights_and_zero_3_are_refused():
+    from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
     from hf_memopt.errors import InputError
@@ -184,6 +185,7 @@ def test_packed_weights_and_zero_3_are_refused():
             {},
             32,
             "a100_80gb",
+            peft_config=LoraConfig(),
             quantization_config=BitsAndBytesConfig(load_in_4bit=True),
             world_size=2,
             strategy="zero3",

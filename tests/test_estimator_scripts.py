@@ -168,8 +168,15 @@ ADAPTERS = """
 """
 
 
+EIGHT_BITS = ADAPTERS.replace(
+    'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16', "load_in_8bit=True"
+)
+
+
 @pytest.mark.parametrize(
-    "script", [slow(PLAIN), slow(SUBCLASS), slow(ADAPTERS)], ids=["plain", "subclass", "adapters"]
+    "script",
+    [slow(PLAIN), slow(SUBCLASS), slow(ADAPTERS), slow(EIGHT_BITS)],
+    ids=["plain", "subclass", "adapters", "8 bits"],
 )
 def test_unmodified_scripts(script, folder):
     """Nothing is trained or written, not even the output folder, and the weights are never read."""

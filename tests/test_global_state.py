@@ -18,7 +18,7 @@ from test_levers_together import config, trainer_of
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_memopt import InputError, estimate, get_preset, plan
-from hf_memopt.estimator.dry_run import catch_trainer
+from hf_memopt.estimator.dry_run import caught_trainer
 
 SEQ_LEN = 64
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 1, "use_cpu": True, "report_to": "none"}
@@ -116,7 +116,8 @@ def a_dry_run(tmp_path):
         trainer_of((), {str(tmp_path / "out")!r}).train()
     """)
     )
-    catch_trainer(str(script), ["--an", "argument"])
+    with caught_trainer(str(script), ["--an", "argument"]):
+        pass
 
 
 @pytest.mark.parametrize("call", [an_estimate, an_estimate_of_ranks, a_plan, a_dry_run])
@@ -272,3 +273,30 @@ def test_settings_without_a_trainer(tmp_path):
     unchanged(before, but=("environment",))
     with pytest.raises(InputError):
         get_preset("cpu").training_arguments(str(tmp_path), no_such_field=1)
+
+
+REPEATED = {
+    "text": lambda: estimate(config(2), FIELDS, SEQ_LEN, "rtx_4090"),
+    "checkpointed": lambda: estimate(config(3), {**FIELDS, "activation_checkpointing": True}, SEQ_LEN, "rtx_4090"),
+    "sharded": lambda: estimate(config(2), FIELDS, SEQ_LEN, "rtx_4090", world_size=2, strategy="fsdp2"),
+    "unified": lambda: estimate(config(2), FIELDS, SEQ_LEN, "apple_m2_16gb"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_frozen")
+def test_an_estimate_is_the_same_to_the_byte_after_others():
+    """Whatever was estimated before, and however soon garbage would be collected."""
+    thresholds = gc.get_threshold()
+    seen = {}
+    try:
+        for round_, threshold in enumerate((700, 50, 10, 5000, 1)):
+            gc.set_threshold(threshold)
+            names = list(REPEATED)
+            for name in names[round_ % 4 :] + names[: round_ % 4]:
+                found = REPEATED[name]()
+                assert seen.setdefault(name, (found.to_dict(), found.timeline)) == (found.to_dict(), found.timeline), (
+                    name
+                )
+    finally:
+        gc.set_threshold(*thresholds)

@@ -76,7 +76,8 @@ def test_every_figure_has_a_source(name):
         unknown = getattr(device, figure) in (None, False)
         assert DOCUMENT.search(source) or (unknown and WHY_NONE.search(source)), f"{figure}: {source}"
     assert 0.6 * device.nominal_memory <= device.memory <= device.nominal_memory
-    assert device.unified_memory == (device.backend in ("mps", "cpu"))
+    assert device.unified_memory or device.backend not in ("mps", "cpu")
+    assert device.memory_apart != device.unified_memory
     assert (device.bf16_flops is None) or device.native_bf16
 
 
@@ -105,29 +106,161 @@ def _card(name, gib, major=8, minor=6, **more):
     return SimpleNamespace(name=name, total_memory=round(gib * GIB), major=major, minor=minor, **more)
 
 
-@pytest.mark.parametrize(
-    ("card", "expected"),
-    [
-        (_card("NVIDIA GeForce RTX 3060", 11.76), "rtx_3060"),
-        (_card("NVIDIA GeForce RTX 3060", 7.8), "generic_cuda_8gb"),  # the 8 GB variant is another card
-        (_card("NVIDIA GeForce RTX 3060 Ti", 7.8), "generic_cuda_8gb"),
-        (_card("NVIDIA GeForce RTX 3090 Ti", 23.68), "rtx_3090_ti"),
-        (_card("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, 8, 9), "generic_cuda_16gb"),
-        (_card("Tesla T4", 14.56, 7, 5), "t4"),
-        (_card("NVIDIA L4", 22.03, 8, 9), "l4"),
-        (_card("NVIDIA L40S", 44.40, 8, 9), "l40s"),
-        (_card("Tesla V100-SXM2-32GB", 31.73, 7, 0), "v100_32gb"),
-        (_card("NVIDIA A100-SXM4-40GB", 39.39, 8, 0), "a100_40gb"),
-        (_card("NVIDIA A100-SXM4-80GB", 79.15, 8, 0), "a100_80gb"),
-        (_card("NVIDIA H100 80GB HBM3", 79.1, 9, 0), "h100_80gb"),
-        (_card("NVIDIA H200", 139.8, 9, 0), "h200"),
-    ],
-)
-def test_detection_of_cards(card, expected):
+# Names as torch.cuda.get_device_name() reports them, with the memory that it reports.
+REPORTED = [
+    ("NVIDIA GeForce GTX 1080 Ti", 10.9, "6.1", "gtx_1080_ti"),
+    ("NVIDIA GeForce GTX 1650 SUPER", 3.8, "7.5", "gtx_1650_super"),
+    ("NVIDIA GeForce RTX 2060", 5.8, "7.5", "rtx_2060"),
+    ("NVIDIA GeForce RTX 2060", 11.8, "7.5", "rtx_2060_12gb"),
+    ("GeForce RTX 2080 Ti", 10.76, "7.5", "rtx_2080_ti"),
+    ("NVIDIA GeForce RTX 3060", 11.76, "8.6", "rtx_3060"),
+    ("NVIDIA GeForce RTX 3060", 7.8, "8.6", "rtx_3060_8gb"),
+    ("NVIDIA GeForce RTX 3060 Ti", 7.8, "8.6", "rtx_3060_ti"),
+    ("NVIDIA GeForce RTX 3060 Laptop GPU", 5.8, "8.6", "rtx_3060_laptop"),
+    ("NVIDIA GeForce RTX 3080", 11.76, "8.6", "rtx_3080_12gb"),
+    ("NVIDIA GeForce RTX 3080 Laptop GPU", 15.7, "8.6", "rtx_3080_16gb_laptop"),
+    ("NVIDIA GeForce RTX 3090 Ti", 23.68, "8.6", "rtx_3090_ti"),
+    ("NVIDIA GeForce RTX 4060 Ti", 15.6, "8.9", "rtx_4060_ti_16gb"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.7, "8.9", "rtx_4070_ti_super"),
+    ("NVIDIA GeForce RTX 4090 D", 23.6, "8.9", "rtx_4090_d"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, "8.9", "rtx_4090_laptop"),
+    ("NVIDIA GeForce RTX 5060 Ti", 15.5, "12.0", "rtx_5060_ti_16gb"),
+    ("NVIDIA GeForce RTX 5090", 31.36, "12.0", "rtx_5090"),
+    ("NVIDIA TITAN RTX", 23.6, "7.5", "titan_rtx"),
+    ("Quadro RTX 8000", 47.4, "7.5", "quadro_rtx_8000"),
+    ("NVIDIA RTX A6000", 47.5, "8.6", "rtx_a6000"),
+    ("NVIDIA RTX 6000 Ada Generation", 47.4, "8.9", "rtx_6000_ada"),
+    ("NVIDIA RTX 4000 SFF Ada Generation", 19.6, "8.9", "rtx_4000_sff_ada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 94.9, "12.0", "rtx_pro_6000_workstation"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "12.0", "rtx_pro_6000_server"),
+    ("NVIDIA RTX PRO 4500 Blackwell", 31.4, "12.0", "rtx_pro_4500"),
+    ("Tesla T4", 14.56, "7.5", "t4"),
+    ("Tesla P100-PCIE-16GB", 15.9, "6.0", "p100_pcie_16gb"),
+    ("Tesla V100-SXM2-16GB", 15.77, "7.0", "v100_sxm2_16gb"),
+    ("Tesla V100-SXM2-32GB", 31.73, "7.0", "v100_32gb"),
+    ("Tesla V100-PCIE-32GB", 31.73, "7.0", "v100_pcie_32gb"),
+    ("NVIDIA A10", 22.06, "8.6", "a10"),
+    ("NVIDIA A10G", 22.06, "8.6", "a10g"),
+    ("NVIDIA A30", 23.6, "8.0", "a30"),
+    ("NVIDIA A40", 44.4, "8.6", "a40"),
+    ("NVIDIA L4", 22.03, "8.9", "l4"),
+    ("NVIDIA L40", 44.4, "8.9", "l40"),
+    ("NVIDIA L40S", 44.4, "8.9", "l40s"),
+    ("NVIDIA A100-SXM4-40GB", 39.39, "8.0", "a100_40gb"),
+    ("NVIDIA A100-PCIE-40GB", 39.39, "8.0", "a100_pcie_40gb"),
+    ("NVIDIA A100-SXM4-80GB", 79.15, "8.0", "a100_80gb"),
+    ("NVIDIA A100 80GB PCIe", 79.15, "8.0", "a100_pcie_80gb"),
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.25, "8.0", "generic_cuda_39gb"),
+    ("NVIDIA H100 80GB HBM3", 79.1, "9.0", "h100_80gb"),
+    ("NVIDIA H100 PCIe", 79.1, "9.0", "h100_pcie_80gb"),
+    ("NVIDIA H100 NVL", 93.1, "9.0", "h100_nvl_94gb"),
+    ("NVIDIA H20", 95.1, "9.0", "h20_96gb"),
+    ("NVIDIA H200", 139.8, "9.0", "h200"),
+    ("NVIDIA H200 NVL", 139.8, "9.0", "h200_nvl_141gb"),
+    ("NVIDIA GH200 480GB", 94.5, "9.0", "gh200_96gb"),
+    ("NVIDIA B200", 178.35, "10.0", "b200"),
+    ("NVIDIA GB200", 184.0, "10.0", "gb200_186gb"),
+    ("NVIDIA B300 SXM6 AC", 268.0, "10.3", "b300_sxm_288gb"),
+    ("NVIDIA GB10", 119.7, "12.1", "dgx_spark"),
+    ("NVIDIA Thor", 122.8, "11.0", "jetson_agx_thor"),
+    ("Orin", 61.4, "8.7", "jetson_agx_orin_64gb"),
+]
+
+
+@pytest.mark.parametrize(("name", "gib", "capability", "expected"), REPORTED)
+def test_detection_of_cards(name, gib, capability, expected):
+    major, minor = map(int, capability.split("."))
+    card = _card(name, gib, major, minor)
     found = detect._cuda(card, hip=None)
     assert found.name == expected
-    assert found.memory == card.total_memory
-    assert found.native_bf16 == (card.major >= 8)
+    assert (found.memory, found.architecture) == (card.total_memory, capability)
+    assert found.native_bf16 == (major >= 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "target", "expected"),
+    [
+        ("AMD Radeon RX 6800 XT", 16, "gfx1030", "rx_6800_xt"),
+        ("AMD Radeon RX 7900 XT", 20, "gfx1100", "rx_7900_xt"),
+        ("AMD Radeon RX 9070 XT", 15.9, "gfx1201", "rx_9070_xt"),
+        ("AMD Instinct MI210", 64, "gfx90a:sramecc+", "mi210"),
+        ("AMD Instinct MI250X/MI250", 64, "gfx90a", "mi250x"),
+        ("AMD Instinct MI300X VF", 191.5, "gfx942", "mi300x"),
+        ("AMD Instinct MI325X", 255.98, "gfx942", "mi325x"),
+        ("AMD Radeon Graphics", 12, "gfx1103", "generic_rocm_12gb"),
+    ],
+)
+def test_detection_of_amd_cards(name, gib, target, expected):
+    found = detect._cuda(_card(name, gib, gcnArchName=target), hip="6.4")
+    assert found.name == expected and found.architecture == target.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("RTX 4090", "rtx_4090"),
+        ("4090", "rtx_4090"),
+        ("rtx4070Ti super", "rtx_4070_ti_super"),
+        ("NVIDIA GeForce RTX 3060", "rtx_3060"),
+        ("3080 Ti laptop", "rtx_3080_ti_laptop"),
+        ("A100-80GB-PCIe", "a100_pcie_80gb"),
+        ("a100 80 GB", "a100_80gb"),
+        ("h100", "h100_80gb"),
+        ("RTX PRO 5000 Blackwell", "rtx_pro_5000"),
+        ("7900xtx", "rx_7900_xtx"),
+        ("MI300X", "mi300x"),
+        ("M4 Max 128GB", "apple_m4_max_128gb"),
+        ("DGX Spark", "dgx_spark"),
+        ("GB10", "dgx_spark"),
+    ],
+)
+def test_names_as_people_write_them(written, expected):
+    assert get_hardware(written).name == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "choices"),
+    [
+        ("a100", "a100_40gb or a100_80gb"),
+        ("4060 Ti", "rtx_4060_ti_16gb or rtx_4060_ti_8gb"),
+        ("rtx 6000", "rtx_6000_ada"),
+    ],
+)
+def test_a_name_that_several_devices_have(written, choices):
+    with pytest.raises(InputError, match=choices):
+        get_hardware(written)
+
+
+def test_a_described_device(tmp_path):
+    text = '{"name": "my card", "memory": "24 GiB", "bandwidth": "1008 GB/s", "bf16_flops": 165e12}'
+    device = get_hardware(text)
+    assert (device.name, device.memory, device.bandwidth, device.bf16_flops) == ("my card", 24 * GIB, 1008e9, 165e12)
+    assert device.backend == "cuda" and device.native_bf16 and device.memory_apart
+    file = tmp_path / "card.toml"
+    file.write_text('name = "box"\nmemory = "96 GiB"\nbackend = "rocm"\nunified_memory = true\n')
+    assert not get_hardware(str(file)).memory_apart
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"name": "x"}', "memory is missing"),
+        ('{"memory": 24}', "24 GiB"),
+        ('{"memory": "24 apples"}', "not a quantity"),
+        ('{"memory": "1.2.3 GiB"}', "not a quantity"),
+        ('{"memory": "1e999 GiB"}', "not a quantity"),
+        ('{"memory": "24 GiB", "backend": "rocm", "architecture": "RDNA 3"}', "gfx target"),
+        ('{"memory": "24 GiB", "bandwith": 1}', "Did you mean 'bandwidth'"),
+        ('{"memory": "24 GiB", "fp8": "yes"}', "fp8"),
+        ('{"memory": "24 GiB", "architecture": "ada"}', "compute capability"),
+        ('{"memory": "24 GiB", "backend": "cud"}', "Did you mean 'cuda'"),
+        ("missing.toml", "no such file"),
+    ],
+)
+def test_descriptions_that_cannot_be_used(text, message):
+    with pytest.raises(InputError, match=message):
+        get_hardware(text)
 
 
 def test_an_unknown_card_tells_only_what_it_knows():
@@ -135,13 +268,12 @@ def test_an_unknown_card_tells_only_what_it_knows():
     assert found.name == "generic_cuda_20gb" and found.label == "Some Card"
     assert found.bandwidth == pytest.approx(448e9)
     assert found.bf16_flops is None and not found.native_bf16 and not found.fp8
-    spark = detect._cuda(_card("NVIDIA GB10", 119, 12, 1, is_integrated=1), hip=None)
-    assert spark.unified_memory and spark.native_bf16
+    integrated = detect._cuda(_card("Some Chip", 119, 12, 1, is_integrated=1), hip=None)
+    assert integrated.unified_memory and integrated.native_bf16 and not integrated.memory_apart
 
 
 def test_rocm_is_distinguished_from_cuda():
-    card = _card("AMD Radeon RX 6800", 16, gcnArchName="gfx1030")
-    found = detect._cuda(card, hip="6.4")
+    found = detect._cuda(_card("AMD Radeon RX 6800", 16, gcnArchName="gfx1030"), hip="6.4")
     assert (found.backend, found.vendor, found.native_bf16) == ("rocm", "amd", False)
     assert detect._cuda(_card("AMD Instinct MI250X", 64, gcnArchName="gfx90a:sramecc+"), hip="6.4").native_bf16
 
@@ -175,7 +307,7 @@ def test_broken_flash_attention_is_named(monkeypatch):
 
 
 def test_flash_attention_where_it_works(monkeypatch):
-    """A module stands in for the compiled extension, and torch is told that a card is there."""
+    """A module stands in for the compiled extension, and torch reports a card."""
     attention._import_error.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))

@@ -181,7 +181,7 @@ ESTIMATED = [
     *(slow((name,)) for name in LEVERS),
     slow(("activation_compression", "checkpointing")),
     slow(("activation_compression", "bf16")),
-    ("activation_compression", "LoRA"),
+    slow(("activation_compression", "LoRA")),
     ("checkpoint_ratio", "checkpoint_keeps"),
     ("adam_mini", "optimizer_in_backward"),
 ]

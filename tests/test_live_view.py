@@ -120,9 +120,9 @@ def test_amd_by_its_command(said, count, only, monkeypatch):
 
 def test_apple(only, monkeypatch):
     """ioreg's property list."""
-    told = [{"PerformanceStatistics": {"Device Utilization %": 12, "In use system memory": 2**31}}]
+    shown = [{"PerformanceStatistics": {"Device Utilization %": 12, "In use system memory": 2**31}}]
     answers = {
-        "ioreg": plistlib.dumps(told).decode(),
+        "ioreg": plistlib.dumps(shown).decode(),
         "machdep.cpu.brand_string": "Apple M2",
         "iogpu.wired_limit_mb": "0",
     }
@@ -140,9 +140,9 @@ def test_apple(only, monkeypatch):
 def test_the_command_line(tmp_path, command, monkeypatch):
     folder = write_run(tmp_path / "out" / "mine", readings=[reading(10), reading(20), RECOVERED])
     code, output, _ = command("monitor", folder, "--once", "--json")
-    told = json.loads(output)
-    assert code == 0 and told["devices"][-1]["status"] in ("normal", "warning", "critical", "emergency")
-    assert told["run"]["last"]["step"] == 20 and told["run"]["events"] == [RECOVERED]
+    shown = json.loads(output)
+    assert code == 0 and shown["devices"][-1]["status"] in ("normal", "warning", "critical", "emergency")
+    assert shown["run"]["last"]["step"] == 20 and shown["run"]["events"] == [RECOVERED]
     monkeypatch.chdir(tmp_path)  # a run that is going on below out/ is found
     code, output, _ = command("monitor", "--once")
     assert code == 0 and "out/mine" in output and "step 4: out of memory" in " ".join(output.split())

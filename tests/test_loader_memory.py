@@ -72,6 +72,7 @@ def test_a_recipe_says_what_loading_takes(monkeypatch):
     assert (found.processes, found.batch, found.buffer) == (2, 4 * 512 * 24, 1000 * 512 * 4)
 
 
+@pytest.mark.slow
 def test_doctor_says_what_a_worker_takes(command):
     code, out, _ = command("doctor", "--json")
     found = json.loads(out)["data_loading"]

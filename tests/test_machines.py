@@ -93,7 +93,7 @@ def slurm(folder: Path, machines: int, *arguments: str) -> dict:
 
 @pytest.mark.engines
 def test_two_machines_one_killed_both_again_then_one(exported, arguments):
-    """launch.sh on two machines; when one launcher is ended the other ends too. The SLURM script goes on from the last
+    """launch.sh on two machines; when one launcher is ended the other ends too. The SLURM script resumes from the last
     checkpoint with both, then with one machine at the same effective batch: every step once."""
     port = str(21000 + os.getpid() % 20000)
     first, second = (

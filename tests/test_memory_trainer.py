@@ -264,7 +264,7 @@ def test_chunk_size_by_size_and_growth():
 
 
 def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
-    """Diagnosis, checkpoint of the last good step, exit code 75; what goes on from it gives the uninterrupted run."""
+    """Diagnosis, checkpoint of the last good step, exit code 75; resuming gives the uninterrupted run."""
     fields = {"max_steps": 6, "per_device_train_batch_size": 2}
     wanted = train(tmp_path / "plain", kind=Trainer, **fields)
 
@@ -835,7 +835,7 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
 
 
 def test_the_end_can_be_caught(tmp_path):
-    """A sweep goes on to its next trial; a program that run() starts ends with the code for relaunchers."""
+    """A sweep continues with its next trial; a program that run() starts ends with the code for relaunchers."""
     assert issubclass(TrainingOutOfMemory, Exception)
     with pytest.raises(SystemExit) as ended:
         run(lambda: train(tmp_path, Strikes({"forward": set(range(1, 10**4))})))

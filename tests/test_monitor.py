@@ -143,12 +143,13 @@ def test_health_and_breakdown():
 def test_recommendations_name_fragments_and_other_processes():
     monitor = MemoryMonitor(device="cpu")
     monitor.reader.kind = "cuda"
-    told = " ".join(monitor._recommendations("critical", reading(20, reserved=23, peak_allocated=15, used=23.9), 1))
-    assert "expandable_segments" in told
-    told = " ".join(monitor._recommendations("warning", reading(18, used=23), 4))
-    assert "another process holds 5.0 GiB" in told
+    shown = " ".join(monitor._recommendations("critical", reading(20, reserved=23, peak_allocated=15, used=23.9), 1))
+    assert "expandable_segments" in shown
+    shown = " ".join(monitor._recommendations("warning", reading(18, used=23), 4))
+    assert "another process holds 5.0 GiB" in shown
 
 
+@pytest.mark.slow
 def test_activation_memory_comes_from_the_estimator():
     monitor = MemoryMonitor(device="cpu")
     sizes = {"batch_size": 12, "sequence_length": 256, "hidden_size": 512, "num_layers": 14, "num_attention_heads": 8}
@@ -304,10 +305,10 @@ LOGGING = {
 def test_memory_is_logged_beside_the_loss(tmp_path):
     tracker = Tracker()
     train(tmp_path, prepare=lambda trainer: trainer.add_callback(tracker), **LOGGING)
-    told = [logs for logs in tracker.got if "loss" in logs]
-    assert len(told) == 2
-    assert told[0]["memory/peak_allocated_gib"] == pytest.approx(peak_resident() / GIB, rel=0.2)
-    assert told[0]["tokens_per_second"] > 0
+    shown = [logs for logs in tracker.got if "loss" in logs]
+    assert len(shown) == 2
+    assert shown[0]["memory/peak_allocated_gib"] == pytest.approx(peak_resident() / GIB, rel=0.2)
+    assert shown[0]["tokens_per_second"] > 0
     lines = [json.loads(line) for line in (tmp_path / "memory_log.jsonl").read_text().splitlines()]
     assert {(line["phase"], line["step"]) for line in lines} == {
         ("train", 2),
@@ -323,8 +324,8 @@ def test_memory_is_logged_beside_the_loss(tmp_path):
 
 def test_the_console_stays_readable(tmp_path, capsys):
     train(tmp_path, max_steps=2, logging_strategy="steps", logging_steps=1)
-    told = capsys.readouterr().out
-    assert "'loss'" in told and "memory/" not in told
+    shown = capsys.readouterr().out
+    assert "'loss'" in shown and "memory/" not in shown
 
 
 def test_any_trainer_can_have_it(tmp_path):

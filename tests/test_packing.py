@@ -63,6 +63,7 @@ def test_rows_become_blocks(builtin_model):
         assert all(row["labels"][place] == IGNORED for place in starts)
 
 
+@pytest.mark.slow
 def test_the_estimator_counts_the_masks(tmp_path):
     length = 48
     rows = [

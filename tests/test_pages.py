@@ -103,8 +103,8 @@ SHOWN = {
 def test_a_page_reads_well(kind, page, pages):
     page.goto(pages[kind].as_uri())
     text = page.inner_text("body")
-    for told in SHOWN[kind]:
-        assert told in text
+    for sentence in SHOWN[kind]:
+        assert sentence in text
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
     drawings = page.locator("figure svg")

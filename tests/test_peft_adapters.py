@@ -32,7 +32,7 @@ SETTINGS = {
     "XLORA": {"hidden_size": 64, "adapters": {"a": "b"}},
 }
 REFUSED = ("CPT", "MULTITASK_PROMPT_TUNING", "POLY", "SHADOW", "WAVEFT", "XLORA")
-QUICK = ("ADAPTION_PROMPT", "FROD", "IA3", "LOHA", "PREFIX_TUNING", "SHIRA", "UNILORA")
+QUICK = ("ADAPTION_PROMPT", "IA3", "LOHA", "PREFIX_TUNING", "UNILORA")
 FIELDS = {"per_device_train_batch_size": 2}
 
 
@@ -61,6 +61,11 @@ def test_within_one_percent_of_a_real_run(kind):
 def test_what_cannot_be_traced_is_refused(kind):
     with pytest.raises(InputError, match=r"cannot be (estimated|traced)"):
         estimate(_config(LAYERS), FIELDS, LENGTH, "cpu", _adapter(kind), "float32")
+
+
+def test_a_dict_is_no_adapter():
+    with pytest.raises(InputError, match="must be one of peft's configurations"):
+        estimate(_config(LAYERS), FIELDS, LENGTH, "cpu", {"r": 8}, "float32")
 
 
 def test_adapters_that_differ_between_layers_are_traced_with_all_layers():

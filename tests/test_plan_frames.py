@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import video_models
 
 from hf_memopt import MemoryArguments
+from hf_memopt.cli.plan import FramesOptions, frames_job
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.job import describe
+from hf_memopt.planner import frames
 from hf_memopt.planner.frames import most_frames
 from hf_memopt.video.inputs import VideoInputs, parse_frame_size
 
@@ -27,6 +30,18 @@ def job(folder):
     return describe(str(folder), fields, 8, "cpu", memory_args=memory, frozen=("vision",), video=video)
 
 
+def test_settings_are_those_of_the_command_line(folder):
+    def job_of(*settings):
+        return frames_job(FramesOptions(model=str(folder), frames="max", hardware="rtx_4090", settings=list(settings)))
+
+    assert job_of().memory_args.logits_to_keep
+    assert not job_of("logits_to_keep=false").memory_args.logits_to_keep
+    assert job_of().fields["per_device_train_batch_size"] == 1
+    assert job_of("per_device_train_batch_size=2").fields["per_device_train_batch_size"] == 2
+    assert job_of("packed=true").packed and job_of("task=image-text-to-text").task == "image-text-to-text"
+    assert job_of("model.vocab_size=1000").config.get_text_config().vocab_size == 1000
+
+
 def with_frames(job, frames: int):
     return dataclasses.replace(job, video=dataclasses.replace(job.video, frames=frames))
 
@@ -38,6 +53,27 @@ def test_the_answer_fits_and_two_more_do_not(job):
     assert fit.max_frames == 40 and fit.max_pixels_per_frame is None
     assert fit.estimate.device_bytes <= room < estimate_job(with_frames(job, 42)).device_bytes
     assert fit.seq_len == with_frames(job, 40).video.batch(job.config, 1)["input_ids"].shape[1]
+
+
+def test_a_second_size_of_frame_starts_where_the_first_ended(job, monkeypatch):
+    """Memory follows the tokens: one more size takes an estimate or two, not the search from its beginning."""
+    large = dataclasses.replace(
+        job,
+        video=VideoInputs(height=720, width=1280, settings={"size": {"shortest_edge": 784, "longest_edge": 10**7}}),
+    )
+    estimated = []
+
+    def linear(job, map_fn):
+        estimated.append(job.video.frames)
+        return SimpleNamespace(device_bytes=10**6 + 1000 * job.seq_len)
+
+    monkeypatch.setattr(frames, "estimate_job", linear)
+    notes = []
+    budget = 10**6 + 1000 * frames._tokens(large, 40)
+    first, *others = most_frames(large, budget, notes.append)
+    assert first.max_frames == 40
+    assert all(fit.seq_len <= first.seq_len for fit in others) and len(others) == 2
+    assert len(estimated) == len(notes) <= 3 + 2 * 2 and notes[0].startswith("size 1 of 3")
 
 
 def test_no_frame_fits(job):
@@ -78,7 +114,7 @@ def test_the_command_line(folder, command):
     assert row["estimate"]["fits"] is True
     assert command("plan", folder, "--frames", "7")[0] == 2
     code, _, err = command("plan", folder, "--hardware", "rtx_9999", "--frames", "max")
-    assert code == 2 and "unknown hardware 'rtx_9999'" in err
+    assert code == 2 and "unknown preset or hardware 'rtx_9999'" in err
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Every preset × method is genuine, lazy and keeps its effective batch."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +21,20 @@ def _on_cpu(preset, tmp_path, **more):
     return preset.training_arguments(str(tmp_path), world_size=preset.processes, use_cpu=True, **more)
 
 
-def test_every_device_has_a_preset():
-    assert set(list_hardware()) <= set(list_presets())
+def test_the_clusters_have_presets():
     assert {"l40s_x4", "a100_80gb_x8", "h100_80gb_x8"} <= set(list_presets())
+
+
+@pytest.mark.parametrize("name", sorted(set(list_hardware()) - set(list_presets())))
+def test_a_device_without_a_preset_trains_with_its_own_settings(name, tmp_path):
+    device = get_hardware(name)
+    for method in METHODS:
+        preset = get_preset(name, method)
+        assert (preset.name, preset.hardware) == (name, device)
+        assert not refusals(preset.setup())
+        args = _on_cpu(preset, tmp_path)
+        assert args.bf16 == device.native_bf16 and args.fp16 != args.bf16
+        assert "HSA_OVERRIDE_GFX_VERSION" not in preset.environment or device.architecture == "gfx1031"
 
 
 @pytest.mark.parametrize(("name", "method"), ALL)
@@ -250,3 +263,11 @@ def test_the_effective_batch_never_changes(effective, preferred, world, micro):
         return
     assert chosen * accumulation * world == effective
     assert chosen == micro if micro else chosen <= preferred
+
+
+def test_a_card_without_a_preset_is_not_described_as_another(command):
+    code, output, errors = command("show", "rtx_4070_laptop", "--json")
+    assert code == 0, errors
+    described = json.loads(output)
+    assert described["meant_for"].startswith(described["hardware"]["label"])
+    assert described["meant_for"].endswith("of preset rtx_3070.")

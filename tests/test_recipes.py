@@ -26,7 +26,7 @@ QUICK = [
 QUESTIONS = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)]
 
 
-@pytest.mark.parametrize("name", ["pretrain", "sft", "video_sft"])
+@pytest.mark.parametrize("name", ["pretrain", "sft", "video_sft", "dpo", "grpo"])
 def test_recipes_are_short_and_runnable_by_their_docstring(name):
     text = (ROOT / "recipes" / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 150
@@ -162,6 +162,37 @@ def test_command_line_over_file_over_preset(recipe, tmp_path, builtin_model):
     assert (lora.r, lora.lora_alpha) == (8, 4)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_prediction_beside_the_measured_peak_is_of_the_same_batch(recipe, tmp_path, capsys):
+    """The built-in questions are of many lengths, and the longest do not come in the first steps."""
+    out = tmp_path / "out"
+    arguments = ["--preset", "cpu", "--max_steps", "2", "--samples", "0", "--held_out", "8", "--output_dir", str(out)]
+    recipe("sft")(arguments)
+    report = json.loads((out / "memory_report.json").read_text())
+    measured, same = report["measured"]["peak_allocated_bytes"], report["estimate_of_measured_batch"]
+    assert same["peak_allocated_bytes"] == pytest.approx(measured, rel=0.001)
+    assert report["estimate"]["peak_allocated_bytes"] > 1.5 * measured, "the longest samples are the run's limit"
+    assert abs(report["relative_error"]["peak_allocated_bytes"]) < 0.001
+    for phase, peak in report["measured"]["phases"].items():
+        assert same["phases"][phase] == pytest.approx(peak, rel=0.01), phase
+    samples, tokens = report["measured_batch"].removesuffix(" tokens").split(" × ")
+    assert samples == "4" and int(tokens) % 8 == 0
+    assert f"{tokens} tokens" in (out / "memory_report.html").read_text()
+    assert "longest" in capsys.readouterr().out
+
+
+def test_a_batch_of_the_first_step_is_predicted_without_the_optimizers_states():
+    from hf_memopt.estimator import estimate
+    from hf_memopt.recipe.prediction import PeakBatch, _in_state
+
+    whole = estimate("gpt2", {"optim": "adamw_torch"}, 64, "cpu")
+    states = whole.breakdown["optimizer_states"]
+    first = _in_state(whole, PeakBatch({}, with_states=False))
+    assert whole.phase == "backward" and first.phases["backward"] == whole.peak_allocated_bytes - states
+    evaluation = _in_state(whole, PeakBatch({}, training=False))
+    assert evaluation.peak_allocated_bytes == max(evaluation.phases.values()) and "backward" not in evaluation.phases
 
 
 def test_levers_and_packing(recipe, jsonl, tmp_path, capsys):
@@ -316,7 +347,7 @@ def test_bad_config_files(text, message, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        slow(["--preset", "rtx_4009"], "unknown preset 'rtx_4009'"),
+        slow(["--preset", "rtx_4009"], "unknown preset or hardware 'rtx_4009'"),
         slow(["--preset", "cpu", "--dataset_name", "{empty}"], "is empty"),
         slow(["--preset", "cpu", "--dataset_name", "{columns}"], "has the columns body; accepted are"),
     ],

@@ -147,7 +147,8 @@ def test_a_run_leaves_no_secret(tmp_path, monkeypatch, capsys):
     from hf_memopt.recipe import summary
 
     args = TrainingArguments(str(tmp_path), hub_token=SECRET, use_cpu=True, report_to=[])
-    preset = SimpleNamespace(name="cpu", method="full", strategy="none", hardware=SimpleNamespace(label="", memory=1))
+    preset = SimpleNamespace(name="cpu", method="full", strategy="none", mesh=None)
+    preset.hardware = SimpleNamespace(label="", memory=1)
     job = SimpleNamespace(
         args=args,
         preset=preset,
@@ -158,7 +159,7 @@ def test_a_run_leaves_no_secret(tmp_path, monkeypatch, capsys):
     events = [RECOVERED | {"message": f"out of memory, api_key={SECRET}"}]
     state = SimpleNamespace(global_step=1)
     trainer = SimpleNamespace(state=state, memory_events=events, train_dataset=[], data_wait_share=0.25)
-    summary.finish(job, trainer, {}, None, SimpleNamespace(bytes=0, phases={}))
+    summary.finish(job, trainer, {}, None, SimpleNamespace(bytes=0, phases={}, batch=None))
     append(str(tmp_path), events[0])
     written = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert {"memory_report.json", "memory_report.html", "memory_log.jsonl"} <= written.keys()

@@ -11,18 +11,28 @@ import torch
 import transformers
 import video_models
 from conftest import BIN, ROOT, run
-from peft import LoraConfig
+from peft import BOFTConfig, FrodConfig, LoHaConfig, LoraConfig, ShiraConfig, UniLoraConfig
 from torch.optim import adam
-from transformers import AutoConfig, BitsAndBytesConfig, vision_utils
+from transformers import (
+    AutoConfig,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    Trainer,
+    TrainingArguments,
+    YolosConfig,
+    YolosForObjectDetection,
+    vision_utils,
+)
 
 from hf_memopt import MemoryArguments
 from hf_memopt.errors import IncompatibleLibrary, InputError
-from hf_memopt.estimator import estimate
-from hf_memopt.estimator.accounting import engine_tensors
-from hf_memopt.estimator.dry_run import catch_trainer
+from hf_memopt.estimator import estimate, estimate_trainer
+from hf_memopt.estimator.accounting import engine_tensors, fake_ledger
+from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.patches import replacement
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, TABLE, Part, Use, path_to
+from hf_memopt.estimator.tracing import optimizers
 from hf_memopt.video.inputs import VideoInputs
 
 SHAPE = {
@@ -39,6 +49,8 @@ FOUR_BITS = {
     "peft_config": LoraConfig(r=4, target_modules="all-linear"),
     "dtype": "bfloat16",
 }
+EIGHT_BITS = {**FOUR_BITS, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+FP8 = {**FOUR_BITS, "quantization_config": FineGrainedFP8Config(), "hardware": "h100_80gb"}
 DDP, FSDP2 = ({"world_size": 2, "strategy": name} for name in ("ddp", "fsdp2"))
 # Part -> settings of the jobs that call all it replaces.
 JOBS = {
@@ -48,17 +60,49 @@ JOBS = {
     Part.DDP: [DDP],
     Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}],
     Part.DEEPSPEED: [{"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")],
-    Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, {"optim": "paged_ademamix_32bit"}],
+    Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, EIGHT_BITS, {"optim": "paged_ademamix_32bit"}],
+    Part.FP8: [FP8],
+    Part.OPTIMIZERS: [
+        {"optim": name}
+        for name in (
+            *("adamw_8bit", "adamw_torch_8bit", "apollo_adamw", "galore_adamw", "grokadamw", "lomo"),
+            *("schedule_free_sgd", "stable_adamw"),
+        )
+    ],
+    Part.PEFT: [
+        {"peft_config": kind(target_modules=["q_proj", "v_proj"], **settings)}
+        for kind, settings in (
+            (LoHaConfig, {}),
+            (BOFTConfig, {}),
+            (ShiraConfig, {"r": 4}),
+            (UniLoraConfig, {}),
+            (FrodConfig, {}),
+        )
+    ],
     Part.FLEX_ATTENTION: [{"memory_args": MemoryArguments(sliding_window=16)}],
+    Part.FLASH_ATTENTION: [
+        {"attn_implementation": "flash_attention_2", **rows}
+        for rows in ({}, {"padded": True}, {"packed": True, "more": {"per_device_train_batch_size": 1}})
+    ],
+    Part.LIGER: [{"liger": True}],
+    Part.TRL: [{"task": task, "more": {"precompute_ref_log_probs": True}} for task in ("dpo", "kto")],
     Part.WITHOUT_DEEPSPEED: [{}],
 }
 SCRIPT = """
+    from peft import LoraConfig, PeftModel
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+    LlamaConfig(**SHAPE).save_pretrained("none")
     model = LlamaForCausalLM.from_pretrained("none", config=LlamaConfig(**SHAPE))
     AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
     trainer = Trainer(model, TrainingArguments("out", use_cpu=True, report_to="none"), train_dataset=[{}])
     trainer.evaluate()
+    trainer.init_hf_repo()
+    model.push_to_hub("somewhere")
+    model.save_pretrained("saved")
+    model.resize_token_embeddings(8)
+    LoraConfig(target_modules="all-linear").save_pretrained("adapter")
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("saved"), "adapter")
     trainer.train()
 """
 
@@ -77,9 +121,10 @@ def unchecked():
     replacement.check.cache_clear()
 
 
-def small(optim="adamw_torch_fused", config=None, **settings):
-    fields = {"per_device_train_batch_size": 1, "bf16": True, "optim": optim}
-    return estimate(config or AutoConfig.for_model("llama", **SHAPE), fields, 64, "a100_80gb", **settings)
+def small(optim="adamw_torch_fused", config=None, liger=False, hardware="a100_80gb", more=None, **settings):
+    fields = {"per_device_train_batch_size": 2, "bf16": True, "optim": optim, "optim_target_modules": ["mlp"]}
+    fields |= {"use_liger_kernel": liger, **(more or {})}
+    return estimate(config or AutoConfig.for_model("llama", **SHAPE), fields, 64, hardware, **settings)
 
 
 def uncalled(part: Part, calls: Counter) -> list[str]:
@@ -92,6 +137,8 @@ def uncalled(part: Part, calls: Counter) -> list[str]:
 def test_every_replaced_name_is_called(part, calls, monkeypatch):
     if part is Part.WITHOUT_DEEPSPEED:
         monkeypatch.delitem(replacement.importlib.sys.modules, "deepspeed", raising=False)
+    if part is Part.OPTIMIZERS:  # as if none of their packages were installed
+        monkeypatch.setattr(optimizers, "by_formula", lambda *_: True)
     for settings in JOBS[part]:
         small(**settings)
     if part is Part.ACCELERATOR:  # autocast's are called below, one by one
@@ -130,17 +177,43 @@ def test_a_vision_tower_calls_what_is_replaced(calls, tmp_path):
     assert uncalled(Part.VISION, calls) == []
 
 
+# peft (0.21.2) asks models for it.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_detection_loss_calls_what_is_replaced(calls, tmp_path):
+    pytest.importorskip("scipy", reason="the losses of detection need it")
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = YolosConfig(**shape, image_size=[32, 32], patch_size=16, num_detection_tokens=4)
+    label = {"class_labels": torch.tensor([0, 1]), "boxes": torch.full((2, 4), 0.5)}
+
+    def collate(rows):
+        return {"pixel_values": torch.zeros(len(rows), 3, 32, 32), "labels": [label for _ in rows]}
+
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", remove_unused_columns=False)
+    trainer = Trainer(YolosForObjectDetection(config), args, train_dataset=[{}] * 8, data_collator=collate)
+    estimate_trainer(trainer, "cpu")
+    assert uncalled(Part.DETECTION, calls) == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_script_calls_what_is_replaced(calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("SHAPE", repr(SHAPE)))
-    catch_trainer(str(script), [])
+    with caught_trainer(str(script), []):
+        pass
     assert uncalled(Part.DRY_RUN, calls) == []
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_trainer_that_generates_calls_what_is_replaced(calls):
+    pytest.importorskip("test_grpo_estimates").task(beta=0.1, use_vllm=True)
+    assert uncalled(Part.ROLLOUTS, calls) == []
 
 
 def test_every_part_has_its_jobs():
     unreplaced = {part for part, rows in TABLE.items() if all(names.use is not Use.REPLACED for names in rows)}
-    assert set(Part) == set(TABLE) == set(JOBS) | unreplaced | {Part.VISION, Part.DRY_RUN}
+    elsewhere = {Part.VISION, Part.DETECTION, Part.ROLLOUTS, Part.DRY_RUN}
+    assert set(Part) == set(TABLE) == set(JOBS) | unreplaced | elsewhere
     assert unreplaced == {Part.LEVERS}
 
 
@@ -239,17 +312,24 @@ def test_a_renamed_attribute_of_an_engine_is_noticed(unchecked, monkeypatch):
 @pytest.mark.parametrize("kind", [AttributeError, IndexError, KeyError, TypeError])
 def test_an_error_of_a_library_is_not_one_of_settings(kind, monkeypatch):
     error = kind("x")
-
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(transformers.Trainer, "training_step", fail)
+    # Code of a library: an error of the user's own would be named by its place.
+    source = compile("def fail(*_, **__): raise error", transformers.trainer.__file__, "exec")
+    library = {"error": error, "__name__": "transformers.trainer"}
+    exec(source, library)
+    monkeypatch.setattr(transformers.Trainer, "training_step", library["fail"])
     with pytest.raises(IncompatibleLibrary) as ended:
         small()
     text = str(ended.value)
     assert f"transformers {transformers.__version__}: {kind.__name__}: " in text
     assert "please report it with `hf-memopt doctor --json`" in text
     assert ended.value.__cause__ is error
+
+
+def test_an_error_of_this_package_is_called_its_own(monkeypatch):
+    """Though torch's dispatcher, on the way to it, is a library's."""
+    monkeypatch.setattr(fake_ledger.FakeLedger, "_inherit", None)
+    with pytest.raises(IncompatibleLibrary, match=r"tracing fails in hf_memopt \S+, torch "):
+        small()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import trl
 from conftest import slow
 from datasets import Dataset
 from faults import Strikes, struck
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from hf_memopt import InputError, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt import InputError, MemoryArguments, MemoryTrainerMixin, TrainingOutOfMemory
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -82,6 +83,7 @@ CASES = {
         llama,
         {"precompute_ref_log_probs": True},
     ),
+    "DPO, adapters": (trl.DPOTrainer, trl.DPOConfig, lambda: rows(*PAIRS), llama, {"peft_config": LoraConfig(r=4)}),
     "Reward": (trl.RewardTrainer, trl.RewardConfig, lambda: rows(*PAIRS), reward_model, {}),
     "KTO": (trl.KTOTrainer, trl.KTOConfig, unpaired, llama, {}),
     "KTO without KL": (trl.KTOTrainer, trl.KTOConfig, unpaired, llama, {"loss_type": "apo_zero_unpaired"}),
@@ -108,9 +110,12 @@ def train(folder, case, memory=True, strikes=None, prepare=None, **more):
     }
     if memory:
         kind = type(f"Memory{kind.__name__}", (MemoryTrainerMixin, kind), {})
-    given = {"ref_model": llama(seed=1)} if kind.__name__.endswith(("DPOTrainer", "KTOTrainer")) else {}
+    refers = kind.__name__.endswith(("DPOTrainer", "KTOTrainer")) and "peft_config" not in fields
+    given = {"ref_model": llama(seed=1)} if refers else {}
+    given |= {name: fields.pop(name) for name in ("peft_config",) if name in fields}
     args = config(str(folder), **fields)
     trainer = kind(model=model(), args=args, train_dataset=data(), processing_class=tokenizer(), **given)
+    trainer.model.double()  # peft makes adapters in fp32
     if prepare:
         prepare(trainer)
     strikes = strikes or Strikes()
@@ -162,6 +167,21 @@ def test_losses_over_the_whole_batch_are_not_split(case, fields, reason, tmp_pat
     assert f"micro-batches run whole: {reason}" in caplog.text
 
 
+@pytest.mark.parametrize("fields", [{"loss_chunk_size": 16}, {"logits_to_keep": True}])
+def test_features_of_the_loss_are_refused(fields, tmp_path):
+    """TRL's own head takes the place of the model's forward: they would do nothing, or mix up positions."""
+    args = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    kind = type("MemorySFT", (MemoryTrainerMixin, trl.SFTTrainer), {})
+    with pytest.raises(InputError, match=f"{next(iter(fields))} goes without SFTTrainer"):
+        kind(
+            model=llama(),
+            args=args,
+            train_dataset=rows("text"),
+            processing_class=tokenizer(),
+            memory_args=MemoryArguments(**fields),
+        )
+
+
 def test_grpo_is_refused_to_be_split_at_construction(tmp_path, caplog):
     """It generates within a step: what runs again would be other text."""
 
@@ -187,7 +207,77 @@ def test_grpo_is_refused_to_be_split_at_construction(tmp_path, caplog):
     trainer = MemoryGRPO(model=llama().float(), **given)
     assert "micro-batches run whole: GRPOTrainer generates" in caplog.text
     assert trainer.train().global_step == 1
-    from hf_memopt import MemoryArguments
-
     with pytest.raises(InputError, match="max_batch_size=8 needs micro-batches that can be split"):
         MemoryGRPO(model=llama().float(), memory_args=MemoryArguments(max_batch_size=8), **given)
+
+
+class MemoryRLOO(MemoryTrainerMixin, trl.RLOOTrainer):
+    pass
+
+
+class MemoryGRPO(MemoryTrainerMixin, trl.GRPOTrainer):
+    pass
+
+
+def generating(folder, kind, most: int, **fields):
+    """A trainer whose generate() runs out of memory with more prompts than `most`, and the sizes that it was asked
+    for."""
+
+    def wide(completions, **_):
+        return [float(len(set(text))) for text in completions]
+
+    config = {MemoryGRPO: trl.GRPOConfig, MemoryRLOO: trl.RLOOConfig}[kind]
+    usual = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 2}
+    usual |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "beta": 0.0}
+    args = config(str(folder), **usual | fields)
+    trainer = kind(
+        model=llama().float(), args=args, reward_funcs=wide, train_dataset=rows("prompt"), processing_class=tokenizer()
+    )
+    generate, sizes = trainer.model.generate, []
+
+    def limited(input_ids, **kwargs):
+        sizes.append(len(input_ids))
+        if len(input_ids) > most:
+            raise torch.OutOfMemoryError(OOM)
+        return generate(input_ids=input_ids, **kwargs)
+
+    trainer.model.generate = limited
+    return trainer, sizes
+
+
+@pytest.mark.parametrize("kind", [MemoryGRPO, MemoryRLOO])
+def test_generation_continues_in_smaller_groups(kind, tmp_path):
+    trainer, sizes = generating(tmp_path, kind, most=3)
+    assert trainer.train().global_step == 2
+    assert sizes == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2], "the next step begins with what fitted"
+    recovered = [event for event in trainer.memory_events if event["event"] == "oom_recovered"]
+    assert [(event["stage"], event["micro_batch_after"]) for event in recovered] == [
+        ("generation", 4),
+        ("generation", 2),
+    ]
+    assert all(len(texts) == 8 for texts in (trainer._logs["prompt"], trainer._logs["completion"]))
+
+
+def test_activation_checkpointing_stays_on_after_generation_ran_out(tmp_path):
+    trainer, _ = generating(tmp_path, MemoryGRPO, most=4, activation_checkpointing=True)
+    trainer.train()
+    assert trainer.memory_events and trainer.model.is_activation_checkpointing
+
+
+def test_generation_of_one_completion_that_does_not_fit_is_explained(tmp_path):
+    trainer, sizes = generating(tmp_path, MemoryGRPO, most=0)
+    with pytest.raises(TrainingOutOfMemory, match="one completion at a time does not fit") as end:
+        trainer.train()
+    assert sizes == [8, 4, 2, 1] and end.value.report["stage"] == "generation"
+    assert trainer.model.training
+
+
+def test_other_errors_of_generation_pass(tmp_path):
+    trainer, _ = generating(tmp_path, MemoryGRPO, most=8)
+
+    def broken(**_):
+        raise RuntimeError("nothing about memory")
+
+    trainer.model.generate = broken
+    with pytest.raises(RuntimeError, match="nothing about memory"):
+        trainer.train()

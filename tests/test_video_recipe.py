@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, Train
 from hf_memopt import MemoryArguments, estimate, estimate_trainer
 from hf_memopt.errors import InputError
 from hf_memopt.levers.replaced import put_back
-from hf_memopt.recipe.callbacks import PhasePeaks
+from hf_memopt.recipe.phase_peaks import PhasePeaks
 from hf_memopt.recipe.video import answer, real_inputs
 from hf_memopt.trainer.video_trainer import VideoTrainer
 from hf_memopt.video.collator import VideoCollator

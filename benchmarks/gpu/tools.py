@@ -111,7 +111,7 @@ def phase_peaks(setting: Setting) -> dict:
     """PhasePeaks' phases and the counter's peak."""
     import torch
 
-    from hf_memopt.recipe.callbacks import PhasePeaks
+    from hf_memopt.recipe.phase_peaks import PhasePeaks
 
     watched = PhasePeaks()
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -113,6 +114,18 @@ Settings = Annotated[
         "answer_tokens, freeze_vision, freeze_projector. Repeat it for several.",
     ),
 ]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, to predict the time: 10M, 2.5B.")
+]
+Epochs = Annotated[
+    float | None,
+    typer.Option("--epochs", callback=_positive, help="Instead: passes over --samples, each as long as --seq-len."),
+]
+Samples = Annotated[str | None, typer.Option("--samples", metavar="N", help="Samples of the data set: 5000, 52k.")]
+Price = Annotated[
+    float | None,
+    typer.Option("--price", callback=_positive, help="Price of one device for an hour, to predict the cost."),
+]
 Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a picture.")]
 
 
@@ -126,8 +139,13 @@ def estimate(
         ),
     ],
     preset: Annotated[
-        str, typer.Option(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="A name from `hf-memopt presets`, or auto. Default: that of --hardware; without either plain "
+            "TrainingArguments.",
+            autocompletion=_presets,
+        ),
+    ] = None,
     method: Method = "full",
     seq_len: Annotated[
         int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
@@ -136,7 +154,16 @@ def estimate(
         int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the preset's.")
     ] = None,
     strategy: Strategy = None,
-    hardware: Annotated[str | None, typer.Option(help="The device to fit on. Default: the preset's.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="The device to fit on, as `plan` takes it. Default: the preset's.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="What the model is trained for: causal-lm, image-classification, …; sft, dpo, kto, reward, grpo or "
+            "rloo with TRL's trainer, whose fields --set takes. Default: what the model is for."
+        ),
+    ] = None,
     settings: Settings = None,
     levers: Annotated[
         bool,
@@ -145,11 +172,16 @@ def estimate(
             help="Also list the changes that save the most memory; a job that does not fit always gets them.",
         ),
     ] = False,
+    tokens: Tokens = None,
+    epochs: Epochs = None,
+    samples: Samples = None,
+    price: Price = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Predict a job's peak memory without downloading weights or using a GPU; exit code 1 if it does not fit."""
+    """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""
     from hf_memopt.cli.estimate import JobOptions, run_estimate
+    from hf_memopt.cli.speed import AmountOptions
 
     options = JobOptions(
         model=model,
@@ -159,15 +191,18 @@ def estimate(
         world_size=world_size,
         strategy=strategy,
         hardware=hardware,
+        task=task,
         settings=settings or [],
     )
-    raise typer.Exit(run_estimate(options, levers, plot, json))
+    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    raise typer.Exit(run_estimate(options, levers, plot, json, amount))
 
 
 @app.command(
     epilog="Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
     "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
-    "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max"
+    "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max · "
+    "hf-memopt plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M"
 )
 def plan(
     model: Annotated[
@@ -177,7 +212,8 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            help="A device or several: rtx_4090, rtx_4090x2, h100_80gbx128; auto: this machine's.",
+            help="A device or several: rtx_4090, '2x RTX 3090', h100_80gbx128; auto: this machine's; a JSON object or "
+            "TOML file describes another; any: compare the cards of the catalog.",
             autocompletion=_hardware,
         ),
     ] = "auto",
@@ -190,7 +226,9 @@ def plan(
             callback=_at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="full, lora or qlora; any: the first of these that fits.")] = "any",
+    method: Annotated[
+        str, typer.Option(help="full, lora or qlora; any: the first that fits, the others beside it.")
+    ] = "any",
     strategy: Strategy = None,
     memory: Annotated[
         float | None,
@@ -201,7 +239,7 @@ def plan(
         typer.Option(
             metavar="GIB",
             callback=_positive,
-            help="GiB of host memory for each device. Default: 48; 256 for devices with more than 36 GiB.",
+            help="GiB of host memory for each device. Default: what is free here, or a usual box's.",
         ),
     ] = None,
     settings: Settings = None,
@@ -217,12 +255,38 @@ def plan(
             "--profile", "--rung", help="The profile that --export writes: safe, balanced, aggressive or maximum."
         ),
     ] = "balanced",
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="With --hardware any: compare these cards by cost. A line a card, the price of one for an hour: "
+            '"RTX 4090" = 0.40.',
+        ),
+    ] = None,
+    max_price: Annotated[
+        float | None,
+        typer.Option(callback=_positive, help="With --prices: the most that an hour of all devices may cost."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="With --hardware any: list every card and box, not only the typical ones.")
+    ] = False,
+    tokens: Tokens = None,
+    epochs: Epochs = None,
+    samples: Samples = None,
+    price: Price = None,
     json: Json = False,
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
-    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_plan
+    from hf_memopt.cli.cards import ANY, CardOptions
+    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_plan, run_which_card
+    from hf_memopt.cli.speed import AmountOptions
 
     settings = settings or []
+    cards = CardOptions(prices=prices, max_price=max_price, every=every, tokens=tokens)
+    if hardware.lower() != ANY:
+        cards.refuse()
+    elif frames is not None:
+        raise InputError("--frames max is counted for one card: name it with --hardware")
     if frames is not None:
         asked = FramesOptions(model=model, frames=frames, hardware=hardware, method=method, settings=settings)
         raise typer.Exit(run_frames(asked, json))
@@ -238,7 +302,10 @@ def plan(
         settings=settings,
         export=export,
         profile=profile,
+        amount=AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price),
     )
+    if hardware.lower() == ANY:
+        raise typer.Exit(run_which_card(options, cards, json))
     raise typer.Exit(run_plan(options, json))
 
 
@@ -275,17 +342,29 @@ def dry_run(
     world_size: Annotated[
         int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the script's.")
     ] = None,
+    price: Price = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Run a script up to trainer.train() without loading weights, and predict the job's peak memory."""
+    """Run a script up to trainer.train() without loading weights, and predict the job's peak memory and time."""
     from hf_memopt.cli.estimate import DryRunOptions, run_dry_run
 
-    options = DryRunOptions(script=script, arguments=arguments or [], hardware=hardware, world_size=world_size)
-    code = run_dry_run(options, plot, json)
+    options = DryRunOptions(
+        script=script, arguments=arguments or [], hardware=hardware, world_size=world_size, price=price
+    )
+    code = 2  # 1 is an answer: the job does not fit
+    try:
+        code = run_dry_run(options, plot, json)
+    except (InputError, IncompatibleLibrary) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+    except SystemExit:  # of the script's classes, whose methods a trace calls
+        print(f"error: {script}: a traced step ends the program", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The script's fake weights live as long as its globals; torch can crash when Python tears them down.
+    # What the script registered for its end would write for real; and torch can crash when Python tears down fake
+    # weights, which live as long as the script's globals.
     os._exit(code)
 
 
@@ -296,7 +375,9 @@ def export(
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
-    recipe: Annotated[str, typer.Option(help="The recipe that launch.sh starts: pretrain, sft or video_sft.")] = "sft",
+    recipe: Annotated[
+        str, typer.Option(help="The recipe that launch.sh starts: pretrain, sft, video_sft, dpo or grpo.")
+    ] = "sft",
     nvme_path: Annotated[str | None, typer.Option(help="A folder on the NVMe disk, for zero3_offload_nvme.")] = None,
     machines: Annotated[
         int | None,

@@ -5,7 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.cli.settings import parse_settings, quantization_config, split_model_sizes
-from hf_memopt.presets import get_preset
+from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
+from hf_memopt.errors import InputError
+from hf_memopt.hardware import get_hardware
+from hf_memopt.presets import Preset, list_presets, preset_by_name
+from hf_memopt.presets.catalog import nearest_preset, plain_settings
 from hf_memopt.units import gib
 
 
@@ -15,45 +19,92 @@ class JobOptions:
 
     Attributes:
         model: a bundled architecture's name, hub id, folder or config.json.
+        preset: None for the hardware's, or no preset where neither is named.
         hardware: the device to fit on.
+        task: None for what the model is for.
         settings: KEY=VALUE, as `--set` takes them.
     """
 
     model: str
-    preset: str = "auto"
+    preset: str | None = None
     method: str = "full"
     seq_len: int | None = None
     world_size: int | None = None
     strategy: str | None = None
     hardware: str | None = None
+    task: str | None = None
     settings: list[str] = field(default_factory=list)
 
 
-def run_estimate(options: JobOptions, levers: bool, plot_file: str | None, as_json: bool) -> int:
+def run_estimate(
+    options: JobOptions, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions
+) -> int:
     """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
     import_libraries()
+    amount.read()
     from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.combination import smallest_combination
     from hf_memopt.estimator.suggestions import largest_savings
     from hf_memopt.estimator.tracing.parallel import on_all_cores
+    from hf_memopt.estimator.trainer_job import TrainerJob
 
     preset, job = resolve_job(options)
     working(f"tracing the steps of {options.model}")
     estimate = estimate_job(job, on_all_cores)
     savings = []
-    if levers or estimate.fits is False:
+    if (levers or estimate.fits is False) and not isinstance(job, TrainerJob):  # a Trainer's batch is made
         working("estimating which changes save most")
         savings = largest_savings(job, estimate, map_fn=on_all_cores)
+    if estimate.fits is False and not any(saving.fits for saving in savings):
+        working("looking for the smallest combination of changes that fits")
+        savings = [*filter(None, [smallest_combination(job, estimate, on_all_cores)]), *savings]
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
-        plot(estimate, plot_file, f"{options.model}, {options.method}, {job.seq_len} tokens, {job.device.label}")
+        plot(estimate, plot_file, f"{options.model}, {options.method}, {_batch_in_words(job)}, {job.device.label}")
+    settings, sizes = _settings_of(preset)
+    took = amount.time_and_cost(estimate, job.seq_len, job.world_size)
     if as_json:
-        print_json(estimate.to_dict() | {"levers": [asdict(saving) for saving in savings]})
+        print_json(
+            estimate.to_dict()
+            | {"preset": sizes, "dtype": job.dtype, "duration": to_dict(estimate, took)}
+            | {"levers": [asdict(saving) for saving in savings]}
+        )
     else:
-        batch = f"{job.batch['input_ids'][0][0]} × {job.seq_len} tokens"
         devices = f"{job.world_size} × " if job.world_size > 1 else ""
-        _print(f"{options.model}, {preset.method}, {batch} on {devices}{job.device.label}", estimate, savings)
+        title = f"{options.model}, {preset.method}, {settings}, {_batch_in_words(job)} on {devices}{job.device.label}"
+        _print(title, estimate, savings, took, amount)
     return 1 if estimate.fits is False else 0
+
+
+def _batch_in_words(job) -> str:
+    """Samples and their tokens; of images and sound, which have none, the shape of a sample's inputs."""
+    from hf_memopt.estimator.trainer_job import TrainerJob
+
+    shapes = {name: shape for name, (shape, _) in job.batch.items()}
+    if not shapes:  # prompts as text, to be completed
+        return f"{job.fields['per_device_train_batch_size']} × {job.seq_len} tokens"
+    first = next(iter(shapes.values()))
+    if "input_ids" in shapes or isinstance(job, TrainerJob):  # of a pair of answers, each counts
+        return f"{shapes.get('input_ids', first)[0]} × {job.seq_len} tokens"
+    main, (samples, *sizes) = next(iter(shapes.items()))
+    return f"{samples} × {main} of {' × '.join(map(str, sizes))}"
+
+
+def _with_device_count(options):
+    """JobOptions or DryRunOptions with the number of devices in the hardware's name (2x3090) as world size.
+
+    Raises:
+        InputError: another number than --world-size.
+    """
+    from hf_memopt.planner.devices import split_count
+
+    if options.hardware is None:
+        return options
+    hardware, devices = split_count(options.hardware)
+    if devices > 1 and options.world_size not in (None, devices):
+        raise InputError(f"hardware={options.hardware} and world_size={options.world_size} differ: leave one out")
+    return replace(options, hardware=hardware, world_size=devices if devices > 1 else options.world_size)
 
 
 def resolve_job(options: JobOptions):
@@ -63,35 +114,43 @@ def resolve_job(options: JobOptions):
         InputError: an option or setting that cannot be used.
     """
     from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.estimator.job import longest_sample
     from hf_memopt.estimator.preset_estimates import preset_job
     from hf_memopt.estimator.smaller import with_sizes
-    from hf_memopt.hardware import get_hardware
+    from hf_memopt.estimator.tracing.quantization import is_quantized
     from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
-    preset = get_preset(options.preset, options.method, options.strategy)
+    options = _with_device_count(options)
+    preset = _resolve_preset(options)
     texts, sizes = split_model_sizes(options.settings)
     settings = parse_settings(texts)
     own = settings.own
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
+    if not preset.name:  # on several devices, too, as many samples a device as TrainingArguments has
+        settings.training.setdefault("per_device_train_batch_size", preset.micro_batch_size)
+        settings.training.setdefault("gradient_accumulation_steps", 1)
     model = options.model
     config = load_config(model)
     if sizes:
         model = config = with_sizes(config, sizes)
-    video = video_inputs(model, config, settings.video)
+    video = video_inputs(options.model, config, settings.video)
+    quantization = None  # of a quantized checkpoint, unless settings say more
+    if settings.quantization or not is_quantized(config):
+        quantization = quantization_config(preset, settings.quantization, config if video else None)
     job = preset_job(
         preset,
         model,
-        seq_len=options.seq_len,
+        seq_len=options.seq_len or longest_sample(config, preset.seq_len),
         world_size=preset.processes if options.world_size is None else options.world_size,
         fields=settings.training,
         lora=settings.lora,
         hardware=get_hardware(options.hardware) if options.hardware else preset.hardware,
-        task=own.get("task"),
+        task=options.task or own.get("task"),
         video=video,
         frozen=frozen_by_settings(settings.video) if video else (),
         attn_implementation=own.get("attn_implementation"),
         kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=quantization_config(preset, settings.quantization, config if video else None),
+        quantization_config=quantization,
         memory_args=settings.video_memory_args(config) if video else settings.memory_args,
         padded=bool(own.get("padded")),
         packed=bool(own.get("packed")),
@@ -99,31 +158,54 @@ def resolve_job(options: JobOptions):
     return preset, job
 
 
+def _resolve_preset(options: JobOptions) -> Preset:
+    """The preset that is named, else that of the hardware that is named, else plain TrainingArguments here."""
+    if name := options.preset or options.hardware:
+        return preset_by_name(name, options.method, options.strategy, processes=options.world_size)
+    return plain_settings(get_hardware("auto"), options.method, options.strategy)
+
+
+def _settings_of(preset: Preset) -> tuple[str, str | None]:
+    """Where the settings come from, in words, and the preset whose sizes they are."""
+    if not preset.name:
+        return preset.meant_for, None
+    if preset.name in list_presets():
+        return f"preset {preset.name}", preset.name
+    sizes = nearest_preset(preset.hardware)
+    return f"settings of {preset.name} with the sizes of preset {sizes}", sizes
+
+
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions:
-    """A script to run up to trainer.train(), its own arguments, and the devices to fit on."""
+    """A script to run up to trainer.train(), its own arguments, the devices to fit on, and what one costs an hour."""
 
     script: str
     arguments: list[str] = field(default_factory=list)
     hardware: str = "auto"
     world_size: int | None = None
+    price: float | None = None
 
 
 def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
     """Print the estimate of a script's job; 0 if it fits or the capacity is unknown, 1 if it does not fit."""
     from hf_memopt.estimator import estimate_trainer
-    from hf_memopt.estimator.dry_run import catch_trainer
+    from hf_memopt.estimator.dry_run import caught_trainer
+    from hf_memopt.estimator.duration import run_duration, training_steps
 
-    trainer = catch_trainer(options.script, options.arguments)
-    estimate = estimate_trainer(trainer, options.hardware, options.world_size)
+    options = _with_device_count(options)
+    with caught_trainer(options.script, options.arguments, options.hardware) as trainer:
+        estimate = estimate_trainer(trainer, options.hardware, options.world_size)
+        devices = options.world_size or trainer.args.world_size
+        steps = training_steps(trainer, devices)
+    took = run_duration(steps, estimate.step_seconds, options.price, devices)
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
         plot(estimate, plot_file, options.script)
     if as_json:
-        print_json(estimate.to_dict())
+        print_json(estimate.to_dict() | {"duration": to_dict(estimate, took)})
     else:
-        _print(options.script, estimate, [])
+        _print(options.script, estimate, [], took, AmountOptions(price=options.price))
     return 1 if estimate.fits is False else 0
 
 
@@ -142,9 +224,15 @@ def import_libraries() -> None:
         gc.enable()
 
 
-def _print(job: str, estimate, savings) -> None:
+def _print(job: str, estimate, savings, took=None, amount: AmountOptions = AmountOptions()) -> None:
+    from hf_memopt.estimator.accounting.ledger import ROLLOUT_PHASES
+
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
     print(f"{job}: {gib(estimate.device_bytes)} of {gib(estimate.capacity_bytes)} predicted, {verdict}")
+    print_speed(estimate, took, amount)
+    if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
+        rows = [(phase.replace("_", " "), gib(size)) for phase, size in estimate.phases.items() if size]
+        print_table("phases, one after the other", ("phase", "peak"), rows)
     rows = [(kind.replace("_", " "), gib(size)) for kind, size in estimate.breakdown.items() if size]
     print_table(f"at the peak, in {estimate.phase}", ("memory", "predicted"), rows)
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
@@ -154,5 +242,7 @@ def _print(job: str, estimate, savings) -> None:
         fits = {True: "yes", False: "no", None: ""}
         rows = [(saving.change, gib(saving.saved_bytes), fits[saving.fits]) for saving in savings]
         print_table("changes that save most", ("change", "predicted saving", "then fits"), rows)
+    if estimate.fits is False and not any(saving.fits for saving in savings):
+        print("no combination of changes fits: `hf-memopt plan` looks for other models and more devices")
     for note in estimate.notes:
         print(f"note: {note}")

@@ -10,12 +10,12 @@ from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, shipped, write_folder
-from hf_memopt.presets import Preset, get_preset
+from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
 
-RECIPES = ("pretrain", "sft", "video_sft")
+RECIPES = ("pretrain", "sft", "video_sft", "dpo", "grpo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ExportOptions:
 
 def export_preset(options: ExportOptions, as_json: bool) -> None:
     """Write the files, all or none; files of the same names are replaced."""
-    preset = get_preset(options.preset, options.method, options.strategy, options.precision)
+    preset = preset_by_name(options.preset, options.method, options.strategy, options.precision)
     if options.machines is not None:
         preset = on_machines(preset, options.machines)
     if options.sequence_parallel is not None:

@@ -28,15 +28,27 @@ def verbatim(cell: Any):
     return Text(plain(str(cell)))
 
 
-def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A table on stdout. Cells wrap at spaces where the words fit their columns, and nothing is cut off."""
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], frame: bool = True) -> None:
+    """A table on stdout. Cells wrap at spaces where the words fit their columns, and nothing is cut off.
+
+    Args:
+        frame: lines around cells, which take a character or two of every column.
+    """
+    from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
 
     console, columns = Console(), list(columns)
     rows = [[plain(str(cell)) for cell in row] for row in rows]
-    table = Table(title=verbatim(title) if title else None, title_justify="left", header_style="bold")
-    widths = _column_widths([columns, *rows], console.width - 3 * len(columns) - 1)  # without frame and padding
+    table = Table(
+        title=verbatim(title) if title else None,
+        title_justify="left",
+        header_style="bold",
+        box=HEAVY_HEAD if frame else None,
+        pad_edge=frame,
+    )
+    beside = 3 * len(columns) + 1 if frame else 2 * len(columns)  # frame and padding
+    widths = _column_widths([columns, *rows], console.width - beside)
     for column, width in zip(columns, widths, strict=True):
         table.add_column(verbatim(column), overflow="fold", width=width)
     for row in rows:

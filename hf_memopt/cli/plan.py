@@ -1,16 +1,19 @@
 """`hf-memopt plan`: the fastest settings that fit, or the most frames of a video."""
 
+import itertools
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.cli.estimate import import_libraries
+from hf_memopt.cli.cards import CardOptions, run_cards
+from hf_memopt.cli.estimate import JobOptions, import_libraries, resolve_job
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.cli.settings import JobSettings, parse_settings, quantization_config
+from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
 from hf_memopt.levers.arguments import RUNGS
-from hf_memopt.presets import get_preset, list_presets
+from hf_memopt.presets.quantization import check_4bit
 from hf_memopt.units import GIB, gib
 
 
@@ -25,6 +28,7 @@ class PlanOptions:
         settings: KEY=VALUE, as `--set` takes them.
         export: folder to write a profile's files to.
         profile: the one to write: safe, balanced, aggressive or maximum.
+        amount: how much is trained, for time and cost.
     """
 
     model: str
@@ -38,6 +42,36 @@ class PlanOptions:
     settings: list[str] = field(default_factory=list)
     export: str | None = None
     profile: str = "balanced"
+    amount: AmountOptions = field(default_factory=AmountOptions)
+
+
+def run_which_card(options: PlanOptions, cards: CardOptions, as_json: bool) -> int:
+    """Print the cards on which the job trains; 0 if there are any, 1 if there are none."""
+    single = {"--memory": options.memory_gib, "--strategy": options.strategy, "--export": options.export}
+    single |= {f"--{name}": getattr(options.amount, name) for name in ("price", "epochs", "samples")}
+    for name in (name for name, value in single.items() if value is not None):
+        raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
+    import_libraries()
+    settings = parse_settings(options.settings)
+    _check_quantization(settings, options.method)
+    arguments = {
+        "model": options.model,
+        "effective_batch_size": options.effective_batch_size,
+        "seq_len": options.seq_len,
+        "method": options.method,
+        "host_memory": _bytes(options.host_memory_gib),
+        "training": settings.training,
+        "lora": settings.lora,
+        "say": _log,
+        **_model_arguments(options.model, settings),
+    }
+    return run_cards(arguments, cards, as_json)
+
+
+def _check_quantization(settings: JobSettings, method: str) -> None:
+    if settings.quantization and method not in ("qlora", "any"):
+        raise InputError("quantization.* applies to method=qlora only")
+    check_4bit(settings.quantization)
 
 
 def run_plan(options: PlanOptions, as_json: bool) -> int:
@@ -47,11 +81,11 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
     if options.export:
         folder_for(options.export)
     import_libraries()
+    options.amount.read()
     from hf_memopt.planner.plan import plan
 
     settings = parse_settings(options.settings)
-    if settings.quantization and options.method not in ("qlora", "any"):
-        raise InputError("quantization.* applies to method=qlora only")
+    _check_quantization(settings, options.method)
     made = plan(
         options.model,
         options.hardware,
@@ -68,9 +102,9 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
     )
     written = _export(made, options.export, options.profile) if options.export and made.ladder else []
     if as_json:
-        print_json(made.to_dict() | {"exported": written})
+        print_json(made.to_dict() | {"exported": written, "durations": _durations(made, options.amount)})
     else:
-        _print_plan(made, written)
+        _print_plan(made, written, options.amount)
     return 0 if made.ladder else 1
 
 
@@ -113,7 +147,18 @@ def _export(made, directory: str, name: str) -> list[str]:
     return write_files(made.request, profile, directory)
 
 
-def _print_plan(made, written: list[str]) -> None:
+def _durations(made, amount: AmountOptions) -> dict[str, Any]:
+    """Time and cost by profile; None where nobody asks, or where the speed is unknown."""
+    request = made.request
+    return {
+        rung.name: to_dict(
+            rung.estimate, amount.time_and_cost(rung.estimate, request.seq_len, request.preset.processes)
+        )
+        for rung in made.ladder
+    }
+
+
+def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
     request = made.request
     preset = request.preset
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
@@ -124,21 +169,19 @@ def _print_plan(made, written: list[str]) -> None:
         f"{preset.hardware.label} ({gib(request.memory)} each)"
     )
     if made.ladder:
-        _print_profiles(made.ladder)
-    if any(rung.choice.offloads for rung in made.ladder):
-        most = max(rung.estimate.host_bytes for rung in made.ladder)
-        print(
-            f"host memory: up to {gib(most)} for each process, of {gib(request.host_memory)} "
-            "(--host-memory sets the limit)"
-        )
+        _print_profiles(made)
+        print_profile_speeds(_by_settings(made.ladder), amount, request.seq_len, preset.processes)
+        _print_methods(made)
+        print(_host_memory(made))
     if made.rejected:
         print_table(
             "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in made.rejected]
         )
     if made.ladder:
         from hf_memopt.planner.launch import launch_command
+        from hf_memopt.planner.plan import usual_profile
 
-        best = next((rung for rung in made.ladder if rung.name == "balanced"), made.ladder[0])
+        best = usual_profile(made.ladder)
         print(f"{best.name}:\n  {launch_command(request, best)}")
     else:
         _print_nearest(made)
@@ -148,19 +191,77 @@ def _print_plan(made, written: list[str]) -> None:
         print(f"wrote {', '.join(written)}")
 
 
-def _print_profiles(ladder) -> None:
-    """What each profile sets and is predicted to need."""
+def _by_settings(ladder) -> list[list]:
+    """The profiles, those with the same settings together."""
+    return [list(group) for _, group in itertools.groupby(ladder, lambda rung: rung.choice)]
+
+
+def _print_profiles(made) -> None:
+    """What each profile sets and is predicted to need; profiles with the same settings are one row."""
+    groups = _by_settings(made.ladder)
     rows = [
-        (rung.name, f"{rung.share:.0%}", rung.summary, gib(rung.estimate.device_bytes), f"{rung.relative_speed:.2f}")
-        for rung in ladder
+        (
+            " = ".join(rung.name for rung in group),
+            " ".join(f"{rung.share:.0%}" for rung in group),
+            group[0].summary,
+            gib(group[0].estimate.device_bytes),
+            _speed(group[0].tokens_per_second),
+        )
+        for group in groups
     ]
-    print_table("", ("profile", "fills", "settings", "predicted", "predicted speed"), rows)
+    if made.plain:
+        rows.append(_plain_row(made.plain))
+    print_table("", ("profile", "fills", "settings", "predicted", "tokens/s"), rows)
+    first = [group[0] for group in groups]
     kinds = [
-        kind for kind in ladder[0].estimate.breakdown if any(rung.estimate.breakdown[kind] > 2**20 for rung in ladder)
+        kind for kind in first[0].estimate.breakdown if any(rung.estimate.breakdown[kind] > 2**20 for rung in first)
     ]
-    rows = [("phase", *(rung.estimate.phase for rung in ladder))]
-    rows += [(kind.replace("_", " "), *(gib(rung.estimate.breakdown[kind]) for rung in ladder)) for kind in kinds]
-    print_table("at the peak", ("memory", *(rung.name for rung in ladder)), rows)
+    rows = [("phase", *(rung.estimate.phase for rung in first))]
+    rows += [(kind.replace("_", " "), *(gib(rung.estimate.breakdown[kind]) for rung in first)) for kind in kinds]
+    print_table("at the peak", ("memory", *(" = ".join(rung.name for rung in group) for group in groups)), rows)
+
+
+def _plain_row(plain) -> tuple[str, ...]:
+    """The row of the settings without host memory and rounding, and what they lose."""
+    about = "" if plain.estimated else "about "
+    size = f"{about}{gib(plain.device_bytes)}"
+    if not plain.fits:
+        return "plain alternative", "", plain.settings, f"{size}: does not fit", ""
+    speed = f"{_speed(plain.tokens_per_second)} ({plain.relative_time:.2f} × the time)"
+    return "plain alternative", "", plain.settings, size, speed
+
+
+def _print_methods(made) -> None:
+    """The methods that fit, beside each other, where the plan chose one."""
+    if len(made.methods) < 2:
+        return
+    rows = [
+        (
+            f"{one.method} (planned)" if one.method == made.request.preset.method else one.method,
+            one.settings,
+            f"{'' if one.estimated else 'about '}{gib(one.device_bytes)}",
+            _speed(one.tokens_per_second),
+        )
+        for one in made.methods
+    ]
+    print_table("methods that fit", ("method", "settings", "predicted", "tokens/s"), rows)
+
+
+def _host_memory(made) -> str:
+    """What the host must have, and what it is taken to have."""
+    host, most = made.request.host_memory, max(rung.estimate.host_bytes for rung in made.ladder)
+    short = "" if most <= host.bytes else ": too little to load the weights through, where that holds"
+    origin = f"assumed ({host.source})" if host.assumed else f"there ({host.source})"
+    return (
+        f"host memory: {gib(most)} needed for each process, of {gib(host.bytes)} {origin}{short}; "
+        "--host-memory says how much there is"
+    )
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    from hf_memopt.estimator.duration import two_digits
+
+    return "unknown" if tokens_per_second is None else two_digits(tokens_per_second)
 
 
 def _print_nearest(made) -> None:
@@ -191,12 +292,10 @@ def run_frames(options: FramesOptions, as_json: bool) -> int:
             f"--frames {options.frames}: the only value is max; for the memory of so many frames, run "
             f"`hf-memopt estimate --set max_frames={options.frames}`"
         )
-    if options.hardware != "auto" and options.hardware not in list_presets():
-        raise choose("hardware", options.hardware, list_presets())
     import_libraries()
     from hf_memopt.planner.frames import most_frames
 
-    job = _video_job(options)
+    job = frames_job(options)
     rows = [
         {
             "max_pixels_per_frame": fit.max_pixels_per_frame,
@@ -204,7 +303,7 @@ def run_frames(options: FramesOptions, as_json: bool) -> int:
             "seq_len": fit.seq_len,
             "estimate": fit.estimate.to_dict(),
         }
-        for fit in most_frames(job, note=lambda text: _log(f"estimating {text}"))
+        for fit in most_frames(job, note=_log)
     ]
     if as_json:
         print_json({"frames": rows, "training_arguments": job.fields, "capacity_bytes": job.device.memory})
@@ -213,30 +312,20 @@ def run_frames(options: FramesOptions, as_json: bool) -> int:
     return 0 if any(row["max_frames"] for row in rows) else 1
 
 
-def _video_job(options: FramesOptions):
-    """The job with clips of one frame, whose number is varied."""
-    from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.preset_estimates import preset_job
-    from hf_memopt.levers.answer_logits import with_few_logits
-    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
+def frames_job(options: FramesOptions):
+    """The job with clips of one frame, whose number is varied: as `estimate` describes it."""
+    from hf_memopt.planner.devices import split_count
 
-    preset = get_preset(options.hardware, "full" if options.method == "any" else options.method)
-    settings = parse_settings(options.settings)
-    config = load_config(options.model)
-    video = video_inputs(options.model, config, {"max_frames": 1, **settings.video})
-    preset = replace(preset, dtype=settings.own.get("dtype", preset.dtype))
-    return preset_job(
-        preset,
-        options.model,
-        world_size=1,
-        fields={"per_device_train_batch_size": 1, **settings.training},
-        lora=settings.lora,
-        video=video,
-        frozen=frozen_by_settings(settings.video),
-        attn_implementation=settings.own.get("attn_implementation"),
-        memory_args=with_few_logits(settings.memory_args, config),  # as the recipe does
-        quantization_config=quantization_config(preset, settings.quantization, config),
+    name, devices = split_count(options.hardware)
+    asked = JobOptions(
+        model=options.model,
+        preset=name,
+        method="full" if options.method == "any" else options.method,
+        world_size=devices,
+        settings=["max_frames=1", "per_device_train_batch_size=1", *options.settings],
     )
+    _, job = resolve_job(asked)
+    return job
 
 
 def _print_frames(options: FramesOptions, job, rows) -> None:

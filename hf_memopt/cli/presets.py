@@ -1,12 +1,13 @@
 """`hf-memopt presets` and `hf-memopt show`."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.hardware.catalog import Hardware
-from hf_memopt.presets import Preset, get_preset, list_presets
+from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.reference import reference_estimate, summarize
+from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.presets.video_tiers import summarize as summarize_clips
 from hf_memopt.presets.video_tiers import tiers_of
 from hf_memopt.units import gib
@@ -14,7 +15,7 @@ from hf_memopt.units import gib
 
 def list_all(method: str, as_json: bool) -> None:
     """All presets for a method."""
-    presets = [get_preset(name, method) for name in list_presets()]
+    presets = [preset_by_name(name, method) for name in list_presets()]
     if as_json:
         print_json({"presets": [_summary(preset) for preset in presets]})
         return
@@ -36,7 +37,7 @@ def list_all(method: str, as_json: bool) -> None:
 
 def show_one(name: str, method: str, strategy: str | None, precision: str | None, as_json: bool) -> None:
     """One preset in full."""
-    preset = get_preset(name, method, strategy, precision)
+    preset = preset_by_name(name, method, strategy, precision)
     if as_json:
         print_json(describe(preset))
         return
@@ -54,6 +55,9 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     ]
     print_table("settings", ("setting", "value"), rows)
     print_table("hardware", ("figure", "value", "source"), _figures(preset.hardware))
+    rows = [(default.field, str(default.value), " ".join(default.classes), default.effect) for default in DEFAULTS]
+    title = "training_arguments(config_class=…): TRL's own defaults that decide memory"
+    print_table(title, ("field", "TRL 1.16", "classes", "effect; what the preset sets"), rows)
 
 
 def describe(preset: Preset) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def describe(preset: Preset) -> dict[str, Any]:
         "environment": dict(preset.environment),
         "reference_estimate": reference_estimate(preset),
         "video_tiers": tiers_of(preset),
+        "trl_defaults": [asdict(default) for default in DEFAULTS],
         "hardware": {item.name: getattr(preset.hardware, item.name) for item in fields(Hardware)}
         | {"sources": dict(preset.hardware.sources)},
     }

@@ -88,8 +88,8 @@ def parse_settings(settings: list[str]) -> JobSettings:
         group = prefix if dot else next((group for group, keys in known.items() if key in keys), "")
         groups[group][name if dot else key] = read_yaml(text, f"--set {key}")
     own = fit(_OWN, groups["own"], "--set ")
-    if own.get("dtype") is not None and own["dtype"] not in DTYPES:
-        raise choose("dtype", own["dtype"], DTYPES)
+    if own.get("dtype") is not None and own["dtype"] not in (*DTYPES, "auto"):
+        raise choose("dtype", own["dtype"], (*DTYPES, "auto"))
     return JobSettings(
         training=groups[""],
         lora=groups["lora"],
@@ -102,22 +102,32 @@ def parse_settings(settings: list[str]) -> JobSettings:
 
 
 def quantization_config(preset: Preset, changed: dict[str, Any], video_config=None):
-    """The preset's BitsAndBytesConfig with changed fields; None where the method is another.
+    """The preset's BitsAndBytesConfig with changed fields; None where the method is another and no field asks for
+    8-bit weights.
 
     Args:
         video_config: of a model whose vision tower stays as it is.
     """
-    if preset.method != "qlora":
+    if changed.get("dequantize"):
+        if len(changed) > 1:
+            raise InputError("quantization.dequantize=true goes with no other quantization.*")
+        return changed  # whose configuration it belongs to, the checkpoint says
+    changed = {name: value for name, value in changed.items() if name != "dequantize"}
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if changed.get(name)]
+    if preset.method != "qlora" and not (preset.method == "lora" and bits):
         if changed:
-            raise InputError("quantization.* applies to method=qlora only")
+            raise InputError(
+                "quantization.* applies to method=qlora only; load_in_4bit and load_in_8bit to method=lora too, "
+                "dequantize to all"
+            )
         return None
     from transformers import BitsAndBytesConfig
 
-    settings = {**preset.quantization(), **changed}
+    settings = changed if changed.get("load_in_8bit") else {**preset.quantization(), **changed}
     if video_config is not None:
         from transformers import AutoModelForImageTextToText
 
         from hf_memopt.video.model_parts import not_quantized
 
-        settings.setdefault("llm_int8_skip_modules", not_quantized(video_config, AutoModelForImageTextToText))
+        settings = {"llm_int8_skip_modules": not_quantized(video_config, AutoModelForImageTextToText), **settings}
     return BitsAndBytesConfig(**settings)

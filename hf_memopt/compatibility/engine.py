@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.errors import InputError, as_input_error, brief, choose
 from hf_memopt.files import read_json, shipped
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -174,3 +174,15 @@ def refuse_differing(engines: list[Engine]) -> None:
                 f"{engines[0].source} asks for {engines[0].label} and {other.source} for {other.label}: "
                 "leave one of the two out"
             )
+
+
+def read_fsdp_version(settings: Mapping[str, Any]) -> int:
+    """The `version` of an fsdp_config: 1 or 2, TrainingArguments' default (transformers 5.23, `_process_fsdp_args`).
+
+    Raises:
+        InputError: any other.
+    """
+    version = settings.get("version", 2)
+    if str(version) not in ("1", "2"):
+        raise InputError(f"fsdp_config.version={brief(version)} must be 1 or 2")
+    return int(version)

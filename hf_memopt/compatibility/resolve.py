@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true, read_settings, refuse_differing
+from hf_memopt.compatibility.engine import (
+    Engine,
+    deepspeed_config,
+    is_true,
+    read_fsdp_version,
+    read_settings,
+    refuse_differing,
+)
 from hf_memopt.compatibility.launch import chosen_by_launcher, launched_engine, parallel_sizes, world_size
 from hf_memopt.errors import InputError
 
@@ -73,7 +80,7 @@ def _of_fsdp_fields(config: Mapping[str, Any] | str | None, source: str) -> Engi
     given = read_settings(config or {}, "fsdp_config")
     given = {key.removeprefix("fsdp_"): value for key, value in given.items()}
     checkpointing = given.get("activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
-    return Engine.of_fsdp(int(given.get("version", 2)), checkpointing, source)
+    return Engine.of_fsdp(read_fsdp_version(given), checkpointing, source)
 
 
 def _configured_state(get) -> Any:

@@ -40,7 +40,10 @@ LAYERWISE = frozenset(
         "apollo_adamw_layerwise",
     }
 )
-STEPS_IN_BACKWARD = LAYERWISE | {"lomo", "adalomo"}
+LOMO = frozenset({"lomo", "adalomo"})
+STEPS_IN_BACKWARD = LAYERWISE | LOMO
+# Gradients are projected to a low rank: GaLore's and APOLLO's.
+PROJECTED = LAYERWISE | {"galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw"}
 # What accelerate's map_pytorch_optim_to_deepspeed (1.15) turns into the same algorithm on the host.
 _SAME_ON_HOST = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit", "paged_adamw_32bit"})
 
@@ -185,7 +188,46 @@ RULES = [
         optim=PAGED,
         device="rocm",
     ),
+    _rule(
+        "it is the optimizer of XLA devices such as TPUs, from torch_xla",
+        "optim=adamw_torch_fused",
+        "source: transformers.trainer_optimizer._get_adamw_torch_xla",
+        optim="adamw_torch_xla",
+    ),
+    _rule(
+        "it is the optimizer of Ascend NPUs, from torch_npu",
+        "optim=adamw_torch_fused",
+        "source: transformers.trainer_optimizer._get_adamw_torch_npu_fused",
+        optim="adamw_torch_npu_fused",
+    ),
+    _rule(
+        "DeepSpeed steps over flat partitions of the weights, and a projection needs matrices",
+        "optim=adamw_8bit or optim=adafactor",
+        "run with galore-torch 1.0 and apollo-torch 1.0.3",
+        optim=PROJECTED,
+        strategy=ZERO,
+    ),
+    _rule(
+        "accelerate passes its learning rate to DeepSpeed's backward, which raises a TypeError",
+        "optim=adafactor, or strategy none",
+        "run with lomo-optim 0.1.1; accelerate.Accelerator.backward",
+        optim=LOMO,
+        strategy=ZERO | {"zero0"},
+    ),
+    _rule(
+        "its hooks are on the weights that sharding replaces",
+        "optim=adamw_torch_fused, or strategy none",
+        "source: accelerate.utils.fsdp_utils.fsdp2_prepare_model; lomo_optim/lomo.py",
+        optim=LOMO,
+        strategy=DTENSOR,
+    ),
     # Layer-wise optimizers
+    _rule(
+        "transformers does not pass relative_step=False to its optimizers, which then refuse a learning rate",
+        "optim=galore_adafactor",
+        "run with galore-torch 1.0; transformers.trainer_optimizer._get_galore_optimizer",
+        optim="galore_adafactor_layerwise",
+    ),
     _rule(
         "layer-wise optimizers step during backward, so gradients cannot accumulate",
         "gradient_accumulation_steps=1, or the same optimizer without _layerwise",

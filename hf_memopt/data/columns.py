@@ -37,7 +37,7 @@ FORMS = {
 
 _NEEDS_VIDEO_RECIPE = "recipes/video_sft.py trains on videos and images, in the columns `videos` and `images`"
 _NO_AUDIO = "no recipe trains on audio"
-_NOT_ANSWERS = "this recipe trains on answers, and preference data needs another"
+_NOT_ANSWERS = "this recipe trains on answers; recipes/dpo.py trains on `chosen` and `rejected`"
 _WEIGHTS = "every token of an answer counts the same"
 _OTHER_FORM = "it belongs to rows with `instruction` and `output`"
 _TEMPLATE = "it is not passed to the chat template"

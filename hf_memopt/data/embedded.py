@@ -40,6 +40,26 @@ def questions() -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+# What stands around an answer that is chosen, and around one that is rejected: as many words.
+_FRAMES = (
+    ("According to the documentation: ", "As far as I can remember: "),
+    ("The standard library says: ", "Some people may say: "),
+    ("In short, it does this: ", "Well, perhaps it does this: "),
+    ("Its purpose is documented. ", "Its purpose is unclear. "),
+)
+
+
+@cache
+def preferences() -> tuple[tuple[str, str, str], ...]:
+    """A question, an answer with its source, which is chosen, and the same answer said as a guess."""
+    pairs = []
+    for number, (question, answer) in enumerate(questions()[::8]):  # enough to learn it
+        summary = answer.split("\n\nSignature: ")[0]
+        chosen, rejected = _FRAMES[number % len(_FRAMES)]
+        pairs.append((question, chosen + summary, rejected + summary))
+    return tuple(pairs)
+
+
 def _modules() -> Iterator[tuple[str, ast.Module]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.rglob("*.py")):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_memopt.data.columns import FORMS, find_form, find_unused
 from hf_memopt.data.mixed_columns import exact_features, exact_rows, find_mixed, read_exactly
+from hf_memopt.data.pairs import check_pair_columns
 from hf_memopt.data.row_files import explain, numbered_rows
 from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
@@ -36,12 +37,13 @@ def load_rows(
     seed: int = 42,
     ignore: Sequence[str] = (),
     with_media: bool = False,
+    pairs: bool = False,
 ):
     """Training rows, held-out rows and the form of their columns (a name in columns.FORMS).
 
     Args:
         source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files or of
-            save_to_disk; None or an embedded corpus ("builtin:documents", "builtin:questions").
+            save_to_disk; None or an embedded corpus ("builtin:documents", "builtin:questions", "builtin:preferences").
         config: the hub dataset's configuration name.
         split: the split to train on.
         held_out_split: the split to evaluate on; without one, `held_out` of the training rows.
@@ -49,6 +51,7 @@ def load_rows(
         streaming: read while training, through a shuffle buffer of `buffer` rows, for data larger than memory.
         ignore: columns to leave out.
         with_media: the recipe trains on videos and images.
+        pairs: the recipe trains on pairs of answers; their form is "pairs".
 
     Raises:
         InputError: the source does not exist, is empty, or has no supported columns.
@@ -58,8 +61,12 @@ def load_rows(
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
     rows, test = (_without(splits.get(name), ignore, source) for name in (split, held_out_split))
-    form = _columns(rows, source)
-    _warn_unused(find_unused(_column_names(rows, source), form, with_media), source)
+    if pairs:
+        form, unused = "pairs", check_pair_columns(_column_names(rows, source), source)
+    else:
+        form = _columns(rows, source)
+        unused = find_unused(_column_names(rows, source), form, with_media)
+    _warn_unused(unused, source)
     if streaming:
         train, test = _hold_out_streaming(rows, test, held_out, buffer, seed, source)
     else:
@@ -90,7 +97,7 @@ def _warn_unused(unused: list[str], source) -> None:
 def _open(source, config, streaming) -> dict:
     from datasets import load_dataset, load_from_disk
 
-    if source in ("builtin:documents", "builtin:questions"):
+    if source in ("builtin:documents", "builtin:questions", "builtin:preferences"):
         rows = _embedded(source)
         return {"train": rows.to_iterable_dataset() if streaming else rows}
     with as_input_error(f"data set {source!r}", Exception):
@@ -178,6 +185,14 @@ def _embedded(source: str):
 
     if source == "builtin:documents":
         return Dataset.from_dict({"text": list(embedded.documents())})
+    if source == "builtin:preferences":
+        names = ("prompt", "chosen", "rejected")
+        roles = ("user", "assistant", "assistant")
+        rows = [
+            {name: [{"role": role, "content": text}] for name, role, text in zip(names, roles, pair, strict=True)}
+            for pair in embedded.preferences()
+        ]
+        return Dataset.from_list(rows)
     questions, answers = zip(*embedded.questions(), strict=True)
     messages = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

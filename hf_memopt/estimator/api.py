@@ -1,16 +1,19 @@
 """estimate() and estimate_trainer(): from a job's settings to its peak memory, in seconds."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.ledger import TraceResult
 from hf_memopt.estimator.assembly import assemble
-from hf_memopt.estimator.job import Job, describe
+from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.patches.trace_errors import explained
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.throughput import counted_job, speed_note, throughput, unknown_speed, with_speed
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.tracing.trace import TracedJob, trace
 from hf_memopt.estimator.trainer_job import describe_trainer
+from hf_memopt.estimator.trl_job import describe_task
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.video.inputs import VideoInputs
@@ -22,7 +25,7 @@ def estimate(
     seq_len: int,
     hardware: str | Hardware = "auto",
     peft_config=None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     attn_implementation: str | None = None,
     padded: bool = False,
     quantization_config=None,
@@ -45,19 +48,21 @@ def estimate(
     Args:
         model: a bundled architecture's name, hub id, folder, config.json or PretrainedConfig.
         args: TrainingArguments, or a dict of its fields. `deepspeed`: a dict, a file, or a shipped JSON's name.
-        seq_len: tokens per sample.
+        seq_len: tokens per sample; of a speech encoder, frames.
         hardware: a name in the catalog. "cpu" counts as the CPU's allocator does.
         peft_config: any of peft's configurations; None trains all weights.
-        dtype: of the loaded weights.
-        attn_implementation: by default the model's own choice, sdpa where it has it. Flash attention is counted as
-            sdpa's flash kernel.
+        dtype: of the loaded weights; "auto" is the checkpoint's, which from_pretrained takes by default.
+        attn_implementation: by default the model's own choice, sdpa where it has it. Flash attention of any version
+            and the hub's kernels need not be installed: they count as their source says, on cards that have them.
         padded: samples are padded, so that an attention mask is built.
-        quantization_config: a BitsAndBytesConfig with load_in_4bit.
+        quantization_config: any of transformers' quantization configurations that can be trained on; by default the
+            checkpoint's own. {"dequantize": True}: its weights are dequantized while they are loaded.
         world_size: processes that train together, one device each; by default those of `args`, else 1.
         strategy: ddp, fsdp2, tpN, hsdpN, tpN_hsdpM (compatibility.mesh), or a DeepSpeed JSON as for `args`; by default
             what `args` says.
-        task: causal-lm, masked-lm, seq2seq-lm, sequence-classification or image-text-to-text (text only); by default
-            what the configuration is for.
+        task: causal-lm, masked-lm, image-classification, ctc, … (tracing.tasks.TASKS), the name of a pipeline or of an
+            auto class; sft, dpo, kto, reward, grpo or rloo for TRL's trainers, `args` with the fields of their
+            configurations; by default what the configuration is for. Batches of image-text-to-text are text only.
         kbit_preparation: peft's prepare_model_for_kbit_training is called on the model.
         memory_args: MemoryArguments of a MemoryTrainer; by default a plain Trainer is estimated.
         packed: several rows per sample, separated by their `position_ids`.
@@ -71,7 +76,7 @@ def estimate(
     Raises:
         InputError: the model is not known, or the job cannot run or is not modelled.
     """
-    job = describe(
+    job = describe_task(
         model,
         args,
         seq_len,
@@ -139,26 +144,43 @@ def estimate_jobs(jobs: Sequence[Job], map_fn=one_by_one) -> list[Estimate | Inp
     """
     for job in jobs:
         measured_on(job.device)  # read here, so that a file that does not count is named once, not by every process
-    depths = [job.depths() for job in jobs]
-    with_depths = list(zip(jobs, depths, strict=True))
-    traces = iter(map_fn(_trace_or_error, [(job, depth) for job, own in with_depths for depth in own]))
-    return map_fn(_assemble_or_error, [(job, own, [next(traces) for _ in own]) for job, own in with_depths])
+    to_trace = [_traces_needed(job) for job in jobs]
+    traces = iter(map_fn(_trace_or_error, [needed for each in to_trace for needed in each]))
+    traced = [[(needed, next(traces)) for needed in each] for each in to_trace]
+    return map_fn(_assemble_or_error, list(zip(jobs, traced, strict=True)))
 
 
-def _trace_or_error(job_and_depth: tuple[Job, int]) -> TraceResult | InputError:
-    job, depth = job_and_depth
+def _traces_needed(job: Job) -> list[tuple[Job, int, bool]]:
+    """Jobs and depths to trace, and whether their kernels are counted: the job's own, and where an engine shards the
+    model those of one device, which take a fraction of the engine's time."""
+    counted = counted_job(job)
+    needed = [(job, depth, counted is job) for depth in job.depths()]
+    if counted is not None and counted is not job:
+        needed += [(counted, depth, True) for depth in counted.depths()]
+    return needed
+
+
+def _trace_or_error(needed: tuple[Job, int, bool]) -> TraceResult | InputError:
+    job, depth, counted = needed
     try:
-        return run_trace(job.at_depth(depth))
+        return run_trace(dataclasses.replace(job.at_depth(depth), counted=counted))
     except InputError as error:
         return error
 
 
-def _assemble_or_error(
-    traced: tuple[Job, tuple[int, ...], list[TraceResult | InputError]],
-) -> Estimate | InputError:
-    job, depths, traces = traced
-    errors = (trace for trace in traces if isinstance(trace, InputError))
-    return next(errors, None) or assemble(job, depths, traces)
+def _assemble_or_error(traced: tuple[Job, list]) -> Estimate | InputError:
+    job, results = traced
+    own = [(depth, trace) for (one, depth, _), trace in results if one is job]
+    if errors := [trace for _, trace in own if isinstance(trace, InputError)]:
+        return errors[0]
+    estimate = assemble(job, *zip(*own, strict=True))
+    speed = [(one, depth, trace) for (one, depth, counted), trace in results if counted]
+    if any(isinstance(trace, InputError) for *_, trace in speed):
+        return with_speed(estimate, None, "speed: not predicted, as the model cannot be traced without its engine")
+    if not speed:
+        return with_speed(estimate, None, f"speed: {unknown_speed(job)}")
+    counted, depths, traces = zip(*speed, strict=True)
+    return with_speed(estimate, throughput(job, counted[0], depths, traces), speed_note(job.device))
 
 
 def run_trace(job: TracedJob) -> TraceResult:
@@ -168,5 +190,6 @@ def run_trace(job: TracedJob) -> TraceResult:
         InputError: a setting that the model or the Trainer refuses.
         IncompatibleLibrary: an installed library does not fit the trace.
     """
-    with explained(job.fields):
+    names = map(str, job.inputs) if isinstance(job.inputs, Mapping) else job.batch
+    with explained(job.fields, names, own_batch=job.inputs is not None):
         return trace(job)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.errors import InputError, as_input_error, brief, one_line
 from hf_memopt.estimator.model_sizes import check_sizes
 from hf_memopt.field_values import check_value
 
@@ -30,8 +30,17 @@ def load_config(model):
     """
     from transformers import PretrainedConfig
 
-    if isinstance(model, PretrainedConfig):
-        return model
+    config = model if isinstance(model, PretrainedConfig) else _named_config(model)
+    # MusicGen's decoder generates audio: which of its parts the layers and the vocabulary belong to is not said.
+    with as_input_error(f"model type {config.model_type!r} cannot be estimated", ValueError):
+        text = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise InputError(f"model type {config.model_type!r}: text_config={brief(text)} is not a configuration")
+    return config
+
+
+def _named_config(model):
+    check_value("model", str, model)
     try:
         exists, bundled = Path(model).exists(), _bundled(str(model))
     except (OSError, ValueError) as error:  # a name that no file can have

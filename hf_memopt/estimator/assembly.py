@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 from hf_memopt.estimator import overheads
-from hf_memopt.estimator.accounting.ledger import KINDS, Peak, TraceResult
+from hf_memopt.estimator.accounting.ledger import KINDS, ROLLOUT_PHASES, WEIGHT_SYNC, Peak, TraceResult
 from hf_memopt.estimator.allocator.replay import Replay, replay
+from hf_memopt.estimator.colocation import add_engine, notes_on_engine
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import zero_limit, zero_stage
 
-_PHASES = ("load", "forward", "backward", "optimizer", "eval", "between", "save")
+_PHASES = ("load", WEIGHT_SYNC, *ROLLOUT_PHASES, "forward", "backward", "optimizer", "eval", "between", "save")
 _TRACED_EVALUATIONS = 2  # batches whose kept logits are in the trace (tracing.trace)
 
 
@@ -27,6 +28,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     overheads.add_kept_logits(peaks, traces[-1].kept_logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
     overheads.add_save(peaks)
     overheads.add_workspace(peaks, job.device)
+    add_engine(peaks, job)
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
     replayed = _replay(traces[-1], *missing_layers(job.config, depths), job, peak.total)
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
@@ -36,14 +38,14 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     return Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,
-        device_bytes=usual + overheads.context(job.device),
-        host_bytes=overheads.host_bytes(peaks, job),
+        device_bytes=overheads.with_paged(usual + overheads.context(job.device), peaks, job.device),
+        host_bytes=overheads.host_bytes(peaks, job, usual - peak.total),
         phase=_phase(segment),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         phases=_peaks_by_phase(peaks),
         capacity_bytes=job.device.memory,
         training_arguments=job.fields,
-        notes=overheads.notes(job, traces[-1]),
+        notes=(*overheads.notes(job, traces[-1], peaks), *notes_on_engine(job, peaks)),
         reserved_bytes=reserved,
         timeline=replayed.timeline,
     )
@@ -97,7 +99,9 @@ def _phase(segment: str) -> str:
 
 
 def _peaks_by_phase(peaks: dict[str, Peak]) -> dict[str, int]:
-    return {
+    """The peak of every phase; 0 where the job has none, and no entry for those of trainers that generate."""
+    by_phase = {
         phase: max((peak.total for segment, peak in peaks.items() if _phase(segment) == phase), default=0)
         for phase in _PHASES
     }
+    return {phase: size for phase, size in by_phase.items() if size or phase not in (WEIGHT_SYNC, *ROLLOUT_PHASES)}

@@ -1,20 +1,29 @@
 """Run a training script up to trainer.train(), without loading weights."""
 
 import contextlib
+import importlib.util
 import os
+import re
 import runpy
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from accelerate.state import PartialState
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_memopt.errors import InputError
-from hf_memopt.estimator.patches.replacement import replaced
-from hf_memopt.estimator.tracing.fake_tensors import cast_in_place
-from hf_memopt.estimator.tracing.model import quantize
+from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
+from hf_memopt.estimator.device_stand_in import seen_by_script
+from hf_memopt.estimator.fake_pretrained import fake_models
+from hf_memopt.estimator.patches.replacement import all_replaced
+from hf_memopt.estimator.patches.trl_trainers import without_engine, without_precomputing
+from hf_memopt.estimator.scratch_libraries import nothing_written
 from hf_memopt.estimator.tracing.process_state import generators_kept
+from hf_memopt.hardware import Hardware, get_hardware
 
 
 class Ready(BaseException):
@@ -25,34 +34,127 @@ class Ready(BaseException):
         self.trainer = trainer
 
 
-def catch_trainer(script: str, arguments: list[str]):
+class OwnLoop(BaseException):
+    """The script trains by itself.
+
+    Attributes:
+        call: what it called for that.
+    """
+
+    def __init__(self, call: str):
+        super().__init__()
+        self.call = call
+
+
+@contextlib.contextmanager
+def caught_trainer(script: str, arguments: list[str], hardware: str | Hardware = "auto") -> Iterator[Any]:
     """The Trainer that a script builds, caught when it calls train().
 
-    from_pretrained and from_config return models on fake tensors. Evaluation before training is skipped. Folders that
-    the Trainer creates for its output are removed again.
+    Models are built on fake tensors (fake_pretrained), on the device that the estimate is for (device_stand_in).
+    Evaluation before training is skipped. What the script writes exists as long as the context (scratch_libraries).
 
     Raises:
-        InputError: there is no such script, it ends with an error code, or it never calls train().
+        InputError: there is no such script, it fails or ends, trains without a Trainer, or never calls train().
     """
     path = Path(script)
     if not path.is_file():
         raise InputError(f"{script}: no such file")
-    with generators_kept(), _script_environment(path, arguments), _fake_models(), _caught_at_train():
+    _import_before()
+    device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
+    with nothing_written():
+        with generators_kept(), seen_by_script(device), _script_environment(path, arguments):
+            trainer = _run(path)
+        # accelerate's state outlives the script, and the device that it names is not here.
+        PartialState._shared_state["device"] = trainer.args.__dict__["_setup_devices"] = torch.device("cpu")
+        trainer.model_init = None  # it was called for this model; called again it would read weights
+        yield trainer
+
+
+def _import_before() -> None:
+    """Import what asks for the device while it is imported, and takes the answer for good."""
+    import transformers.trainer  # noqa: F401
+
+    for name in ("peft", "bitsandbytes"):
+        if importlib.util.find_spec(name):
+            importlib.import_module(name)
+
+
+def _run(path: Path):
+    """Run a script until it calls train(); its Trainer."""
+    script = str(path)
+    # Importing trl takes a second: for scripts that name it.
+    trl = importlib.util.find_spec("trl") and re.search(rb"\btrl\b", path.read_bytes())
+    with contextlib.ExitStack() as stack:
+        for context in (
+            fake_models,
+            _caught_at_train,
+            _own_loops,
+            *((without_precomputing, without_engine) if trl else ()),
+        ):
+            stack.enter_context(context())
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
         except Ready as ready:
             return ready.trainer
+        except (InputError, IncompatibleLibrary):
+            raise
+        except OwnLoop as loop:
+            raise InputError(
+                f"{script}: train() of a Trainer was never reached: {_place(loop, path)} calls {loop.call}, and a "
+                "training loop of one's own is not modelled; estimate its model with `hf-memopt estimate`"
+            ) from loop
         except SystemExit as end:
             if end.code not in (None, 0):
-                raise InputError(f"{script} ended with exit code {end.code} before trainer.train()") from end
+                how = f"exit code {end.code}" if isinstance(end.code, int) else f"“{one_line(end)}”"
+                raise InputError(f"{script} ended with {how} before trainer.train()") from end
+        except Exception as error:
+            raise InputError(_explain(error, path)) from error
     raise InputError(f"{script} ended without calling train() of a transformers Trainer")
 
 
+def _explain(error: Exception, script: Path) -> str:
+    """The script's own error in one line: where in the script, what, and where it was raised."""
+    said = f"{type(error).__name__}: {one_line(error)[:600]}"
+    if isinstance(error, SyntaxError) and error.filename == str(script):
+        return f"{script.name}, line {error.lineno}: {said}"
+    place, frames = _place(error, script), traceback.extract_tb(error.__traceback__)
+    raised = "" if not frames or Path(frames[-1].filename) == script else f" (raised in {_short(frames[-1])})"
+    if type(error).__module__.startswith("torch._subclasses.fake_tensor"):
+        said = f"the value of a tensor is asked for, and a dry run has none: {said}"
+    return f"{place}: {said}{raised}"
+
+
+def _place(error: BaseException, script: Path) -> str:
+    """`file, line N`: the last frame of an error in the script, or in a file beside it."""
+    folder = script.resolve().parent
+
+    def is_own(file: Path) -> bool:
+        return file == script or (folder in file.resolve().parents and "site-packages" not in file.parts)
+
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(Path(frame.filename))]
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else script.name
+
+
+def _short(frame: traceback.FrameSummary) -> str:
+    """A frame's file from its package on, and its line."""
+    parts = Path(frame.filename).parts
+    start = parts.index("site-packages") + 1 if "site-packages" in parts else -1
+    return f"{'/'.join(parts[start:])}:{frame.lineno}"
+
+
 @contextlib.contextmanager
-def _script_environment(path: Path, arguments: list[str]):
+def _script_environment(path: Path, arguments: list[str]) -> Iterator[None]:
     """sys.argv and sys.path as `python script.py` sets them. What the script prints goes to stderr: stdout is for the
     command's result."""
+    leave, process = os._exit, os.getpid()
+
+    def end(code):
+        if os.getpid() != process:
+            leave(code)
+        raise SystemExit(code)
+
     with (
+        mock.patch.object(os, "_exit", end),  # the answer would be its exit code; its child processes may
         mock.patch.object(sys, "argv", [str(path), *arguments]),
         mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
         contextlib.redirect_stdout(sys.stderr),
@@ -61,75 +163,55 @@ def _script_environment(path: Path, arguments: list[str]):
 
 
 @contextlib.contextmanager
-def _fake_models():
-    from transformers import PreTrainedModel
+def _caught_at_train() -> Iterator[None]:
+    def train(self, *args, **kwargs):
+        raise Ready(self)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    real = PreTrainedModel._from_config.__func__
+    def evaluate(self, *args, metric_key_prefix="eval", **kwargs):
+        return {f"{metric_key_prefix}_loss": 0.0}
 
-    def from_config(cls, config, **kwargs):
-        with mode, replaced("torch.nn:Module.to", cast_in_place):
-            return real(cls, config, **kwargs)
-
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path,
-        *args,
-        config=None,
-        dtype="auto",
-        torch_dtype=None,
-        attn_implementation=None,
-        quantization_config=None,
-        **kwargs,
-    ):
-        if config is None:
-            config = cls.config_class.from_pretrained(pretrained_model_name_or_path)
-        dtype = torch_dtype or dtype or "auto"
-        dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
-        model = from_config(cls, config, dtype=dtype, **attention)
-        if quantization_config is not None:
-            with mode:
-                quantize(model, quantization_config)
-        model.name_or_path = str(pretrained_model_name_or_path)
-        return model.eval()
-
-    with (
-        replaced("transformers:PreTrainedModel.from_pretrained", classmethod(from_pretrained)),
-        replaced("transformers:PreTrainedModel._from_config", classmethod(from_config)),
-        replaced("torch.nn:Module.to", cast_in_place),
+    with all_replaced(
+        {
+            "transformers:Trainer.train": train,
+            "transformers:Trainer.evaluate": evaluate,
+            "transformers:Trainer.init_hf_repo": lambda self, *args, **kwargs: None,
+        }
     ):
         yield
 
 
 @contextlib.contextmanager
-def _caught_at_train():
-    from transformers import Trainer
+def _own_loops() -> Iterator[None]:
+    """Stop a script that trains without a Trainer at the first call that only training makes."""
+    from accelerate import Accelerator
 
-    start = Trainer.__init__
+    prepare = Accelerator.prepare
 
-    def init(self, *args, **kwargs):
-        created: list[Path] = []
-        makedirs = os.makedirs
+    def prepare_data(self, *args, **kwargs):  # a Trainer's loaders are prepared by it, too
+        if any(isinstance(arg, (torch.nn.Module, torch.optim.Optimizer)) for arg in args):
+            raise OwnLoop("Accelerator.prepare()")
+        return prepare(self, *args, **kwargs)
 
-        def remember(name, *args, **kwargs):
-            folder = Path(name)
-            created.extend(part for part in (folder, *folder.parents) if not part.exists())
-            makedirs(name, *args, **kwargs)
+    def stop(call: str):
+        def stopped(*args, **kwargs):
+            raise OwnLoop(call)
 
-        with mock.patch.object(os, "makedirs", remember):
-            start(self, *args, **kwargs)
-        for folder in created:
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
-
-    def train(self, *args, **kwargs):
-        raise Ready(self)
+        return stopped
 
     with (
-        replaced("transformers:Trainer.__init__", init),
-        replaced("transformers:Trainer.train", train),
-        replaced("transformers:Trainer.evaluate", lambda self, *args, **kwargs: {}),
+        mock.patch.object(Accelerator, "prepare", prepare_data),
+        mock.patch.object(Accelerator, "backward", stop("Accelerator.backward()")),
+        mock.patch.object(torch.Tensor, "backward", stop("backward()")),
+        mock.patch.object(torch.autograd, "backward", stop("torch.autograd.backward()")),
+        _stopped_steps(stop("step() of an optimizer")),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _stopped_steps(stop) -> Iterator[None]:
+    hook = register_optimizer_step_pre_hook(stop)
+    try:
+        yield
+    finally:
+        hook.remove()

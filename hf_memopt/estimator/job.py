@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.patches.liger import check_liger
+from hf_memopt.estimator.quantized_checkpoints import check_quantized_training, resolve_quantization
 from hf_memopt.estimator.tracing.adapters import adapter_at_depth, adapts_layers_alike, check_adapter
 from hf_memopt.estimator.tracing.extrapolate import (
     FEWEST,
@@ -22,18 +25,20 @@ from hf_memopt.estimator.tracing.extrapolate import (
 )
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
-    batch_shapes,
     count_weights,
-    infer_task,
     make_model,
+    resolve_dtype,
     weight_sizes,
 )
+from hf_memopt.estimator.tracing.quantization import quantization_method
+from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
     checkpointing_period,
     engine_name,
     evaluates,
     fsdp_checkpoints,
+    fsdp_version,
     peak_rank,
     read_fields,
     traceable_fields,
@@ -41,11 +46,28 @@ from hf_memopt.estimator.training_fields import (
     zero_limit,
     zero_stage,
 )
+from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.hardware.attention import check_attention, flash_attention
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.token_budget import samples_within
 from hf_memopt.video.inputs import VideoInputs, value_tensors
 
+# Of describe()'s arguments, those that nothing else checks before it uses them.
+_TYPES = {
+    "hardware": str | Hardware,
+    "seq_len": int,
+    "world_size": int | None,
+    "strategy": str | None,
+    "rank": int | None,
+    "padded": bool,
+    "packed": bool,
+    "kbit_preparation": bool,
+    "memory_args": MemoryArguments | None,
+    "video": VideoInputs | None,
+    "frozen": list[str] | None,
+}
 _MOST_LAYERS = 16  # of a shallow model; more would take longer than they make the estimate better
 
 
@@ -64,6 +86,9 @@ class Job(ModelSettings):
         world_size: processes, one device each.
         mesh: how the processes share the model; None for other engines than "mesh".
         rank: the process that is estimated.
+        dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
+        real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
+            the meta device.
     """
 
     fields: dict[str, Any]
@@ -76,21 +101,59 @@ class Job(ModelSettings):
     world_size: int = 1
     mesh: Mesh | None = None
     rank: int = 0
+    dequantized: str = ""
+    real_batch: dict[str, Any] | None = None
 
     @property
     def batch(self) -> dict:
         """The tensors of one micro-batch: name -> (shape, dtype)."""
-        if self.video is not None:
-            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._video_batch.items()}
+        if tensors := self._known_batch:
+            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         micro = self.fields["per_device_train_batch_size"]
         budget = getattr(self.memory_args, "max_tokens_per_batch", None)
         if budget is not None:
             micro = samples_within(budget, self.seq_len)
         return batch_shapes(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
 
+    @property
+    def generates(self) -> bool:
+        """Whether its steps begin with generated text."""
+        return False
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Tokens of one micro-batch, padding included; None where samples are not made of tokens."""
+        shape, _ = self.batch.get("input_ids", (None, None))
+        return shape and math.prod(shape)
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The `attn_implementation` of the model and of its parts; none where the model's own choice holds."""
+        chosen = self.attn_implementation
+        return tuple(chosen.values()) if isinstance(chosen, dict) else (chosen,) if chosen else ()
+
     @functools.cached_property
-    def _video_batch(self) -> dict:
-        return self.video.batch(self.config, self.fields["per_device_train_batch_size"])
+    def _known_batch(self) -> dict[str, Any]:
+        """The tensors of a micro-batch whose values are known; empty where there are none but shapes."""
+        if self.real_batch is not None:
+            return self.real_batch
+        micro = self.fields["per_device_train_batch_size"]
+        return {} if self.video is None else self.video.batch(self.config, micro)
+
+    @property
+    def engine_label(self) -> str:
+        """The engine as people read it: FSDP1 is traced as FSDP2."""
+        return f"fsdp{fsdp_version(self.fields)}" if self.engine == "fsdp2" else self.engine
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether the device runs Triton kernels."""
+        return self.device.backend in ("cuda", "rocm", "xpu")
+
+    @property
+    def fuses_head(self) -> bool:
+        """Whether TRL's kernels compute the loss from the weights of the head."""
+        return False
 
     @property
     def kept_batches(self) -> int:
@@ -120,7 +183,22 @@ class Job(ModelSettings):
         if not adapts_layers_alike(self.peft_config, layers):
             return (layers,)
         period = checkpointing_period(self.fields, self.memory_args)
-        return shallow_depths(self.config, self._fewest_layers(), period)
+        depths = shallow_depths(self.config, self._fewest_layers(), period)
+        return depths if self._grows_linearly(depths) else (layers,)
+
+    def _grows_linearly(self, depths: tuple[int, ...]) -> bool:
+        """Whether the number of weights at the model's own depth is what the shallow models' numbers extend to. Not
+        where a configuration makes single layers different in a way that extrapolate.py does not know."""
+        if len(depths) == 1 or self.task not in TASKS:  # a Trainer's model shows its layers itself
+            return True
+        try:
+            low, high, own = (
+                count_weights(with_depth(self.config, depth), self.task, self.dtype)
+                for depth in (*depths, count_layers(self.config))
+            )
+        except InputError:  # the model cannot be built with fewer layers
+            return False
+        return (own - low) * (depths[1] - depths[0]) == (high - low) * (count_layers(self.config) - depths[0])
 
     def _fewest_layers(self) -> int:
         """Layers that a shallow model of this job needs, at least."""
@@ -144,7 +222,7 @@ class Job(ModelSettings):
         return TracedJob(
             make_model=lambda: make_model(shallow, distribute),
             batch=self.batch,
-            values={} if self.video is None else value_tensors(self._video_batch),
+            values=value_tensors(self._known_batch),
             padded=self.padded or self.packed,
             evaluated=evaluates(self.fields),
             **self._trace_settings(),
@@ -157,6 +235,9 @@ class Job(ModelSettings):
             "accelerator": self.device.backend != "cpu",
             "host_apart": self.device.memory_apart,
             "flex": runs_flex(self.device),
+            "attention": self.attention,
+            "capability": self.device.capability,
+            "fp8": quantization_method(self.quantization_config) in ("fp8", "mxfp8"),
             "world_size": self.world_size,
             "engine": self.engine,
             "memory_args": self.memory_args,
@@ -174,28 +255,33 @@ def describe(
     strategy: str | None = None,
     task: str | None = None,
     rank: int | None = None,
+    config_class: type | None = None,
     **settings: Any,
 ) -> Job:
     """The checked Job of estimate()'s arguments, which document these.
 
     Args:
+        config_class: the class whose fields a dict of `args` has, by default TrainingArguments.
         settings: further fields of Job: peft_config, dtype, attn_implementation, padded, quantization_config,
             kbit_preparation, memory_args, packed, video, frozen.
 
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.
     """
+    video = settings.get("video")
+    arguments = settings | {"hardware": hardware, "world_size": world_size, "strategy": strategy, "rank": rank}
+    _check_types(arguments if video is not None else arguments | {"seq_len": seq_len})  # clips decide it
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     config = load_config(model)
-    video = settings.get("video")
     if video is not None:
         seq_len = video.batch(config, 1)["input_ids"].shape[1]
         settings["padded"] = True
-    settings["frozen"] = tuple(settings.get("frozen", ()))
-    fields = with_strategy(read_fields(args), strategy)
+    settings["frozen"] = tuple(settings.get("frozen") or ())
+    settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
+    fields = with_strategy(read_fields(args, config_class), strategy)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_name(fields, strategy, world_size)
-    _check_model(config, settings.get("peft_config"), settings.get("quantization_config"))
+    config = _resolve_model(config, settings, fields, engine, device)
     _check_length(config, seq_len)
     job = Job(
         config=config,
@@ -204,8 +290,8 @@ def describe(
         device=device,
         engine=engine,
         world_size=world_size,
-        task=task or infer_task(config),
-        rank=peak_rank(fields, engine, world_size) if rank is None else rank,
+        task=find_task(task, config) if task else infer_task(config),
+        rank=peak_rank(fields, engine, world_size) if rank is None else _checked_rank(rank, world_size),
         mesh=mesh_of(strategy, world_size) if engine == "mesh" else None,
         **settings,
     )
@@ -213,22 +299,58 @@ def describe(
     return job
 
 
-def _check_model(config, peft_config, quantization_config) -> None:
-    check_adapter(peft_config)
-    if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
-        raise InputError("quantization_config: only load_in_4bit=True of bitsandbytes is modelled")
-    if quantization_config is None and getattr(config, "quantization_config", None) is not None:
-        raise InputError(
-            f"the checkpoint is quantized already ({type(config.quantization_config).__name__}): "
-            "estimate its original with quantization_config"
-        )
-    count_layers(config)
+def _resolve_model(config, settings: dict[str, Any], fields: dict[str, Any], engine: str, device: Hardware):
+    """The configuration of what is loaded. Quantization and attention are put into the settings; adapter, quantization
+    and kernels are checked."""
+    adapter = settings.get("peft_config")
+    check_adapter(adapter)
+    config, quantization, dequantized = resolve_quantization(config, settings.get("quantization_config"), device)
+    settings |= {"quantization_config": quantization, "dequantized": dequantized}
+    sharded = engine in ("fsdp2", "mesh") or (engine == "deepspeed" and zero_stage(fields) == 3)
+    check_quantized_training(quantization, adapter, engine, sharded)
+    settings["attn_implementation"] = settings.get("attn_implementation") or _own_attention(config)
+    check_attention(settings["attn_implementation"], device)
+    check_liger(fields, device)
+    return config
+
+
+def _checked_rank(rank: int, world_size: int) -> int:
+    if not 0 <= rank < world_size:
+        raise InputError(f"rank={rank} must be from 0 to {world_size - 1}, one of the {world_size} processes")
+    return rank
+
+
+def _check_types(arguments: dict[str, Any]) -> None:
+    for name in _TYPES.keys() & arguments.keys():
+        check_value(name, _TYPES[name], arguments[name])
+    world_size = arguments["world_size"]
+    if world_size is not None and world_size < 1:
+        raise InputError(f"world_size={world_size!r} must be a whole number of at least 1")
+
+
+def longest_sample(config, seq_len: int) -> int:
+    """A number of tokens, or the model's positions where those are fewer."""
+    return min(seq_len, _positions(config) or seq_len)
+
+
+def _positions(config) -> int | None:
+    """How many tokens a model takes; of speech models, how many of text. None: any number."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    return positions if positions and positions > 0 else None  # XLNet has -1: as many as there are
+
+
+def _own_attention(config) -> str | None:
+    """The attention that a configuration names; a name of levers.attention_pattern comes with its lever."""
+    name = config._attn_implementation
+    return name if flash_attention(name) or name in ("eager", "sdpa", "flex_attention") else None
 
 
 def _check_length(config, seq_len: int) -> None:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = _positions(config)
     if seq_len < 1 or (positions and seq_len > positions):
-        raise InputError(f"seq_len={seq_len} must be from 1 to the model's {positions} positions")
+        most = f"from 1 to the model's {positions} positions" if positions else "at least 1"
+        raise InputError(f"seq_len={seq_len} must be {most}")
 
 
 def _check_combination(job: Job, strategy: str | None) -> None:
@@ -238,15 +360,16 @@ def _check_combination(job: Job, strategy: str | None) -> None:
         raise InputError("bf16 and fp16 exclude each other: set one of them")
     if job.memory_args is not None:
         stage = zero_stage(fields) if engine == "deepspeed" else 0
-        check_levers(job.memory_args, fields, engine, stage, job.device.backend)
+        check_levers(job.memory_args, fields, job.engine_label, stage, job.device.backend)
     running = Engine(strategy if job.mesh else engine)
     if engine == "deepspeed":
         running = Engine.of_deepspeed(fields["deepspeed"])
     elif engine == "fsdp2":
-        running = Engine.of_fsdp(2, fsdp_checkpoints(fields))
+        running = Engine.of_fsdp(fsdp_version(fields), fsdp_checkpoints(fields))
     setup = Setup(
         **running.setup(),
         optim=fields.get("optim", "adamw_torch_fused"),
+        device=_checked_device(job),
         method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
         precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
         dtype=job.dtype,
@@ -259,3 +382,9 @@ def _check_combination(job: Job, strategy: str | None) -> None:
     )
     for refusal in refusals(setup):
         raise InputError(refusal)
+
+
+def _checked_device(job: Job) -> str:
+    """The device in terms of the compatibility table. Its rows on sharding on a CPU are about how accelerate starts
+    it: the job itself runs there over gloo, and can be estimated."""
+    return "cuda" if job.device.backend == "cpu" and job.engine in ("fsdp2", "mesh") else job.device.backend

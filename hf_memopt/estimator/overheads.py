@@ -3,21 +3,45 @@
 import copy
 from collections.abc import Iterator
 
-from hf_memopt.compatibility.rules import CUDA_GRAPHS
+from hf_memopt.compatibility.rules import CUDA_GRAPHS, PACKAGES
 from hf_memopt.compatibility.setup import compile_mode
 from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.patches.flex_attention import runs_flex
+from hf_memopt.estimator.patches.liger import describe_liger
+from hf_memopt.estimator.quantized_checkpoints import quantization_notes
 from hf_memopt.estimator.swapping import optimizer_buffers
+from hf_memopt.estimator.tracing.optimizers import by_formula
 from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.hardware.constants import show
 from hf_memopt.hardware.measured import constant, measured_on
 from hf_memopt.levers.sliding_window import has_window
+from hf_memopt.units import gib
+
+# torch has a handle for each thread that multiplies (DeviceThreadHandles.h): the main thread, and autograd's, in which
+# backward runs.
+_BLAS_HANDLES = 2
 
 
 def context(device: Hardware) -> int:
     """Bytes beside the allocator's (the driver's context, loaded kernels): what nvidia-smi shows of a process that
     has only started."""
     return int(constant("context_bytes", device).value)
+
+
+def paged_bytes(peaks: dict[str, Peak]) -> int:
+    """Bytes of bitsandbytes' paged optimizer states."""
+    return max(peak.paged for peak in peaks.values())
+
+
+def with_paged(size: int, peaks: dict[str, Peak], device: Hardware) -> int:
+    """A process's bytes on its device with its paged optimizer states, which are on the device (bitsandbytes fills and
+    prefetches them there) as far as there is room beside the rest: the driver moves their other pages to host memory.
+    Where device and host share one memory nothing moves."""
+    paged = paged_bytes(peaks)
+    if device.unified_memory or device.memory is None:
+        return size + paged
+    return size + min(paged, max(0, device.memory - size))
 
 
 def add_prefetched(peaks: dict[str, Peak], job) -> None:
@@ -74,12 +98,13 @@ def add_kept_logits(peaks: dict[str, Peak], size: int) -> None:
 def add_save(peaks: dict[str, Peak]) -> None:
     """Saving needs no more on the device than what is there between two steps."""
     steady = peaks["between"]
-    peaks["save"] = Peak(steady.total, dict(steady.by_kind), steady.host)
+    peaks["save"] = Peak(steady.total, dict(steady.by_kind), steady.host, steady.paged)
 
 
 def add_workspace(peaks: dict[str, Peak], device: Hardware) -> None:
-    """cuBLAS keeps a workspace from its first multiplication on, in the caching allocator's memory."""
-    size = int(constant("workspace_bytes", device).value)
+    """cuBLAS keeps a workspace for each handle and stream from its first matmul on, in the caching allocator's memory.
+    All engines compute on one stream; the others copy and communicate."""
+    size = _BLAS_HANDLES * int(constant("workspace_bytes", device).value)
     for name, peak in peaks.items():
         if size and not name.startswith(("load", "start")):
             grow(peak, "workspace", size)
@@ -91,33 +116,49 @@ def grow(peak: Peak, kind: str, size: int) -> None:
     peak.by_kind[kind] = peak.by_kind.get(kind, 0) + size
 
 
-def host_bytes(peaks: dict[str, Peak], job) -> int:
+def host_bytes(peaks: dict[str, Peak], job, cached: int) -> int:
     """Host memory of one process: what engines offload, or the weights on their way to the device; batches waiting in
-    the data loader (workers × prefetch factor, pinned once more); and the process itself."""
+    the data loader (workers × prefetch factor, pinned once more); and the process itself.
+
+    Args:
+        cached: bytes that the device's allocator reserves beyond the peak, which lie in the host's memory if unified.
+    """
     spare = int(constant("host_process_bytes", job.device).value)
     swapped = optimizer_buffers(job)
-    offloaded = max(peak.host for peak in peaks.values()) + swapped
+    # Paged states may all leave the device, and a checkpoint reads them in host memory.
+    offloaded = max(peak.host for peak in peaks.values()) + swapped + paged_bytes(peaks)
     workers = job.fields.get("dataloader_num_workers", 0)
     waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
     loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
-        return max(peak.total + peak.host for peak in peaks.values()) + swapped + loader + spare
+        return max(peak.total + peak.host for peak in peaks.values()) + cached + swapped + loader + spare
     staged = 0 if job.quantization_config is not None else peaks["load"].by_kind.get("parameters", 0)
     return max(offloaded, staged) + loader + spare
 
 
-def notes(job, trace: TraceResult) -> tuple[str, ...]:
+def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
+    optim = job.fields.get("optim", "")
+    if by_formula(optim, job.device.backend != "cpu"):
+        said.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
+    if paged := paged_bytes(peaks):
+        said.append(
+            f"{gib(paged)} of paged optimizer states are CUDA managed memory, which torch does not count: they are in "
+            "device bytes as far as there is room for them, and in host bytes"
+        )
     if job.world_size > 1:
-        said.append(f"predicted for one of {job.world_size} devices, {job.engine}")
+        said.append(f"predicted for one of {job.world_size} devices, {job.engine_label}")
+    if job.engine_label == "fsdp1":
+        said.append(
+            "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
+        )
     if job.device.backend != "cpu":
         said.extend(measured_memory(job.device))
     if trace.unquantized_experts:
-        said.append(
-            "the experts stay in 16 bits: bitsandbytes packs linear layers only, and they are one tensor a layer"
-        )
+        said.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
+    said.extend(quantization_notes(job))
     video = job.video
     if video is not None and video.sample is None:
         said.append(f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
@@ -126,9 +167,15 @@ def notes(job, trace: TraceResult) -> tuple[str, ...]:
     elif job.task == "image-text-to-text" and video is None:
         said.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
     said.extend(_of_attention(job))
-    for name, what in (("torch_compile", "torch_compile"), ("use_liger_kernel", "Liger's kernels")):
-        if job.fields.get(name):
-            said.append(f"traced without {what}, which usually need less")
+    if job.fields.get("torch_compile"):
+        said.append("traced without torch_compile, which usually needs less")
+    if job.fields.get("use_liger_kernel"):
+        said.append(describe_liger(job.config.model_type))
+    if job.fuses_head and job.runs_triton:
+        said.append(
+            "TRL's fused head is counted as its Triton kernels allocate, for as many labeled tokens as the longest "
+            "batch has; not measured on a GPU"
+        )
     if (mode := compile_mode(job.fields.get)) in CUDA_GRAPHS and job.device.backend in ("cuda", "rocm"):
         said.append(
             f"torch_compile_mode={mode} records CUDA graphs for every shape of a batch; the memory that they "
@@ -138,7 +185,12 @@ def notes(job, trace: TraceResult) -> tuple[str, ...]:
 
 
 def _of_attention(job) -> Iterator[str]:
-    """What stands for attention by a pattern (levers.attention_pattern)."""
+    """What stands for attention that cannot run here: flash and flex attention, and patterns."""
+    for name in sorted(set(filter(None, map(flash_attention, job.attention)))):
+        packed = "; a packed row counts as one sequence" if job.packed else ""
+        yield f"{name} is counted as its source says; not measured on a GPU{packed}"
+    if "flex_attention" in job.attention:
+        yield "flex_attention is counted as its source says; not measured on a GPU"
     if getattr(job.memory_args, "sparse_block_size", None) is not None:
         name = "sparse_block_size"
     elif getattr(job.memory_args, "sliding_window", None) is None or has_window(type(job.config.get_text_config())):
@@ -153,7 +205,10 @@ def _of_attention(job) -> Iterator[str]:
 
 def measured_memory(device: Hardware) -> Iterator[str]:
     """What of a device's bytes was measured on it."""
-    model = "reserved and device bytes follow a model of CUDA's caching allocator"
+    if device.backend == "mps":
+        model = "reserved and device bytes follow a model of MPS's allocator, whose heaps are up to 1 GiB large"
+    else:
+        model = "reserved and device bytes follow a model of CUDA's caching allocator"
     file = measured_on(device)
     if file is None:
         yield f"{model}; not checked on a GPU yet"

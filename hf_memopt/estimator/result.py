@@ -21,6 +21,8 @@ class Estimate:
         capacity_bytes: what the device offers to a job; None where it is not known.
         training_arguments: as resolved.
         notes: what the numbers do and do not cover.
+        step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.throughput.Throughput);
+            None where it is unknown, which the notes explain.
         timeline: (segment, bytes) over two steps, at equal numbers of allocations; not part of to_dict().
     """
 
@@ -35,6 +37,10 @@ class Estimate:
     training_arguments: dict[str, Any]
     notes: tuple[str, ...]
     reserved_bytes: dict[str, int] = field(default_factory=dict)
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    speed_error: float | None = None
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property

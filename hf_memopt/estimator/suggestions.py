@@ -13,9 +13,12 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
-from hf_memopt.estimator.training_fields import fsdp_checkpoints
+from hf_memopt.estimator.training_fields import engine_name, fsdp_checkpoints, peak_rank, with_strategy
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
+from hf_memopt.presets import preset_by_name
+
+_LEAST_SAVING = 0.01  # of the peak; less is no advice
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Saving:
 
 
 def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
-    """The changes that save most, best first; those that save nothing are left out.
+    """The changes that save most, best first; those that save less than 1 % are left out.
 
     Each is a whole estimate of its own, so this takes a few seconds.
 
@@ -63,17 +66,17 @@ def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[
         if isinstance(other, InputError):
             continue
         saved = found.device_bytes - other.device_bytes
-        if saved > 0:
+        if saved >= _LEAST_SAVING * found.peak_allocated_bytes:
             savings.append(Saving(change, saved, other.fits))
     return savings
 
 
 def _changed_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    for change, settings in proposals(_facts(job), ESTIMATED):
-        yield change.written(settings), _with_settings(job, settings)
+    for change, settings in proposals(job_facts(job), ESTIMATED):
+        yield change.written(settings), changed_job(job, settings)
 
 
-def _facts(job: Job) -> JobFacts:
+def job_facts(job: Job) -> JobFacts:
     """The job in the terms of the table of changes, on its own device."""
     engine = Engine(job.engine if job.engine != "mesh" else "hsdp1")
     if job.engine == "deepspeed":
@@ -104,7 +107,7 @@ def _facts(job: Job) -> JobFacts:
     )
 
 
-def _with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
+def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
     memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
     changed: dict[str, Any] = {"fields": {**job.fields, **training_fields(settings)}}
     if memory:
@@ -114,5 +117,25 @@ def _with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
     if "max_frames" in settings:
         changed["video"] = job.video.halved()
     if "strategy" in settings:
-        changed["engine"] = settings["strategy"]
+        fields = with_strategy(changed["fields"], settings["strategy"])
+        engine = engine_name(fields, settings["strategy"], job.world_size)
+        changed |= {"fields": fields, "engine": engine, "rank": peak_rank(fields, engine, job.world_size)}
+    if "method" in settings:
+        changed |= _of_method(job, changed["fields"], settings["method"])
     return dataclasses.replace(job, **changed)
+
+
+def _of_method(job: Job, fields: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """What a job is with adapters, and with its weights in 4 bits.
+
+    Raises:
+        InputError: a device that the catalog lacks.
+    """
+    from transformers import BitsAndBytesConfig
+
+    preset = preset_by_name(job.device.name, method)
+    optim = preset.training.get("optim", fields.get("optim"))
+    changed = {"fields": {**fields, "optim": optim}, "peft_config": job.peft_config or preset.peft_config()}
+    if method == "qlora":
+        changed["quantization_config"] = BitsAndBytesConfig(**preset.quantization())
+    return changed | {"dtype": preset.dtype}

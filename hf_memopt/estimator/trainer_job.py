@@ -1,32 +1,37 @@
 """The job of a Trainer that is ready to train: its own model, its own data, its own class."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.largest_batch import largest_batch, largest_eval_batch
+from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
-from hf_memopt.estimator.tracing.extrapolate import count_layers
-from hf_memopt.estimator.tracing.fake_copy import fake_copy
+from hf_memopt.estimator.tracing.batches import tensors_in_batch
+from hf_memopt.estimator.tracing.extrapolate import count_layers, read_config
+from hf_memopt.estimator.tracing.rollouts import check_rollouts, generates
 from hf_memopt.estimator.tracing.segments import repeated_layers
 from hf_memopt.estimator.tracing.trace import TracedJob
+from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (
     engine_name,
     evaluates,
+    fsdp_version,
     peak_rank,
     read_trainer_fields,
     with_strategy,
+    zero_stage,
 )
 from hf_memopt.hardware import Hardware, get_hardware
-from hf_memopt.levers.token_budget import samples_within
-from hf_memopt.video.inputs import VideoInputs, value_tensors
+from hf_memopt.hardware.attention import attention_names, check_attention
+from hf_memopt.levers.language_model import inner_model
+from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.model_parts import frozen_parts
-
-_SAMPLED_ROWS = 10_000  # rows among which the longest samples are searched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +40,34 @@ class TrainerJob(Job):
 
     Attributes:
         trainer: stays as it is; copies of it are traced.
-        inputs: the tensors of its largest micro-batch.
+        inputs: its largest micro-batch.
+        eval_inputs: its largest evaluation batch; None where it does not evaluate.
         layer_lists: the ModuleLists of its model's repeated layers; empty where they are not recognised.
     """
 
     trainer: Any
-    inputs: dict[str, torch.Tensor]
+    inputs: Any
+    eval_inputs: Any
     layer_lists: list[torch.nn.ModuleList]
 
     @property
     def batch(self) -> dict:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.inputs.items()}
+        tensors = enumerate(tensors_in_batch(self.inputs))
+        return {str(number): (tuple(tensor.shape), tensor.dtype) for number, tensor in tensors}
+
+    @property
+    def generates(self) -> bool:
+        return generates(self.trainer)
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        inputs = self.inputs if isinstance(self.inputs, Mapping) else {}
+        ids = [value for name, value in inputs.items() if str(name).endswith("input_ids")]
+        return sum(tensor.numel() for tensor in ids if isinstance(tensor, torch.Tensor)) or None
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        return tuple(attention_names(read_config(self.trainer.model)))
 
     @property
     def kept_batches(self) -> int:
@@ -56,8 +78,18 @@ class TrainerJob(Job):
         if reduced and trainer.preprocess_logits_for_metrics is None:
             return 0  # only the predicted token ids are kept
         size = trainer.args.per_device_eval_batch_size
-        batches = math.ceil(len(trainer.eval_dataset) / size) if hasattr(trainer.eval_dataset, "__len__") else 1
+        data = trainer.eval_dataset
+        lengths = [
+            len(each) for each in (data.values() if isinstance(data, dict) else [data]) if hasattr(each, "__len__")
+        ]
+        batches = math.ceil(max(lengths, default=1) / size)
         return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))
+
+    @property
+    def fuses_head(self) -> bool:
+        forward = vars(inner_model(self.trainer.model)).get("forward")
+        code = getattr(getattr(forward, "__func__", None), "__code__", None)
+        return code is not None and code.co_name == "_fused_forward"  # trl.trainer.utils.add_fused_lm_head (1.16)
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         def count(module) -> int:
@@ -76,14 +108,16 @@ class TrainerJob(Job):
         return super().depths() if self.layer_lists and alike else (layers,)
 
     def at_depth(self, depth: int) -> TracedJob:
+        copies = TrainerCopy(self.trainer, self.layer_lists, depth)
         return TracedJob(
-            make_model=lambda: fake_copy(self.trainer.model, self.layer_lists, depth),
+            make_model=copies.copy_models,
             batch=self.batch,
-            values={} if self.video is None else value_tensors(self.inputs),
             padded=self.padded,
-            evaluated=evaluates(self.fields) and self.trainer.eval_dataset is not None,
+            evaluated=self.eval_inputs is not None,
             kept_logits=self.kept_batches,
-            trainer=self.trainer,
+            trainer=copies,
+            inputs=self.inputs,
+            eval_inputs=self.eval_inputs,
             **self._trace_settings(),
         )
 
@@ -104,73 +138,102 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         InputError: the trainer has no model or no data, or is of a kind that is not modelled.
     """
     model = trainer.model
-    if model is None or not hasattr(model, "config"):
-        raise InputError("trainer.model must be a transformers or peft model")
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        raise InputError("trainer.model is sharded already: estimate its configuration, with strategy=hsdpN or tpN")
+    _check_trainer(trainer)
+    device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
+    for name in attention_names(read_config(model)):
+        check_attention(name, device)
     fields = with_strategy(read_trainer_fields(trainer), strategy)
+    check_liger(fields, device)
     world_size = world_size or trainer.args.world_size
     engine = engine_name(fields, strategy, world_size)
-    inputs, padded = _largest_batch(trainer)
-    # Vision models compute with the values of their inputs (grids of patches), text models with shapes alone.
-    sees = any(name.startswith("pixel_values") for name in inputs)
+    check_held(trainer, engine, fields)
+    if generates(trainer):
+        _check_sharded_generation(trainer, engine, fields)
+    layer_lists = _layer_lists(model)
+    inputs = largest_batch(trainer)
+    tensors = list(tensors_in_batch(inputs))
+    names = [str(name) for name in inputs] if isinstance(inputs, Mapping) else []
+    sees = "input_ids" in names and any(name.startswith("pixel_values") for name in names)
     return TrainerJob(
-        config=model.config,
+        config=_layered_config(model, layer_lists),
         task="the trainer's own",
-        quantization_config=getattr(model.config, "quantization_config", None),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        quantization_config=getattr(read_config(model), "quantization_config", None),
         memory_args=getattr(trainer, "memory_args", None),
         frozen=frozen_parts(model) if sees else (),
         fields=fields,
-        seq_len=max((tensor.shape[1] for tensor in inputs.values() if tensor.dim() == 2), default=1),
-        device=hardware if isinstance(hardware, Hardware) else get_hardware(hardware),
-        padded=padded,
+        seq_len=max((tensor.shape[1] for tensor in tensors if tensor.dim() == 2), default=1),
+        device=device,
+        padded=generates(trainer) or _is_padded(inputs),
         video=VideoInputs(sample=inputs) if sees else None,
         engine=engine,
         world_size=world_size,
         rank=peak_rank(fields, engine, world_size),
         trainer=trainer,
         inputs=inputs,
-        layer_lists=_layer_lists(model),
+        eval_inputs=largest_eval_batch(trainer) if evaluates(fields) else None,
+        layer_lists=layer_lists,
     )
+
+
+def _check_trainer(trainer) -> None:
+    if trainer.model is None:
+        raise InputError("trainer.model is None: an estimate needs the model")
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise InputError("trainer.model is sharded already: estimate its configuration, with strategy=hsdpN or tpN")
+    if generates(trainer):
+        check_rollouts(trainer)
+
+
+def check_held(trainer, engine: str, fields: dict[str, Any]) -> None:
+    """Refuse engines that would shard reference and teacher models: how is decided by each Trainer."""
+    from transformers import PreTrainedModel
+
+    shards = engine in ("fsdp2", "mesh") or (engine == "deepspeed" and zero_stage(fields) == 3)
+    held = [name for name, value in vars(trainer).items() if isinstance(value, PreTrainedModel)]
+    held = [name for name in held if name not in ("model", "model_wrapped")]
+    if shards and held:
+        raise InputError(
+            f"trainer.{held[0]} beside the trained model is not modelled where the model is sharded: "
+            "precompute what it returns (precompute_ref_log_probs), or estimate with strategy=ddp"
+        )
+
+
+def _check_sharded_generation(trainer, engine: str, fields: dict[str, Any]) -> None:
+    """Refuse engines under which TRL gathers weights itself before it generates (trl 1.16, models/utils.py)."""
+    sharded = {
+        "deepspeed": "ZeRO-3" if zero_stage(fields) == 3 else None,
+        "fsdp2": "FSDP1" if engine == "fsdp2" and fsdp_version(fields) == 1 else None,
+        "mesh": "sharding by transformers",
+    }.get(engine)
+    if sharded:
+        raise InputError(
+            f"{type(trainer).__name__} under {sharded}: what it gathers to generate is not modelled; estimate it with "
+            "strategy=ddp, zero2 or fsdp2"
+        )
+
+
+def _layered_config(model, layer_lists: list[torch.nn.ModuleList]):
+    """The model's configuration; one of a single layer where it does not say how many there are."""
+    from transformers import PretrainedConfig
+
+    config = read_config(model)
+    layered = layer_lists or isinstance(getattr(config.get_text_config(), "num_hidden_layers", None), int)
+    return config if layered else PretrainedConfig(num_hidden_layers=1)
 
 
 def _layer_lists(model) -> list[torch.nn.ModuleList]:
     """The ModuleLists of the repeated layers; none where their number is not the configuration's."""
+    depth = getattr(read_config(model).get_text_config(), "num_hidden_layers", None)
     stacks = [{id(layer) for layer in stack} for stack in repeated_layers(model)]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = [module for module in lists if {id(layer) for layer in module} in stacks]
-    return layers if all(len(module) == count_layers(model.config) for module in layers) else []
+    return layers if all(len(module) == depth for module in layers) else []
 
 
-def _largest_batch(trainer) -> tuple[dict, bool]:
-    """The tensors of the micro-batch with the longest samples, and whether it is padded or packed."""
-    if trainer.train_dataset is None:
-        raise InputError("trainer.train_dataset is None: the estimate needs samples to know the batch's size")
-    loader = trainer.get_train_dataloader()
-    trainer.accelerator._dataloaders.clear()  # accelerate keeps every loader that it prepared, to save their states
-    micro = trainer.args.per_device_train_batch_size
-    data = loader.dataset
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        budget = getattr(getattr(trainer, "memory_args", None), "max_tokens_per_batch", None)
-        if budget is not None:
-            micro = samples_within(budget, max(sample_lengths(data)))
-        rows = [data[index] for index in _longest(data, micro)]
-        batch = loader.collate_fn(rows)
-    else:
-        batch = next(iter(loader), None)
-    batch = trainer.joined(batch) if hasattr(trainer, "joined") else batch
-    tensors = {name: value for name, value in dict(batch or {}).items() if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise InputError("the trainer's collator returns no tensors for its longest samples")
-    mask = tensors.get("attention_mask")
-    positions = tensors.get("position_ids")
-    packed = positions is not None and bool((positions.diff(dim=-1) < 0).any())  # they start again at each row
-    padded = packed or (mask is not None and not bool(mask.all()))
-    return tensors, padded
-
-
-def _longest(data, count: int) -> list[int]:
-    """Indices of the longest samples, repeated where there are fewer."""
-    sizes = relative_sizes(data, _SAMPLED_ROWS)
-    order = sorted(range(min(len(sizes), _SAMPLED_ROWS)), key=sizes.__getitem__, reverse=True)
-    return (order * math.ceil(count / max(1, len(order))))[:count]
+def _is_padded(inputs) -> bool:
+    """Whether a batch is padded or packed."""
+    tensors = inputs if isinstance(inputs, Mapping) else {}
+    positions, mask = tensors.get("position_ids"), tensors.get("attention_mask")
+    packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) < 0).any())  # they start again
+    return packed or (isinstance(mask, torch.Tensor) and not bool(mask.all()))

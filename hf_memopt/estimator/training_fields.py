@@ -4,33 +4,35 @@ import copy
 import dataclasses
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine, deepspeed_config
+from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true, read_fsdp_version, read_settings
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.errors import choose
-from hf_memopt.field_values import fit, hints_of
+from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.levers.selective_checkpointing import period_of
 
 _PARALLEL = ("fsdp2", "ddp", "none")
 _UNLIMITED = 1e9  # elements: DeepSpeed's default of every limit of ZeRO-3 (deepspeed.runtime.zero.config)
 
 
-def read_fields(args) -> dict[str, Any]:
+def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
     """The fields that were set: those that differ from their defaults. `deepspeed` becomes a dict.
 
     Args:
         args: TrainingArguments, or a dict of its fields.
+        config_class: the class whose fields a dict has, by default TrainingArguments.
 
     Raises:
         InputError: a field that TrainingArguments lacks, or a value that it does not take.
     """
     from transformers import TrainingArguments
 
-    kind = TrainingArguments if isinstance(args, dict) else type(args)
+    check_value("args", TrainingArguments | dict, args)
+    kind = (config_class or TrainingArguments) if isinstance(args, dict) else type(args)
     defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
     if isinstance(args, dict):
         for name in args.keys() - defaults.keys():
-            raise choose("TrainingArguments field", name, defaults)
+            raise choose(f"{kind.__name__} field", name, defaults)
         fields = fit(hints_of(kind), args)
     else:
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
@@ -47,6 +49,8 @@ def read_fields(args) -> dict[str, Any]:
     fields.setdefault("gradient_accumulation_steps", 1)
     if "optim" in fields:
         fields["optim"] = getattr(fields["optim"], "value", fields["optim"])
+    if fields.get("fsdp"):
+        fields["fsdp_config"] = _fsdp_settings(fields)
     if fields.get("deepspeed"):
         fields["deepspeed"] = deepspeed_config(fields["deepspeed"])
     elif not isinstance(args, dict):
@@ -69,16 +73,27 @@ def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
         return {"deepspeed": engine.deepspeed}
     if engine.fsdp_version is None:
         return {}
-    config = fields.get("fsdp_config")
-    config = config if isinstance(config, dict) else {}
-    return {"fsdp": True, "fsdp_config": {**config, "activation_checkpointing": engine.checkpointing}}
+    settings = {"activation_checkpointing": engine.checkpointing, "version": engine.fsdp_version}
+    return {"fsdp": True, "fsdp_config": _fsdp_settings(fields) | settings}
+
+
+def _fsdp_settings(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fsdp_config`, which may be a file, under keys without fsdp_, as TrainingArguments spell them."""
+    settings = read_settings(fields.get("fsdp_config") or {}, "fsdp_config")
+    return {key.removeprefix("fsdp_"): value for key, value in settings.items()}
 
 
 def with_strategy(fields: dict[str, Any], strategy: str | None) -> dict[str, Any]:
-    """The fields with the DeepSpeed configuration that a strategy names, if it names one."""
-    if not strategy or strategy in _PARALLEL or is_mesh(strategy):
+    """The fields under a strategy, which replaces the engine that they ask for; as they are without one."""
+    if not strategy:
         return fields
-    return {**fields, "deepspeed": deepspeed_config(strategy)}
+    engines = {"deepspeed", "fsdp"} if strategy == "fsdp2" else {"deepspeed", "fsdp", "fsdp_config"}
+    fields = {name: value for name, value in fields.items() if name not in engines}
+    if strategy == "fsdp2":
+        return fields | {"fsdp_config": {**_fsdp_settings(fields), "version": 2}}
+    if strategy in _PARALLEL or is_mesh(strategy):
+        return fields
+    return fields | {"deepspeed": deepspeed_config(strategy)}
 
 
 def engine_name(fields: dict[str, Any], strategy: str | None, world_size: int) -> str:
@@ -114,7 +129,12 @@ def traceable_fields(fields: dict[str, Any], engine: str) -> dict[str, Any]:
 
 def fsdp_checkpoints(fields: dict[str, Any]) -> bool:
     """Whether accelerate checkpoints the activations of the layers that it shards."""
-    return bool((fields.get("fsdp_config") or {}).get("activation_checkpointing"))
+    return is_true((fields.get("fsdp_config") or {}).get("activation_checkpointing"))
+
+
+def fsdp_version(fields: dict[str, Any]) -> int:
+    """1 or 2."""
+    return read_fsdp_version(fields.get("fsdp_config") or {})
 
 
 def evaluates(fields: dict[str, Any]) -> bool:

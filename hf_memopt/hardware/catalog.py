@@ -7,12 +7,13 @@ printed on the box. GiB is 2**30 bytes.
 
 import functools
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.errors import choose
+from hf_memopt.hardware.names import match, short_name
 from hf_memopt.units import GIB
 
 DEVICES_PER_HOST = 8  # at most, in the machines that clusters are made of (NVIDIA HGX and DGX, AMD's platforms)
@@ -48,6 +49,7 @@ class Hardware:
         host_link, peer_link: bytes/s in one direction to the host and to another device of its kind.
         architecture: CUDA compute capability ("9.0"), AMD gfx target or marketing generation.
         unified_memory: shares its memory with the operating system and other programs.
+        reported: pattern of the names that PyTorch reports, where they differ from the label.
         sources: figure -> where it was published. A figure that was derived says how.
 
     A figure that is not known is None, never a guess.
@@ -68,12 +70,18 @@ class Hardware:
     peer_link: float | None
     architecture: str = ""
     unified_memory: bool = False
+    reported: str = ""
     sources: MappingProxyType = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
     def memory_apart(self) -> bool:
         """Whether there is host memory beside the device's, for what is offloaded."""
-        return self.backend not in ("cpu", "mps")
+        return self.backend not in ("cpu", "mps") and not self.unified_memory
+
+    @property
+    def capability(self) -> float:
+        """CUDA compute capability; 0 for other devices, and where it is not known."""
+        return float(self.architecture or 0) if self.backend == "cuda" else 0.0
 
     @property
     def is_large(self) -> bool:
@@ -83,24 +91,61 @@ class Hardware:
 
 def list_hardware() -> list[str]:
     """The names in the catalog, sorted."""
-    return sorted(_catalog())
+    return sorted(catalog())
 
 
 def catalog_entry(name: str) -> Hardware:
-    """The catalog's entry for a name.
+    """The catalog's entry for a name, as it is written there or as people write it ("RTX 4090", "A100-80GB-PCIe").
 
     Raises:
-        InputError: the name is not in the catalog.
+        InputError: no such device, or several.
     """
-    if name not in _catalog():
-        raise choose("hardware", name, [*_catalog(), "auto"])
-    return _catalog()[name]
+    known = catalog()
+    return known[name] if name in known else known[match(name, known)]
 
 
 @functools.cache
-def _catalog() -> dict[str, Hardware]:
+def catalog() -> dict[str, Hardware]:
+    """Every device of catalog.toml, by name."""
     tables = tomllib.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))
-    return {name: _build(name, entry, tables["vendors"]) for name, entry in tables["devices"].items()}
+    entries = tables["devices"] | {key: row for series in tables["series"] for key, row in _rows(series)}
+    return {name: _build(name, entry, tables["vendors"]) for name, entry in entries.items()}
+
+
+def _rows(series: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The entries of a series, as [devices] would have them."""
+    shared = {key: value for key, value in series.items() if key not in ("cards", "key", "label")}
+    for card in series["cards"]:
+        for size in card.get("sizes", [None]):
+            entry = shared | card
+            name = card["name"] if size is None else f"{card['name']} {size} GB"
+            entry["label"] = series["label"].format(name)
+            entry["nominal_gib"] = size or card["gib"]
+            if size is not None:
+                entry |= {"architecture": card["name"], "memory_share": 2 / 3 if size <= 32 else 3 / 4}
+            entry["memory_gib"] = entry["nominal_gib"] * entry["memory_share"]
+            key = card.get("key") or series.get("key", "{}").format(short_name(name))
+            yield key, _with_rates(entry)
+
+
+def _with_rates(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a series with the rates and sources that follow from the series."""
+    if "fp16_per_fp32" in entry and "fp32_tflops" in entry:
+        entry["fp16_tflops"] = entry["fp32_tflops"] * entry["fp16_per_fp32"]
+    if entry.get("vendor") == "amd" and entry.get("native_bf16") and "fp16_tflops" in entry:
+        entry.setdefault("bf16_tflops", entry["fp16_tflops"])
+    linked = entry.get("vendor") != "apple" and not entry.get("unified_memory")
+    if linked and entry["host_link"] is not None:
+        entry.setdefault("peer_link", entry["host_link"])
+    fp16 = entry.get("fp16_source", entry["document"])
+    share = "the nominal size times the share that PyTorch reports of the series' other cards"
+    derived = {
+        "memory": f"derived: {share}: {entry['document']}",
+        "fp16_flops": fp16,
+        "bf16_flops": entry.get("bf16_source", fp16),
+        "peer_link": "PCI Express base specification, peers are reached over PCIe",
+    }
+    return entry | {"sources": derived | entry.get("sources", {})}
 
 
 def _build(name: str, entry: dict[str, Any], vendors: dict[str, dict[str, str]]) -> Hardware:
@@ -110,7 +155,7 @@ def _build(name: str, entry: dict[str, Any], vendors: dict[str, dict[str, str]])
         capability = float(entry["architecture"])
         entry = {"backend": "cuda", "native_bf16": capability >= 8.0, "fp8": capability >= 8.9, **entry}
         if entry["native_bf16"]:
-            entry["bf16_tflops"] = entry["fp16_tflops"]
+            entry["bf16_tflops"] = entry.get("fp16_tflops")
     sources = dict.fromkeys(FIGURES, entry.get("document")) | vendors.get(vendor, {}) | entry.get("sources", {})
     return Hardware(
         name=name,
@@ -128,6 +173,7 @@ def _build(name: str, entry: dict[str, Any], vendors: dict[str, dict[str, str]])
         peer_link=_times(entry.get("peer_link"), GB),
         architecture=entry["architecture"],
         unified_memory=entry.get("unified_memory", False),
+        reported=entry.get("reported", ""),
         sources=MappingProxyType(sources),
     )
 

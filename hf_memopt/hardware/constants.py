@@ -9,6 +9,7 @@ from hf_memopt.hardware.catalog import GB, Hardware
 from hf_memopt.units import MIB
 
 _CUDA = ("cuda", "rocm")
+_FITTED = "fitted to published speeds on an A100 (benchmarks/speed_published.py)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Constant:
         measured: on the device itself, by `hf-memopt calibrate`.
         backends: for which the row holds; None: for all.
         capability: lowest and highest CUDA compute capability for which it holds; None: all.
+        architectures: AMD's gfx targets for which it holds; None: all.
     """
 
     name: str
@@ -29,31 +31,29 @@ class Constant:
     measured: bool = False
     backends: tuple[str, ...] | None = None
     capability: tuple[float, float] | None = None
+    architectures: tuple[str, ...] | None = None
 
     def applies_to(self, device: Hardware) -> bool:
         """Whether the row holds for a device."""
         if self.backends is not None and device.backend not in self.backends:
             return False
+        if self.architectures is not None and device.architecture not in self.architectures:
+            return False
         if self.capability is None:
             return True
-        return self.capability[0] <= float(device.architecture) <= self.capability[1]
+        return self.capability[0] <= device.capability <= self.capability[1]
 
 
 # The first row that applies to a device counts.
 TABLE = (
-    Constant(
-        name="context_bytes",
-        value=1343 * MIB,
-        unit="bytes",
-        source="V100, CUDA 11.2: transformers, 'Methods and tools for efficient training on a single GPU' (2022)",
-        backends=("cuda",),
-        capability=(7.0, 7.5),
-    ),
+    # Whatever the card: since 1.13 torch has CUDA load kernels at their first use (CUDA_MODULE_LOADING=LAZY, pytorch
+    # PR 86509). The 1343 MiB of transformers' guide of 2022 are all kernels at once, under CUDA 11.2.
     Constant(
         name="context_bytes",
         value=512 * MIB,
         unit="bytes",
-        source="assumed: CUDA 12.2 and later load kernels at their first use, so less than V100's 1343 MiB",
+        source="426 MiB where CUDA starts (torch 2.10, CUDA 13.0, RTX 6000 Ada: unslothai/unsloth-zoo PR 1053); "
+        "86 MiB of kernels that a step loads are assumed",
         backends=_CUDA,
     ),
     Constant(
@@ -66,7 +66,7 @@ TABLE = (
         name="workspace_bytes",
         value=32 * MIB,
         unit="bytes",
-        source="cuBLAS from Hopper on: torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG",
+        source="of one cuBLAS handle from Hopper on: parseChosenWorkspaceSize (torch, CublasHandlePool.cpp)",
         backends=("cuda",),
         capability=(9.0, 99.0),
     ),
@@ -74,10 +74,25 @@ TABLE = (
         name="workspace_bytes",
         value=8_519_680,  # :4096:2:16:8, KiB × count
         unit="bytes",
-        source="cuBLAS before Hopper: torch.backends.cuda documentation of CUBLAS_WORKSPACE_CONFIG",
+        source="of one cuBLAS handle before Hopper: parseChosenWorkspaceSize (torch, CublasHandlePool.cpp)",
         backends=("cuda",),
     ),
-    Constant(name="workspace_bytes", value=0, unit="bytes", source="assumed: no workspace outside cuBLAS is known"),
+    Constant(
+        name="workspace_bytes",
+        value=128 * MIB,
+        unit="bytes",
+        source="of one hipBLAS handle on gfx942 and gfx950: parseChosenWorkspaceSize (torch, CublasHandlePool.cpp)",
+        backends=("rocm",),
+        architectures=("gfx942", "gfx950"),
+    ),
+    Constant(
+        name="workspace_bytes",
+        value=32 * MIB,
+        unit="bytes",
+        source="of one hipBLAS handle: parseChosenWorkspaceSize (torch, CublasHandlePool.cpp)",
+        backends=("rocm",),
+    ),
+    Constant(name="workspace_bytes", value=0, unit="bytes", source="assumed: none outside cuBLAS and hipBLAS"),
     Constant(
         name="host_process_bytes",
         value=2048 * MIB,
@@ -101,13 +116,59 @@ TABLE = (
         name="matmul_efficiency",
         value=0.6,
         unit="share of the catalog's rate",
-        source="assumed; Narayanan et al. 2021 report 44 to 52 % of an A100's rate for whole steps",
+        source="assumed: half to two thirds of what BLAS reaches in benchmarks",
+        backends=("cpu",),
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.82,
+        unit="share of the catalog's rate",
+        source=f"{_FITTED}: of an unboundedly large matmul",
+    ),
+    Constant(
+        name="matmul_ramp",
+        value=0.0,
+        unit="elements",
+        source="a CPU's matmuls fill its cores at any size",
+        backends=("cpu",),
+    ),
+    Constant(
+        name="matmul_ramp",
+        value=600.0,
+        unit="elements",
+        source=f"{_FITTED}: a matmul whose least dimension is this long takes twice its ideal time",
+    ),
+    Constant(
+        name="attention_efficiency",
+        value=0.7,
+        unit="share of the catalog's rate",
+        source=f"{_FITTED}; FlashAttention-2 reaches up to 73 % of an A100's rate (Dao 2023)",
+    ),
+    Constant(
+        name="bandwidth_efficiency",
+        value=0.9,
+        unit="share of the catalog's rate",
+        source=_FITTED,
+        backends=_CUDA,
     ),
     Constant(
         name="bandwidth_efficiency",
         value=0.8,
         unit="share of the catalog's rate",
         source="assumed: copies reach about 80 % of the memory's rate (STREAM and its GPU ports)",
+    ),
+    Constant(
+        name="sharded_kernel_seconds",
+        value=0.0,
+        unit="seconds",
+        source="assumed: a CPU's kernels take longer than what surrounds them",
+        backends=("cpu",),
+    ),
+    Constant(
+        name="sharded_kernel_seconds",
+        value=33e-6,
+        unit="seconds",
+        source=f"{_FITTED}: FSDP on two GPUs, added to each kernel by launches and waits around gathered weights",
     ),
     Constant(
         name="link_efficiency",
@@ -151,6 +212,13 @@ TABLE = (
         value=15.75 * GB,
         unit="bytes/s",
         source="PCIe 3.0 x16 (PCI-SIG base specification), where the catalog knows none",
+    ),
+    Constant(
+        name="speed_error",
+        value=0.15,
+        unit="share",
+        source="the largest error on published A100 runs that no constant was fitted to, in steps of 5 % "
+        "(benchmarks/results/speed_published.json); other cards were not compared",
     ),
     Constant(
         name="step_time_ratio",

@@ -8,43 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from hf_memopt.hardware.catalog import Hardware, catalog_entry
+from hf_memopt.hardware.catalog import Hardware, catalog, catalog_entry
+from hf_memopt.hardware.described import described
+from hf_memopt.hardware.names import product
 from hf_memopt.units import GIB
 
-# Product name as PyTorch reports it -> catalog name; the first match wins, so longer names come first.
-# Cards sold with several memory sizes must also match on memory (see _same_memory).
-_NAMES = [
-    (r"RTX 3090 Ti", "rtx_3090_ti"),
-    (r"RTX 3060(?! Ti| Laptop)", "rtx_3060"),
-    (r"RTX 3070(?! Ti| Laptop)", "rtx_3070"),
-    (r"RTX 3080(?! Ti| Laptop)", "rtx_3080"),
-    (r"RTX 3090", "rtx_3090"),
-    (r"RTX 4080(?! SUPER| Laptop)", "rtx_4080"),
-    (r"RTX 4090(?! D| Laptop)", "rtx_4090"),
-    (r"RTX 5090(?! D| Laptop)", "rtx_5090"),
-    (r"\bT4\b", "t4"),
-    (r"V100.*32GB", "v100_32gb"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bL4\b", "l4"),
-    (r"A100.*40GB", "a100_40gb"),
-    (r"A100.*80GB", "a100_80gb"),
-    (r"H100(?! NVL| PCIe)", "h100_80gb"),
-    (r"\bH200(?! NVL)", "h200"),
-    (r"\bB200\b", "b200"),
-    (r"RX 6750 XT", "rx_6750_xt"),
-    (r"RX 7900 XTX", "rx_7900_xtx"),
-    (r"MI300X", "mi300x"),
-]
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup v2, v1
 
 
 def get_hardware(name: str) -> Hardware:
-    """The catalog's entry for a name, or this machine's device for "auto".
+    """A device by its name, this machine's for "auto", or one that the caller describes.
+
+    Args:
+        name: of the catalog, in its or people's spelling ("rtx_4090", "RTX 4090", "A100-80GB-PCIe"); a TOML file or
+            a JSON object with fields of Hardware (hardware.described).
 
     Raises:
-        InputError: the name is not in the catalog.
+        InputError: the name is not in the catalog or not clear, or the description lacks something.
     """
-    return detect() if name == "auto" else catalog_entry(name)
+    if name == "auto":
+        return detect()
+    return described(name) or catalog_entry(name)
 
 
 def detect() -> Hardware:
@@ -72,12 +56,9 @@ def counterpart(hardware: Hardware) -> Hardware | None:
 
 def _cuda(properties, hip: str | None) -> Hardware:
     """A CUDA or ROCm device from PyTorch's properties object."""
-    for pattern, name in _NAMES:
-        if re.search(pattern, properties.name):
-            known = catalog_entry(name)
-            if _same_memory(properties.total_memory, known.nominal_memory):
-                return replace(known, memory=properties.total_memory)
     backend = "rocm" if hip else "cuda"
+    if known := _known(properties, backend):
+        return replace(known, memory=properties.total_memory)
     architecture = properties.gcnArchName.split(":")[0] if hip else f"{properties.major}.{properties.minor}"
     # gfx9 from gfx90a on (MI200, MI300) and gfx11 on (RDNA 3, 4) have bf16 matrix instructions.
     native = bool(re.match(r"gfx(90a|94|95|11|12)", architecture)) if hip else float(architecture) >= 8.0
@@ -94,6 +75,16 @@ def _cuda(properties, hip: str | None) -> Hardware:
     )
 
 
+def _known(properties, backend: str) -> Hardware | None:
+    """The catalog's device of a reported name; of those sold with several memory sizes, the one of this size."""
+    reported = product(properties.name)
+    for device in catalog().values():
+        named = re.search(device.reported, properties.name) if device.reported else product(device.label) == reported
+        if device.backend == backend and named and _same_memory(properties.total_memory, device.nominal_memory):
+            return device
+    return None
+
+
 def _bus_bandwidth(properties) -> float | None:
     """Bytes/s from clock (kHz) and bus width (bits), two transfers a clock; None where the driver tells neither."""
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
@@ -101,6 +92,8 @@ def _bus_bandwidth(properties) -> float | None:
 
 
 def _xpu(properties) -> Hardware:
+    if known := _known(properties, "xpu"):
+        return replace(known, memory=properties.total_memory)
     return _generic(
         properties.name,
         vendor="intel",
@@ -119,8 +112,7 @@ def _apple(working_set: int) -> Hardware:
 
     chip = command_output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
     total = psutil.virtual_memory().total
-    for name in ("apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb"):
-        known = catalog_entry(name)
+    for known in catalog().values():
         if chip == f"Apple {known.architecture}" and _same_memory(total, known.nominal_memory):
             return replace(known, memory=working_set)
     return _generic(

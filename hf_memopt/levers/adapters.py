@@ -11,7 +11,7 @@ def add_adapters(model, config):
     """
     from peft import get_peft_model
 
-    _keep_differentiable(model)
+    keep_differentiable(model)
     with warnings.catch_warnings():
         # peft 0.21 asks for the old name of is_activation_checkpointing.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -20,7 +20,7 @@ def add_adapters(model, config):
         return get_peft_model(model, config)
 
 
-def _keep_differentiable(model) -> None:
+def keep_differentiable(model) -> None:
     """Keep 4-bit layers on a CPU in the packing that has a backward pass.
 
     Where the CPU has AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first evaluation, for a kernel without a

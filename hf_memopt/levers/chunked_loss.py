@@ -18,7 +18,6 @@ from hf_memopt.levers.language_model import IGNORED, has_no_values, inner_model,
 from hf_memopt.levers.replaced import replace
 
 _VOCABULARY_SLICE = 16_384  # rows of an fp32 head gradient that are accumulated at once
-_TRACED = 3  # chunks that the estimator traces; each further one needs the same memory
 _RECORDED = {torch.tanh, torch.mul, torch.div, torch.true_divide}
 
 
@@ -72,6 +71,8 @@ class LazyLogits:
         return LazyLogits(self.hidden, self.head, (*self.steps, step))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # FSDP2 asks every output whether it is a dataclass (torch.distributed.utils)
+            raise AttributeError(name)
         return getattr(self.materialize(), name)
 
     def __getitem__(self, index):
@@ -99,10 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if of_bias else None
-        starts = range(0, len(hidden), chunk)
-        if has_no_values(hidden) and len(starts) > _TRACED:
-            starts = [*starts[: _TRACED - 1], starts[-1]]
-        for start in starts:
+        for start in range(0, len(hidden), chunk):
             part = hidden[start : start + chunk]
             logits = functional.linear(part, used, None if bias is None else bias.to(dtype))
             with torch.enable_grad():

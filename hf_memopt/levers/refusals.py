@@ -8,7 +8,7 @@ from hf_memopt.compatibility.setup import compile_mode
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import MemoryArguments
 
-_SHARDING = ("fsdp2", "mesh", "deepspeed")
+_SHARDING = ("fsdp1", "fsdp2", "mesh", "deepspeed")
 
 
 def check_levers(
@@ -18,7 +18,7 @@ def check_levers(
 
     Args:
         fields: TrainingArguments fields that differ from their defaults.
-        engine: none, ddp, fsdp2, mesh or deepspeed.
+        engine: none, ddp, fsdp1, fsdp2, mesh or deepspeed.
         zero_stage: DeepSpeed's.
         device: cuda, rocm, mps, xpu or cpu.
 
@@ -129,3 +129,17 @@ def _refuse_optimizers(memory_args: MemoryArguments, fields: dict[str, Any], eng
         )
     if fields.get("fp16"):
         yield "optimizer_in_backward cannot unscale fp16's gradients: use bf16=True"
+
+
+def check_with_trl(memory_args: MemoryArguments, what: str) -> None:
+    """Refuse what works on logits: TRL's own head (trl 1.16, add_fused_lm_head) takes the model's forward.
+
+    Args:
+        what: the trainer or task.
+
+    Raises:
+        InputError: a memory feature of the loss is on.
+    """
+    for name in ("loss_chunk_size", "logits_to_keep"):
+        if getattr(memory_args, name):
+            raise InputError(f"{name} goes without {what}: TRL's trainers compute their loss in tiles themselves")

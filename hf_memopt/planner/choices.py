@@ -1,6 +1,7 @@
 """What a plan may choose from: every combination of settings that compatibility accepts."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
+from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import (
     ACTIVATION_OFFLOAD,
@@ -101,6 +103,11 @@ class Choice:
     def approximations(self) -> int:
         """How many of them round values that exact training keeps."""
         return self.compressed + ("8bit" in self.optim)
+
+    @property
+    def complexities(self) -> int:
+        """What it costs beside time: leaning on the host, rounding, or both."""
+        return bool(self.offloads) + bool(self.approximations)
 
     def memory_fields(self) -> dict[str, Any]:
         """The MemoryArguments fields that it sets."""
@@ -220,6 +227,10 @@ class SearchSpace:
         """Samples of each device per optimizer step."""
         return self.effective_batch_size // self.preset.processes
 
+    @functools.cached_property
+    def _can_checkpoint(self) -> bool:
+        return supports_checkpointing(self.config, self.task)
+
     def _micro_batches(self) -> list[int]:
         if micro := self.fixed.get("per_device_train_batch_size"):
             return [micro]
@@ -234,6 +245,8 @@ class SearchSpace:
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""
+        if not self._can_checkpoint:
+            return [(0.0, False)]
         ratio = self.memory_args.checkpoint_ratio
         if "activation_checkpointing" in self.fixed or ratio is not None or self.memory_args.checkpoint_keeps:
             return [(float(bool(self.fixed.get("activation_checkpointing", ratio or 1))), False)]

@@ -4,8 +4,9 @@ import re
 from dataclasses import replace
 
 from hf_memopt.errors import InputError, choose
-from hf_memopt.hardware.catalog import DEVICES_PER_HOST
-from hf_memopt.presets import Preset, get_preset, list_presets
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST, catalog
+from hf_memopt.hardware.names import candidates
+from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import strategies
 from hf_memopt.presets.preset import with_strategy
 
@@ -14,7 +15,8 @@ def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) 
     """The preset of one device, with the number of devices; strategy "none" leaves the engine open.
 
     Args:
-        hardware: a preset's name, one with a number of devices behind it (rtx_4090x2, h100_80gb_x128), or a preset.
+        hardware: what get_preset() takes, alone or with a number of devices (rtx_4090x2, h100_80gb_x128, 2x3090), or a
+            preset.
 
     Raises:
         InputError: no such hardware.
@@ -23,22 +25,52 @@ def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) 
         raise choose("strategy", strategy, strategies())
     if isinstance(hardware, Preset):
         return hardware
-    name, devices = hardware, 1
-    if hardware not in (*list_presets(), "auto") and (several := re.fullmatch(r"(.+?)_?x(\d+)", hardware)):
-        name, devices = several[1], int(several[2])
-    if name not in (*list_presets(), "auto"):
-        raise choose("hardware", hardware, [*list_presets(), "auto"])
-    if devices < 1:
-        raise InputError(f"hardware={hardware}: the number of devices must be at least 1")
-    preset = get_preset(name, method, "none" if name == "auto" else None)
+    name, devices = split_count(hardware)
+    preset = preset_by_name(name, method, "none" if name == "auto" else None)
     if preset.processes > 1:
         batch, length = preset.effective_batch_size, preset.seq_len
         devices *= preset.processes
-        single = get_preset(preset.hardware.name, method)
+        single = preset_by_name(preset.hardware.name, method)
         preset = replace(single, effective_batch_size=batch, seq_len=length)
-    preset = replace(preset, processes=devices, machines=-(-devices // DEVICES_PER_HOST))
+    preset = replace(preset, processes=devices, machines=_machines(devices))
     if strategy and strategy != "none":
         if devices == 1:
             raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
         preset = with_strategy(preset, strategy)
     return preset
+
+
+def split_count(hardware: str) -> tuple[str, int]:
+    """The name of a device or preset, and how many of it: ("rtx_4090", 2) of "rtx_4090x2" or "2 x RTX 4090".
+
+    Raises:
+        InputError: fewer than one.
+    """
+    described = hardware.lstrip().startswith("{") or hardware.endswith(".toml")
+    if described or hardware in (*list_presets(), "auto") or candidates(hardware, catalog()):
+        return hardware, 1
+    if leading := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", hardware):
+        name, devices = leading[2], int(leading[1])
+    elif trailing := re.fullmatch(r"(.+?)[_\s]*[x×*]\s*(\d+)", hardware):
+        name, devices = trailing[1], int(trailing[2])
+    else:
+        return hardware, 1
+    if devices < 1:
+        raise InputError(f"hardware={hardware}: the number of devices must be at least 1")
+    return name, devices
+
+
+def _machines(devices: int) -> int:
+    """The fewest machines with equally many devices, at most eight, in each.
+
+    Raises:
+        InputError: only machines of one device each would do.
+    """
+    fewest = -(-devices // DEVICES_PER_HOST)
+    machines = next(count for count in range(fewest, devices + 1) if devices % count == 0)
+    if machines == devices > 1:
+        below, above = (DEVICES_PER_HOST * count for count in (devices // DEVICES_PER_HOST, fewest))
+        raise InputError(
+            f"{devices} devices do not divide into machines of at most {DEVICES_PER_HOST}: plan {below} or {above}"
+        )
+    return machines

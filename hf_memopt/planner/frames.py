@@ -1,8 +1,9 @@
 """The most frames of a video that fit a device, at several sizes of frame."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
@@ -13,7 +14,8 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 # height × width that frames are scaled down to; None is the model's own size.
 CAPS = (None, 448 * 448, 224 * 224)
 _MOST = 4096  # frames that are asked for, at most
-_FIRST = (8, 32)  # frames of the estimates that the line is drawn through
+_FIRST = 32  # frames of the first estimate; with fewer, what does not grow with them may decide the peak
+_SECOND = {True: 4, False: 1 / 4}  # times as many for the second, by whether the first fits
 _TRIES = 6
 
 
@@ -34,10 +36,23 @@ class Fit:
     estimate: Estimate
 
 
+@dataclass(frozen=True)
+class _Limit:
+    """Where the estimates of one size of frame end. Memory follows the tokens, so other sizes begin there.
+
+    Attributes:
+        tokens: of a sample that takes all of the budget.
+        bytes_per_token: there.
+    """
+
+    tokens: float
+    bytes_per_token: float
+
+
 def most_frames(job: Job, budget: int | None = None, note: Callable[[str], None] = lambda text: None) -> Iterator[Fit]:
     """For each size of frame that differs from the ones before, the most frames with which a job fits its device.
 
-    Memory grows linearly with frames, so two estimates predict where it ends; the answer itself is estimated too.
+    Memory grows linearly with frames, so few estimates predict where it ends; the answer itself is estimated too.
 
     Args:
         job: with `video`, whose frames are varied.
@@ -51,13 +66,23 @@ def most_frames(job: Job, budget: int | None = None, note: Callable[[str], None]
         budget = int(job.device.memory * job.memory_args.target_memory_utilization)
     if not budget:
         raise InputError(f"--frames max: the memory of {job.device.label} is not known; name it with --hardware")
-    seen = set()
+    sizes = {}
     for cap in CAPS:
         video = dataclasses.replace(job.video, max_pixels_per_frame=cap)
-        size = _size(dataclasses.replace(video, frames=2), job.config)
-        if size not in seen:
-            seen.add(size)
-            yield _most(dataclasses.replace(job, video=video), cap, budget, note)
+        sizes.setdefault(_size(dataclasses.replace(video, frames=2), job.config), (cap, video))
+    limit = None
+    for number, (cap, video) in enumerate(sizes.values(), 1):
+        pixels = f"size {number} of {len(sizes)}, at most {cap or 'any number of'} pixels a frame"
+        say = functools.partial(_say, note, pixels)
+        search = _Search(dataclasses.replace(job, video=video), budget, say, limit)
+        frames = search.most()
+        limit = search.limit() or limit
+        shown = max(1, frames)
+        yield Fit(cap, frames, _tokens(search.job, shown), search.estimate(shown))
+
+
+def _say(note: Callable[[str], None], pixels: str, text: str) -> None:
+    note(f"{pixels}: {text}")
 
 
 def _size(video, config) -> tuple:
@@ -66,30 +91,63 @@ def _size(video, config) -> tuple:
     return tokens, *(tuple(tensor.shape) for name, tensor in media.items() if name.startswith("pixel"))
 
 
-def _most(job: Job, cap: int | None, budget: int, note: Callable[[str], None]) -> Fit:
-    tried: dict[int, Estimate] = {}
+@dataclass
+class _Search:
+    """The most frames of one size.
 
-    def needed(frames: int) -> int:
-        if frames not in tried:
-            note(f"{frames} frames of at most {cap or 'any number of'} pixels")
-            tried[frames] = estimate_job(_with_frames(job, frames), on_all_cores)
-        return tried[frames].device_bytes
+    Attributes:
+        start: the limit at another size.
+        tried: frames -> their estimate.
+    """
 
-    merged = job.video.temporal_patch_size(job.config)
-    most = min(_MOST, _positions(job)) // merged * merged
-    for frames in _FIRST:
-        needed(max(1, min(frames, most)))
-    for _ in range(_TRIES):
-        low = max((frames for frames in tried if needed(frames) <= budget), default=0)
-        high = min([most, *(frames - merged for frames in tried if needed(frames) > budget)])
-        guess = min(high, max(1, _extrapolate(tried, budget)) // merged * merged)
-        if guess <= low:
-            break
-        needed(guess)
-    low = max((frames for frames in tried if needed(frames) <= budget), default=0)
-    shown = max(1, low)
-    needed(shown)
-    return Fit(cap, low, _tokens(job, shown), tried[shown])
+    job: Job
+    budget: int
+    note: Callable[[str], None]
+    start: _Limit | None
+    tried: dict[int, Estimate] = field(default_factory=dict)
+
+    def most(self) -> int:
+        merged = self.job.video.temporal_patch_size(self.job.config)
+        most = min(_MOST, _positions(self.job)) // merged * merged
+        first = _FIRST if self.start is None else self._frames(self.start.tokens)
+        for _ in range(_TRIES):
+            fitting = [frames for frames, estimate in self.tried.items() if estimate.device_bytes <= self.budget]
+            low, high = max(fitting, default=0), min([most, *(n - merged for n in self.tried if n not in fitting)])
+            if not self.tried:
+                guess = first
+            elif limit := self.limit():
+                guess = self._frames(limit.tokens)
+            else:
+                guess = int(first * _SECOND[bool(fitting)])
+            guess = min(high, max(1, guess // merged * merged))
+            if guess <= low:
+                break
+            self.estimate(guess)
+        return max((n for n, estimate in self.tried.items() if estimate.device_bytes <= self.budget), default=0)
+
+    def estimate(self, frames: int) -> Estimate:
+        if frames not in self.tried:
+            self.note(f"estimate {len(self.tried) + 1} of at most {_TRIES}, {frames} frames")
+            self.tried[frames] = estimate_job(_with_frames(self.job, frames), on_all_cores)
+        return self.tried[frames]
+
+    def limit(self) -> _Limit | None:
+        """Where the line through the two nearest estimates reaches the budget, or through one with the slope of
+        another size."""
+        taken = {_tokens(self.job, frames): estimate.device_bytes for frames, estimate in self.tried.items()}
+        near = sorted(taken, key=lambda tokens: abs(taken[tokens] - self.budget))[:2]
+        if len(near) == 2:
+            slope = abs(taken[near[1]] - taken[near[0]]) / abs(near[1] - near[0])
+        elif near and self.start:
+            slope = self.start.bytes_per_token
+        else:
+            return None
+        return _Limit(near[0] + (self.budget - taken[near[0]]) / max(1e-9, slope), slope)
+
+    def _frames(self, tokens: float) -> int:
+        """The most frames of a sample with at most so many tokens."""
+        two, four = _tokens(self.job, 2), _tokens(self.job, 4)
+        return int(2 + max(-1.0, min(_MOST, (tokens - two) / max(1e-9, (four - two) / 2))) + 1e-6)
 
 
 def _with_frames(job: Job, frames: int) -> Job:
@@ -109,12 +167,3 @@ def _positions(job: Job) -> int:
         return _MOST
     two, four = _tokens(job, 2), _tokens(job, 4)
     return int((limit - two) / max(1e-9, (four - two) / 2)) + 2 if two <= limit else 0
-
-
-def _extrapolate(tried: dict[int, Estimate], budget: int) -> int:
-    """Frames at which the line through the two nearest estimates reaches the budget."""
-    if len(tried) < 2:
-        return 0
-    near = sorted(tried, key=lambda frames: abs(tried[frames].device_bytes - budget))[:2]
-    (fewer, more), (less, much) = sorted(near), sorted(tried[frames].device_bytes for frames in near)
-    return int(more + (budget - much) * (more - fewer) / max(1, much - less))

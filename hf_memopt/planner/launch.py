@@ -9,7 +9,7 @@ import yaml
 
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.files import folder_for, shipped, write_folder
-from hf_memopt.presets import get_preset
+from hf_memopt.presets import preset_by_name
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
@@ -38,6 +38,7 @@ def as_dict(request, rung) -> dict[str, Any]:
         "estimate": rung.estimate.to_dict(),
         "relative_speed": round(rung.relative_speed, 3),
         "relative_speed_is": "predicted",
+        "tokens_per_second": round(rung.tokens_per_second, 1) if rung.tokens_per_second else None,
     }
 
 
@@ -129,7 +130,7 @@ def recipe_command(request, rung) -> list[str]:
     argv += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
     argv += _length_arguments(request)
     argv += ["--effective_batch_size", str(request.effective_batch_size)]
-    usual = get_preset(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
+    usual = preset_by_name(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
     given: dict[str, Any] = {
         "per_device_train_batch_size": preset.micro_batch_size,
         "per_device_eval_batch_size": preset.micro_batch_size,

@@ -1,85 +1,244 @@
-"""Where nothing fits: what is missing, and the nearest change in each direction."""
+"""Where nothing fits: the smallest combinations of changes with which the job would.
+
+A combination changes the method, the length of samples, the number of devices, the weights' dtype, a strategy that the
+user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
-from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
-from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, ZERO3_OFFLOAD, JobFacts, proposals
+from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.units import gib
+from hf_memopt.planner.sketch import Sketch, sketch_of, traced_jobs
+from hf_memopt.presets import METHODS
+from hf_memopt.units import GIB, gib
 
 _SHORTEST = 128  # tokens
-_MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)
-_ROUNDS = 3  # of one estimate in each direction
+_LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
+_DEVICES = (1, 2, 4, 8)  # times as many
+_ROUNDS = 3  # of estimates
+_MOST_CHANGES = 3
+_PROPOSED = 3  # combinations
+_WEIGHTS = {"devices": 2}  # of a level, which for others is 1: money beside a setting
 
 
-def nearest_changes(request, least: Choice, say: Callable[[str], None]) -> list[str]:
-    """For every kind of change, the smallest that makes the job fit, as a sentence.
+@dataclass(frozen=True)
+class Combination:
+    """Changes of a request, and the choice that then needs the least.
+
+    Attributes:
+        levels: what is changed -> how far; a combination that changes more, or further, is not proposed beside it.
+        texts: the changes, as a command line takes them.
+    """
+
+    levels: dict[str, int]
+    texts: list[str]
+    request: object
+    choice: Choice
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The number of changes, and how far they go: the sort key."""
+        return len(self.levels), sum(_WEIGHTS.get(name, 1) * level for name, level in self.levels.items())
+
+    def contains(self, other: "Combination") -> bool:
+        """Whether it changes everything that the other does, as far or further."""
+        return all(self.levels.get(name, 0) >= level for name, level in other.levels.items())
+
+
+def nearest_changes(request, search, least: Choice, say: Callable[[str], None]) -> list[str]:
+    """The smallest combinations of changes that make the job fit, and smaller models, as sentences.
 
     Args:
         request: a plan.Request for which nothing fits.
+        search: its Search.
         least: the choice that needs the least memory.
         say: called with a line for each thing that takes time.
     """
     say("looking for the smallest changes that would fit")
-    directions = [iter(direction) for direction in _directions(request, least)]
-    found: dict[int, str] = {}
+    combinations = sorted(_Combinations(request, search.sketch, least, say).fitting(), key=lambda one: one.size)
+    sentences: dict[int, str] = {}
+    tried: dict[int, Combination] = {}
     for _ in range(_ROUNDS):
-        tried = {
-            number: job
-            for number, direction in enumerate(directions)
-            if number not in found and (job := _next_job(direction))
-        }
-        estimates = estimate_jobs([job for _, job in tried.values()], on_all_cores)
-        for (number, (text, _)), estimate in zip(tried.items(), estimates, strict=True):
-            if not isinstance(estimate, InputError) and estimate.device_bytes <= request.memory_budget:
-                host = f", {gib(estimate.host_bytes)} of host memory" if "offload" in text else ""
-                found[number] = f"{text}: {gib(estimate.device_bytes)}{host}"
-    return [found[number] for number in sorted(found)]
+        standing = [one for one in combinations if id(one) not in tried or id(one) in sentences]
+        smallest = [one for one in standing if not any(one is not other and one.contains(other) for other in standing)]
+        new = [one for one in smallest[:_PROPOSED] if id(one) not in tried]
+        tried |= {id(one): one for one in new}
+        for one, text in zip(new, _confirmed(new), strict=True):
+            if text:
+                sentences[id(one)] = text
+        if not new:
+            break
+    found = [sentences[id(one)] for one in combinations if id(one) in sentences]
+    return found[:_PROPOSED] + _smaller_models(request, least)
 
 
-def _next_job(direction: Iterator[tuple]) -> tuple[str, Job] | None:
-    """The next change of a direction that may be, and its job."""
-    for text, changed, choice in direction:
+def _confirmed(combinations: list[Combination]) -> list[str | None]:
+    """Each as a sentence with its estimate; None where that does not fit after all."""
+    jobs = []
+    for one in combinations:
         try:
-            return text, changed.job(choice)
+            jobs.append(one.request.job(one.choice))
         except InputError:
-            continue
-    return None
+            jobs.append(None)
+    estimates = iter(estimate_jobs([job for job in jobs if job], on_all_cores))
+    by_job = [next(estimates) if job else None for job in jobs]
+    return [_sentence(one, estimate) for one, estimate in zip(combinations, by_job, strict=True)]
 
 
-def _directions(request, least: Choice) -> Iterator[list[tuple]]:
-    """Lists of (what would change, the request, the choice), the nearest first."""
-    hardware = request.preset.hardware
-    job = JobFacts(setup=least.configured(request.preset).setup(), discrete_memory=hardware.memory_apart)
-    if settings := BF16_WEIGHTS.settings_for(job):
-        text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
-        preset = replace(request.preset, **settings)
-        yield [(text, replace(request, preset=preset), replace(least, **settings))]
-    alone = replace(job, setup=replace(job.setup, strategy="none", offload="none"))  # the engine follows the method
-    methods = proposals(alone, (LORA, QLORA))
-    yield [(change.label, *_with_method(request, least, settings["method"])) for change, settings in methods]
-    if request.more.get("video") is None:
-        lengths = [request.seq_len // 2**power for power in range(1, 6) if request.seq_len // 2**power >= _SHORTEST]
-        yield [(f"--seq-len {length}", replace(request, seq_len=length), least) for length in lengths]
-    elif video := request.more["video"].halved():
-        yield [(f"max_frames={video.frames}", replace(request, more={**request.more, "video": video}), least)]
-    yield [
-        (f"{name} instead", replace(request, model=name, config=load_config(name)), least)
-        for name in _smaller(request)
+def _sentence(one: Combination, estimate) -> str | None:
+    request, texts = one.request, list(one.texts)
+    if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > request.memory_budget:
+        return None
+    if "host" in one.levels:
+        texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
+    elif one.choice.offloads and request.host_memory and estimate.host_bytes > request.host_memory.bytes:
+        return None
+    host = f", {gib(estimate.host_bytes)} of host memory" if one.choice.offloads else ""
+    return f"{' and '.join(texts)}: {gib(estimate.device_bytes)}{host}"
+
+
+@dataclass
+class _Combinations:
+    """All combinations of changes whose sketches fit.
+
+    Attributes:
+        request: for which nothing fits.
+        sketch: of the request.
+        least: the choice that needs the least memory.
+        say: called with a line for each thing that takes time.
+    """
+
+    request: object
+    sketch: Sketch
+    least: Choice
+    say: Callable[[str], None]
+    _sketches: dict[tuple, Sketch] = field(default_factory=dict)
+
+    def fitting(self) -> Iterator[Combination]:
+        for levels, texts, variant in self._methods():
+            for times in _DEVICES:
+                if (larger := _on_devices(variant, times)) is None:
+                    continue
+                further = levels | ({"devices": times.bit_length() - 1} if times > 1 else {})
+                choices, sketch = self._sketched(larger)
+                for share in _LENGTHS:
+                    shorter = further | ({"length": share.bit_length() - 1} if share > 1 else {})
+                    if (share == 1 or self._may_shorten(share)) and len(shorter) <= _MOST_CHANGES:
+                        yield from self._with_length(shorter, texts, larger, share, (choices, sketch))
+
+    def _with_length(self, levels, texts: list[str], variant, share: int, sketched) -> Iterator[Combination]:
+        """The combination with samples so many times shorter; where only that helps, with more host memory."""
+        choices, sketch = sketched
+        length = self.request.seq_len // share
+        changed = replace(variant, seq_len=length)
+        fitting = [one for one in choices if sketch.device_bytes(one, 1 / share)[0] <= variant.memory_budget]
+        if share > 1:
+            texts = [*texts, f"--seq-len {length}"]
+        host = self.request.host_memory
+        enough = [one for one in fitting if host is None or not one.offloads or sketch.host_bytes(one) <= host.bytes]
+        if levels and (allowed := self._same_strategy(enough)):
+            choice = min(allowed, key=lambda one: (one.complexities, sketch.device_bytes(one, 1 / share)[0]))
+            yield Combination(levels, _texts(texts, self.request, changed, choice), changed, choice)
+        elif enough and self.request.preset.strategy != "none":
+            choice = min(enough, key=lambda one: (one.complexities, sketch.device_bytes(one, 1 / share)[0]))
+            yield Combination(levels | {"strategy": 1}, _texts(texts, self.request, changed, choice), changed, choice)
+        elif allowed := self._same_strategy(fitting):
+            choice = min(allowed, key=lambda one: (sketch.host_bytes(one), one.levers))
+            yield Combination(levels | {"host": 1}, _texts(texts, self.request, changed, choice), changed, choice)
+
+    def _same_strategy(self, choices: list[Choice]) -> list[Choice]:
+        fixed = self.request.preset.strategy
+        return choices if fixed == "none" else [choice for choice in choices if choice.strategy == fixed]
+
+    def _methods(self) -> Iterator[tuple[dict[str, int], list[str], object]]:
+        """The request, with weights in 16 bits, and with smaller methods: levels, texts, request."""
+        request = self.request
+        yield {}, [], request
+        hardware = request.preset.hardware
+        setup = replace(self.least.configured(request.preset).setup(), strategy="none", offload="none")
+        job = JobFacts(setup=setup, discrete_memory=hardware.memory_apart)
+        if request.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
+            text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
+            yield {"dtype": 1}, [text], replace(request, preset=replace(request.preset, **settings))
+        for change, settings in proposals(job, (LORA, QLORA)):
+            try:
+                preset = preset_of(hardware.name, settings["method"])
+            except InputError:  # a device that the catalog lacks
+                continue
+            preset = replace(preset, hardware=hardware, processes=request.preset.processes)
+            level = METHODS.index(settings["method"]) - METHODS.index(request.preset.method)
+            fields = {name: value for name, value in request.fields.items() if name != "optim"}
+            yield {"method": level}, [change.label], replace(request, preset=preset, fields=fields)
+
+    def _may_shorten(self, share: int) -> bool:
+        return self.request.more.get("video") is None and self.request.seq_len // share >= _SHORTEST
+
+    def _sketched(self, variant) -> tuple[list[Choice], Sketch]:
+        """The choices with one sample a micro-batch, and their sketch."""
+        preset = variant.preset
+        fields = {name: value for name, value in variant.fields.items() if name != "gradient_accumulation_steps"}
+        choices = replace(variant, fields={"per_device_train_batch_size": 1, **fields}).choices()
+        if variant.preset.strategy != "none":  # others may be what fits
+            opened = replace(
+                variant, preset=replace(preset, strategy="none"), fields={"per_device_train_batch_size": 1, **fields}
+            )
+            choices += [choice for choice in opened.choices() if choice.strategy != preset.strategy]
+        # Engines compute with 16-bit weights, one device with what its preset loads.
+        key = preset.method, preset.dtype == "float32" and preset.processes == 1
+        if variant is self.request:
+            self._sketches[key] = self.sketch
+        if key not in self._sketches and choices:
+            self.say(f"tracing {preset.method} training")
+            jobs = variant.baselines(choices)
+            self._sketches[key] = sketch_of(jobs, traced_jobs(jobs))
+        sketch = self._sketches.get(key, self.sketch)
+        return choices, replace(sketch, job=replace(sketch.job, world_size=preset.processes))
+
+
+def _on_devices(request, times: int):
+    """The request on so many times as many devices; None where they have no link."""
+    preset = request.preset
+    if times == 1:
+        return request
+    if not preset.hardware.peer_link:
+        return None
+    devices = times * preset.processes
+    batch = -(-request.effective_batch_size // devices) * devices
+    return replace(request, preset=replace(preset, processes=devices), effective_batch_size=batch)
+
+
+def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
+    """The changes of a combination with its devices and its strategy."""
+    preset, fixed = after.preset, before.preset.strategy
+    if preset.processes > before.preset.processes:
+        return [*texts, f"{preset.processes} × {preset.hardware.label}, strategy {choice.strategy}"]
+    return [*texts, f"--strategy {choice.strategy}"] if fixed not in ("none", choice.strategy) else texts
+
+
+def _smaller_models(request, least: Choice) -> list[str]:
+    """The largest smaller model of the family that fits; of a model without weights the nearest smaller sizes."""
+    directions = [
+        [(f"{name} instead", replace(request, model=name, config=load_config(name))) for name in _smaller(request)]
     ]
     if request.preset.method == "full" and is_from_scratch(request.config):
-        for direction in smaller_sizes(request.config):
-            yield [(_as_config(sizes), _of_sizes(request, sizes), least) for sizes in direction]
-    yield list(_on_more_devices(request, least))
-    if request.preset.processes > 1 and (settings := ZERO3_OFFLOAD.settings_for(job)):
-        yield [(ZERO3_OFFLOAD.label, request, _plain(least, settings["strategy"]))]
+        for sizes in smaller_sizes(request.config):
+            directions.append([(_as_config(one), _of_sizes(request, one)) for one in sizes])
+    if (video := request.more.get("video")) and (fewer := video.halved()):
+        text = f"max_frames={fewer.frames}"
+        directions.append([(text, replace(request, more={**request.more, "video": fewer}))])
+    found: dict[int, str] = {}
+    for step in range(_ROUNDS):
+        pending = {place: one[step] for place, one in enumerate(directions) if place not in found and step < len(one)}
+        texts = _confirmed([Combination({}, [text], changed, least) for text, changed in pending.values()])
+        found |= {place: text for place, text in zip(pending, texts, strict=True) if text}
+    return [found[place] for place in sorted(found)]
 
 
 def _as_config(sizes: dict[str, int]) -> str:
@@ -89,32 +248,6 @@ def _as_config(sizes: dict[str, int]) -> str:
 
 def _of_sizes(request, sizes: dict[str, int]):
     return replace(request, config=with_sizes(request.config, sizes))
-
-
-def _with_method(request, least: Choice, method: str):
-    single = preset_of(request.preset.hardware.name, method)
-    preset = replace(single, processes=request.preset.processes)
-    dtype, optim = preset.dtype, preset.training.get("optim", least.optim)
-    strategy = "zero2" if method == "qlora" and least.strategy.startswith("zero3") else least.strategy
-    choice = replace(_plain(least, strategy), dtype=dtype, optim=optim)
-    return replace(request, preset=preset), choice
-
-
-def _plain(least: Choice, strategy: str) -> Choice:
-    """The choice under another engine, with what every engine takes."""
-    optim = "adamw_torch" if "offload" in strategy else "adamw_torch_fused" if "8bit" in least.optim else least.optim
-    dtype = "bfloat16" if strategy.startswith("zero") or strategy == "fsdp2" else least.dtype
-    return replace(
-        least,
-        strategy=strategy,
-        checkpointed=1.0,
-        compressed=False,
-        activations_offloaded=False,
-        inputs_offloaded=False,
-        optimizer_offloaded=False,
-        optim=optim,
-        dtype=dtype,
-    )
 
 
 def _smaller(request) -> list[str]:
@@ -135,17 +268,3 @@ def _weights(config) -> int:
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     layers = getattr(text, "num_hidden_layers", 0)
     return layers * width * (4 * width + 3 * inner * experts) + text.vocab_size * width
-
-
-def _on_more_devices(request, least: Choice) -> Iterator[tuple]:
-    preset = request.preset
-    if not preset.hardware.peer_link:
-        return
-    strategy = "zero2" if preset.method == "qlora" else "zero3"
-    for devices in _MORE_DEVICES:
-        if devices <= preset.processes or devices > 8 * preset.processes:
-            continue
-        batch = -(-request.effective_batch_size // devices) * devices
-        changed = replace(request, preset=replace(preset, processes=devices), effective_batch_size=batch)
-        choice = replace(_plain(least, strategy), micro_batch=1, accumulation=batch // devices)
-        yield f"{devices} × {preset.hardware.label}, strategy {strategy}", changed, choice

@@ -1,23 +1,28 @@
 """plan(): the fastest settings that fit, for four profiles from safe to maximum."""
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.job import Job, longest_sample
 from hf_memopt.estimator.overheads import measured_memory
 from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.model import infer_task
-from hf_memopt.field_values import fit, hints_of
+from hf_memopt.estimator.throughput import speed_note
+from hf_memopt.estimator.tracing.model import resolve_dtype
+from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.field_values import check_value, fit, hints_of
+from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
+from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
-from hf_memopt.planner.cost import speed_note
 from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
@@ -25,9 +30,11 @@ from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.units import GIB, gib
 
-# Host memory for each device by default: 2 TB for eight (NVIDIA DGX A100 and H100 user guides), and of a desktop's
-# 64 GiB what its other programs leave.
-_DEFAULT_HOST_MEMORY = {True: 256 * GIB, False: 48 * GIB}
+# Whose batches are counted in tokens, as the recipes' are.
+_PLANNED_TASKS = (
+    *("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification"),
+    *("token-classification", "question-answering", "multiple-choice"),
+)
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -42,6 +49,7 @@ class Rung:
         preset: all settings, as a Preset.
         memory_args: the memory features, and the monitor's thresholds.
         estimate: of exactly these settings.
+        seconds: of an optimizer step, by the sketch that choices are ranked by.
         relative_speed: predicted, 1.0 for the fastest profile.
     """
 
@@ -51,20 +59,18 @@ class Rung:
     preset: Preset
     memory_args: MemoryArguments
     estimate: Estimate
+    seconds: float
     relative_speed: float
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The estimate's, of all devices together; None where the device's speed is unknown."""
+        return self.estimate.tokens_per_second
 
     @property
     def summary(self) -> str:
         """The settings in one line."""
         return summarize(self.choice)
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Settings that do not fit or work, and why."""
-
-    settings: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Request:
         memory_args: the user's MemoryArguments.
         more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, …
         quantization: makes the BitsAndBytesConfig of a preset; None for the preset's own.
-        host_memory: bytes of host memory that one process may use; None where unknown.
+        host_memory: what one process may use on the host; None where unknown.
     """
 
     model: Any
@@ -92,7 +98,7 @@ class Request:
     memory_args: MemoryArguments = field(default_factory=MemoryArguments)
     more: dict[str, Any] = field(default_factory=dict)
     quantization: Callable[[Preset], Any] | None = None
-    host_memory: int | None = None
+    host_memory: HostMemory | None = None
 
     @property
     def memory_budget(self) -> int:
@@ -119,6 +125,15 @@ class Request:
 
     def search(self, say: Callable[[str], None]) -> Search | None:
         """The search over all choices; None where compatibility leaves none."""
+        choices = self.choices()
+        if not choices:
+            return None
+        say(f"tracing {self.preset.method} training with and without activation checkpointing")
+        jobs = self.baselines(choices)
+        return Search(choices, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
+
+    def choices(self) -> list[Choice]:
+        """Every combination of settings that compatibility accepts."""
         space = SearchSpace(
             preset=self.preset,
             config=self.config,
@@ -128,9 +143,10 @@ class Request:
             task=self.more.get("task") or infer_task(self.config),
             fixed=self.fields,
         )
-        choices = list(space.choices())
-        if not choices:
-            return None
+        return list(space.choices())
+
+    def baselines(self, choices: list[Choice]) -> list[Job]:
+        """The jobs whose traces a sketch of all choices follows from."""
         # Engines compute with 16-bit weights; with others, autocast's copies of 32-bit weights count as activations.
         plain = min(choices, key=lambda choice: (choice.strategy == "ddp", choice.levers))
 
@@ -144,9 +160,7 @@ class Request:
             kept = {name: value for name, value in job.fields.items() if name not in dropped}
             return dataclasses.replace(job, fields={**kept, **checkpointing})
 
-        say(f"tracing {self.preset.method} training with and without activation checkpointing")
-        jobs = baselines(build)
-        return Search(choices, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
+        return baselines(build, any(choice.checkpointed for choice in choices))
 
 
 @dataclass(frozen=True)
@@ -159,6 +173,9 @@ class Plan:
         rejected: methods and kinds of settings that do not fit, with reasons.
         missing_bytes: where nothing fits, what the smallest settings lack, of the device or else of the host.
         nearest: where nothing fits, changes that would make it fit.
+        plain: what the balanced profile (or the safest) would be with every layer checkpointed, without host memory
+            and rounding; None where it is so.
+        methods: with method "any", the settings of each method that fits, the planned one among them.
     """
 
     request: Request
@@ -166,6 +183,8 @@ class Plan:
     rejected: list[Rejected]
     missing_bytes: int | None = None
     nearest: list[str] = field(default_factory=list)
+    plain: Alternative | None = None
+    methods: list[Alternative] = field(default_factory=list)
 
     def __iter__(self):
         return iter(self.ladder)
@@ -181,17 +200,21 @@ class Plan:
         """The plan as one JSON object."""
         from hf_memopt.planner.launch import as_dict
 
+        host = self.request.host_memory
         return {
             "model": str(self.request.model),
             "method": self.request.preset.method,
             "hardware": self.request.preset.hardware.name,
             "devices": self.request.preset.processes,
             "usable_bytes": self.request.memory,
-            "usable_host_bytes": self.request.host_memory,
+            "usable_host_bytes": host and host.bytes,
+            "host_memory_source": host and host.source,
             "effective_batch_size": self.request.effective_batch_size,
             "seq_len": self.request.seq_len,
             "ladder": [as_dict(self.request, rung) for rung in self.ladder],
             "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
+            "plain": self.plain and self.plain.to_dict(),
+            "methods": [method.to_dict() for method in self.methods],
             "missing_bytes": self.missing_bytes,
             "nearest": self.nearest,
             "notes": self.notes,
@@ -209,7 +232,7 @@ def plan(
     training: dict | None = None,
     lora: dict | None = None,
     memory_args: MemoryArguments | None = None,
-    quantization=None,
+    quantization: Callable | None = None,
     host_memory: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     **more,
@@ -222,14 +245,15 @@ def plan(
             Preset of the method.
         effective_batch_size: samples per optimizer step over all devices; by default the preset's.
         seq_len: tokens per sample; by default the preset's, within the model's positions.
-        method: full, lora or qlora; any takes the first of them that fits.
+        method: full, lora or qlora; any takes the first of them that fits without host memory, else the first that
+            fits, and sketches the others that fit.
         strategy: how several devices train together; by default the fastest that fits.
         memory: bytes of each device that may be used; by default all of it.
         training, lora: TrainingArguments and LoraConfig fields that the plan keeps.
         memory_args: MemoryArguments that the plan keeps.
         quantization: makes the BitsAndBytesConfig of a preset.
-        host_memory: bytes of host memory that one process may use; by default (assumed) 48 GiB, and 256 GiB for a
-            device with more than 36 GiB.
+        host_memory: bytes of host memory that one process may use; by default what is free on this machine
+            (hardware="auto"), or what a small box with the device has.
         say: called with a line for each thing that takes time.
         more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, dtype,
             padded, packed.
@@ -237,71 +261,164 @@ def plan(
     Raises:
         InputError: unknown names, or a batch that the devices cannot share.
     """
-    if method not in (*METHODS, "any"):
-        raise choose("method", method, [*METHODS, "any"])
-    if lora and method == "full":
-        raise InputError("lora.* applies to method=lora only, and to its 4-bit form qlora")
-    question = _Question(
-        model=model,
-        config=load_config(model),
+    _check_types(locals())
+    question = ask(
+        model,
+        method,
+        training=training,
+        lora=lora,
+        memory_args=memory_args,
+        more=more,
         hardware=hardware,
         strategy=strategy,
-        dtype=more.pop("dtype", None),
         effective_batch_size=effective_batch_size,
         seq_len=seq_len,
         memory=memory,
-        fields=training or {},
-        lora=lora or {},
-        memory_args=memory_args or MemoryArguments(),
-        more=more,
         quantization=quantization,
         host_memory=host_memory,
     )
     return _answer(question, METHODS if method == "any" else (method,), say)
 
 
-def _answer(question: "_Question", methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
-    """The plan of the first method that fits, or what is missing for the last."""
+def ask(model, method: str, *, training=None, lora=None, memory_args=None, more=None, **settings) -> "Question":
+    """plan()'s arguments as a question.
+
+    Args:
+        settings: the fields of Question that are not derived here.
+
+    Raises:
+        InputError: an unknown model or method.
+    """
+    if method not in (*METHODS, "any"):
+        raise choose("method", method, [*METHODS, "any"])
+    if lora and method == "full":
+        raise InputError("lora.* applies to method=lora only, and to its 4-bit form qlora")
+    config, more = load_config(model), dict(more or {})
+    dtype = more.pop("dtype", None)
+    return Question(
+        model=model,
+        config=config,
+        dtype=resolve_dtype(config, dtype) if dtype else None,
+        fields=training or {},
+        lora=lora or {},
+        memory_args=memory_args or MemoryArguments(),
+        more=more,
+        **settings,
+    )
+
+
+def _check_types(arguments: dict[str, Any]) -> None:
+    """Compare plan()'s arguments with its annotations."""
+    for name, hint in typing.get_type_hints(plan).items():
+        if name in arguments:
+            check_value(name, hint, arguments[name])
+
+
+def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
+    """The plan of the first method that fits without host memory, else of the first that fits, or what is missing."""
     rejected: list[Rejected] = []
+    searches: dict[str, tuple[Request, Search | None]] = {}
+    ladders: dict[str, list[Rung]] = {}
     for method in methods:
         request = question.for_method(method)
-        search = request.search(say)
-        if rungs := _ladder(request, search) if search else []:
-            return Plan(request, rungs, rejected + list(_left_out(request, search, [rung.choice for rung in rungs])))
-        least = search.smallest() if search else None
-        rejected.append(_too_large(request, search, least))
+        if method != methods[-1] and (reason := _far_too_large(request)):
+            rejected.append(reason)
+            searches[method] = request, None
+            continue
+        search = request.search(_numbered(say, method, methods))
+        searches[method] = request, search
+        if ladder := _ladder(request, search) if search else []:
+            ladders[method] = ladder
+            if not usual_profile(ladder).choice.offloads:
+                break
+        else:
+            rejected.append(_too_large(request, search, search.smallest() if search else None))
+    if not ladders:
+        return _nothing_fits(request, search, rejected, say)
+    without_host = (method for method, rungs in ladders.items() if not usual_profile(rungs).choice.offloads)
+    method = next(without_host, next(iter(ladders)))
+    (request, search), ladder = searches[method], ladders[method]
+    rung = usual_profile(ladder)
+    rejected += [*_safe_left_out(ladder), *left_out(request, search, [rung.choice for rung in ladder])]
+    plain = plain_alternative(request, search, rung)
+    beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
+    return Plan(request, ladder, rejected, plain=plain, methods=beside)
+
+
+def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...]) -> Callable[[str], None]:
+    """say() that says which of several methods it is about."""
+    if len(methods) == 1:
+        return say
+    return lambda text: say(f"method {methods.index(method) + 1} of {len(methods)}: {text}")
+
+
+def _nothing_fits(request: Request, search: Search | None, rejected: list[Rejected], say) -> Plan:
+    least = search.smallest() if search else None
     if least is None:
         return Plan(request, [], rejected)
     estimate, budget = search.found[least], request.memory_budget
     if estimate.device_bytes <= budget:
         wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
-        return Plan(request, [], rejected, estimate.host_bytes - request.host_memory, [wanted])
-    return Plan(request, [], rejected, estimate.device_bytes - budget, nearest_changes(request, least, say))
+        return Plan(request, [], rejected, estimate.host_bytes - request.host_memory.bytes, [wanted])
+    return Plan(request, [], rejected, estimate.device_bytes - budget, nearest_changes(request, search, least, say))
+
+
+def usual_profile(ladder: list[Rung]) -> Rung:
+    """The balanced profile, or the safest that fits."""
+    return next((rung for rung in ladder if rung.name == "balanced"), ladder[0])
+
+
+def _safe_left_out(ladder: list[Rung]) -> list[Rejected]:
+    """Why there is no safe profile, or why it depends on the host."""
+    if ladder[0].name != "safe":
+        share = RUNGS["safe"][1]
+        return [Rejected("safe", f"nothing fits {share:.0%} without host memory, which a safe profile does not need")]
+    if ladder[0].choice.offloads:
+        return [Rejected("safe without host memory", "nothing fits: every profile depends on host memory")]
+    return []
+
+
+def _methods(question: "Question", methods, searches, rung: Rung, say) -> list[Alternative]:
+    """Every method that fits the memory of a profile, with its settings; by sketches but for the profile's own."""
+    beside = []
+    for method in methods:
+        if method not in searches:
+            try:
+                request = question.for_method(method)
+                searches[method] = request, request.search(_numbered(say, method, methods))
+            except InputError:  # the plan stands without it, as without 4 bits where there are no kernels for them
+                continue
+        if alternative := method_alternative(*searches[method], rung):
+            beside.append(alternative)
+    return beside
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Question:
+class Question:
     """plan()'s arguments, before a method is chosen; None stands for the preset's or the device's."""
 
     model: Any
     config: Any
     hardware: str | Preset
-    strategy: str | None
     dtype: str | None
-    effective_batch_size: int | None
-    seq_len: int | None
-    memory: int | None
     fields: dict[str, Any]
     lora: dict[str, Any]
     memory_args: MemoryArguments
     more: dict[str, Any]
-    quantization: Callable[[Preset], Any] | None
-    host_memory: int | None
+    effective_batch_size: int | None = None
+    seq_len: int | None = None
+    strategy: str | None = None
+    memory: int | None = None
+    quantization: Callable[[Preset], Any] | None = None
+    host_memory: int | None = None
 
     def for_method(self, method: str) -> Request:
         """The request of one method, checked."""
         from transformers import TrainingArguments
 
+        task = self.more.get("task") or infer_task(self.config)
+        if task not in _PLANNED_TASKS:
+            raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
         preset = preset_of(self.hardware, method, self.strategy)
         if self.dtype:
             preset = replace(preset, dtype=self.dtype)
@@ -310,16 +427,18 @@ class _Question:
         memory = preset.hardware.memory if self.memory is None else self.memory
         if memory <= 0:
             raise InputError(f"memory={memory} must be above 0 bytes")
-        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        host_memory = self.host_memory
-        if host_memory is None:
-            host_memory = _DEFAULT_HOST_MEMORY[preset.hardware.is_large]
+        if self.host_memory is not None:
+            host_memory = HostMemory(self.host_memory, "--host-memory", assumed=False)
+        elif self.hardware == "auto" and preset.hardware.memory_apart:
+            host_memory = own_host_memory(preset.processes)
+        else:
+            host_memory = assumed_host_memory(preset.hardware)
         return Request(
             model=self.model,
             config=self.config,
             preset=preset,
             memory=memory,
-            seq_len=self.seq_len or min(preset.seq_len, positions or preset.seq_len),
+            seq_len=self.seq_len or longest_sample(self.config, preset.seq_len),
             effective_batch_size=batch,
             fields=fields,
             lora=self.lora,
@@ -372,72 +491,43 @@ def _ladder(request: Request, search: Search) -> list[Rung]:
                 choice.configured(request.preset),
                 memory_args,
                 search.found[choice],
+                search.seconds[choice],
                 fastest / search.seconds[choice],
             )
         )
     return rungs
 
 
+_METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+def _far_too_large(request: Request) -> Rejected | None:
+    """Why a method need not be searched: without a trace, what it holds for certain exceeds the device."""
+    alone = weights_alone(request)
+    if alone is None or alone[0] <= request.memory_budget:
+        return None
+    method = _METHODS[request.preset.method]
+    return Rejected(method, f"{method} needs at least {gib(alone[0])} for {alone[1]} alone, and {_budget(request)}")
+
+
+def _budget(request: Request) -> str:
+    budget = request.memory_budget
+    return f"{budget / request.memory:.0%} of {request.preset.hardware.label} is {gib(budget)}"
+
+
 def _too_large(request: Request, search: Search | None, least: Choice | None) -> Rejected:
     """Why a method does not fit at all."""
-    method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[request.preset.method]
+    method = _METHODS[request.preset.method]
     if least is None:
         return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
     estimate, budget = search.found[least], request.memory_budget
     if estimate.device_bytes <= budget:
         reason = (
-            f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(request.host_memory)} may be used"
+            f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(request.host_memory.bytes)} may be "
+            f"used ({request.host_memory.source})"
         )
         return Rejected(method, f"{method} needs {reason} ({summarize(least)}); --host-memory sets the limit")
     return Rejected(
         method,
-        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(least)}), and "
-        f"{budget / request.memory:.0%} of {request.preset.hardware.label} is {gib(budget)}",
+        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(least)}), and {_budget(request)}",
     )
-
-
-def _left_out(request: Request, search: Search, chosen: list[Choice]):
-    """Kinds of settings that are faster than what was chosen, or simpler, and what they would need."""
-    budget = request.memory_budget
-    families: dict[str, list[Choice]] = {}
-    for choice in search.choices:
-        for family in _families(choice):
-            families.setdefault(family, []).append(choice)
-    for family, members in families.items():
-        if any(choice in members for choice in chosen):
-            continue
-        fitting = [choice for choice in members if search.needs(choice) <= budget]
-        if fitting:
-            fastest = min(search.seconds[choice] for choice in chosen)
-            slower = min(search.seconds[choice] for choice in fitting) / fastest
-            yield Rejected(
-                family, f"predicted to take {slower:.2f} × the time of the fastest profile{_price(slower, fitting)}"
-            )
-        else:
-            least = min(members, key=search.needs)
-            about = "" if search.found.get(least) else "about "
-            yield Rejected(family, f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}")
-
-
-def _price(slower: float, members: list[Choice]) -> str:
-    """Why faster settings were left out nevertheless."""
-    if slower >= 1:
-        return ""
-    return ", too small a gain to depend on the host" if members[0].offloads else ", too small a gain for its rounding"
-
-
-def _families(choice: Choice) -> list[str]:
-    if choice.strategy != "none":
-        return [choice.strategy]
-    named = []
-    if not choice.levers:
-        named.append("no memory feature")
-    if not choice.checkpointed and not choice.compressed and not choice.activations_offloaded:
-        named.append("all activations kept")
-    if choice.compressed:
-        named.append("8-bit activations")
-    if choice.activations_offloaded or choice.inputs_offloaded:
-        named.append("activations in host memory")
-    if choice.optimizer_offloaded:
-        named.append("optimizer states in host memory")
-    return named

@@ -8,6 +8,7 @@ from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.sketch import Sketch
@@ -23,7 +24,8 @@ class Search:
     """Choices of one job, their sketch, and the estimates made so far.
 
     Attributes:
-        host_memory: bytes that a process may use on the host; None where that is not known.
+        host_memory: what a process may use on the host; None where that is not known. What is only assumed rules out
+            choices that offload, and not a model on its way to the device.
         found: choice -> its estimate; None where the job cannot be traced.
     """
 
@@ -31,7 +33,7 @@ class Search:
     sketch: Sketch
     build: Callable[[Choice], Job]
     say: Callable[[str], None]
-    host_memory: int | None = None
+    host_memory: HostMemory | None = None
     found: dict[Choice, Estimate | None] = field(default_factory=dict)
     _off: dict[tuple, tuple[int, int]] = field(default_factory=dict)
 
@@ -40,12 +42,20 @@ class Search:
         self.seconds = {choice: cost.step(choice) for choice in self.choices}
         self._rank = {choice: cost.rank(choice) for choice in self.choices}
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
-        if self.host_memory is not None:
-            self.choices = [one for one in self.choices if self.sketch.host_bytes(one) <= self.host_memory]
+        # With the user's own 8-bit optimizer, every choice rounds.
+        self._usual_rounding = min((choice.approximations for choice in self.choices), default=0)
         self._sketched = {choice: self.sketch.device_bytes(choice) for choice in self.choices}
+        enough = {one: self._host_suffices(one, self.sketch.host_bytes(one)) for one in self.choices}
+        self.short_of_host = [choice for choice in self.choices if not enough[choice]]
+        self.choices = [choice for choice in self.choices if enough[choice]]
 
     def ladder(self, budgets: Iterable[int]) -> list[Choice | None]:
-        """For every memory budget, in bytes, the fastest choice that fits it; None where none does."""
+        """For every memory budget, in bytes, the fastest choice that fits it; None where none does.
+
+        Args:
+            budgets: rising; the first is the safe profile's, which takes what is plain if anything plain fits, and
+                host memory only where no budget suffices without.
+        """
         budgets = list(budgets)
         picks = self._settled(budgets)
         if None in picks:  # the sketch may overestimate the choice that needs the least
@@ -53,15 +63,42 @@ class Search:
             picks = self._settled(budgets)
         return picks
 
+    def sketched(self, budget: int) -> Choice | None:
+        """The fastest choice that fits a budget, by the sketch and the estimates made so far; one that needs host
+        memory only where no other fits."""
+        return self._pick(budget, condition=lambda choice: not choice.offloads) or self._pick(budget)
+
+    def is_plain(self, choice: Choice) -> bool:
+        """Whether it neither leans on the host nor rounds more than the user's own settings do."""
+        return not choice.offloads and choice.approximations == self._usual_rounding
+
     def _settled(self, budgets: list[int]) -> list[Choice | None]:
         for _ in range(_ROUNDS):
-            picks = [self._pick(budget) for budget in budgets]
+            picks = self._picks(budgets)
             new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.found))
             if not new:
                 return picks
-            # The first estimate corrects the sketch of the others; one under an engine takes long, so it comes alone.
-            self.estimate(new if new[0].engine in ("none", "ddp") or self.found else new[-1:])
-        return [self._pick(budget, sure=True) for budget in budgets]
+            # The first estimate corrects the sketch of the others, so it comes alone.
+            self.estimate(new if self.found else new[-1:])
+        return self._picks(budgets, sure=True)
+
+    def _picks(self, budgets: list[int], sure: bool = False) -> list[Choice | None]:
+        picks = [self._safe_pick(budgets, sure), *(self._pick(budget, sure) for budget in budgets[1:])]
+        for place in range(1, len(picks)):
+            lower, pick = picks[place - 1 : place + 1]
+            # What costs complexity must be clearly faster, so without this a larger budget could be the slower one.
+            if lower is not None and (pick is None or self.seconds[pick] > self.seconds[lower]):
+                picks[place] = lower
+        return picks
+
+    def _safe_pick(self, budgets: list[int], sure: bool) -> Choice | None:
+        def without_host(choice: Choice) -> bool:
+            return not choice.offloads
+
+        for condition in (self.is_plain, without_host):
+            if choice := self._pick(budgets[0], sure, condition):
+                return choice
+        return None if self._pick(budgets[-1], sure, without_host) else self._pick(budgets[0], sure)
 
     def smallest(self) -> Choice | None:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""
@@ -78,19 +115,34 @@ class Search:
             self.estimate([choice for choice in dict.fromkeys((least, sure)) if choice not in self.found])
         return min((one for one in self.found if self.found[one]), key=self.needs, default=None)
 
-    def _pick(self, budget: int, sure: bool = False) -> Choice | None:
-        for choice in self.choices:
+    def _pick(
+        self, budget: int, sure: bool = False, condition: Callable[[Choice], bool] = lambda choice: True
+    ) -> Choice | None:
+        for choice in filter(condition, self.choices):
             if choice in self.found:
-                if self._fits(self.found[choice], budget):
+                if self.fits(choice, budget):
                     return choice
             elif not sure and self.needs(choice) <= budget * _OPTIMISM:
                 return choice
         return None
 
-    def _fits(self, estimate: Estimate | None, budget: int) -> bool:
+    def fits(self, choice: Choice, budget: int) -> bool:
+        """By its estimate, or else by its sketch."""
+        if choice not in self.found:
+            return self.needs(choice) <= budget
+        estimate = self.found[choice]
         if estimate is None or estimate.device_bytes > budget:
             return False
-        return self.host_memory is None or estimate.host_bytes <= self.host_memory
+        return self._host_suffices(choice, estimate.host_bytes)
+
+    def host_bytes(self, choice: Choice) -> int:
+        """Bytes of the host: the estimate's, or the sketch's of what is offloaded."""
+        estimate = self.found.get(choice)
+        return estimate.host_bytes if estimate else self.sketch.host_bytes(choice)
+
+    def _host_suffices(self, choice: Choice, host_bytes: int) -> bool:
+        host = self.host_memory
+        return host is None or host_bytes <= host.bytes or (host.assumed and not choice.offloads)
 
     def estimate(self, new: list[Choice]) -> None:
         """Estimate choices, on all cores, and learn how far the sketch is off.
@@ -98,8 +150,9 @@ class Search:
         Raises:
             InputError: none of several choices can be estimated: it is not the choice.
         """
-        for choice in new:
-            self.say(f"estimating {summarize(choice)}")
+        for number, choice in enumerate(new, 1):
+            of = f" {number} of {len(new)}" if len(new) > 1 else ""
+            self.say(f"estimating{of}: {summarize(choice)}")
         jobs = [self.build(choice) for choice in new]
         for choice, found in zip(new, estimate_jobs(jobs, on_all_cores), strict=True):
             self.found[choice] = None if isinstance(found, InputError) else found

@@ -96,10 +96,14 @@ class Sketch:
         """Bytes of the weights, on one device."""
         return max(peak.by_kind.get("parameters", 0) for peak in self.kept[0].peaks.values())
 
-    def device_bytes(self, choice: Choice) -> tuple[int, int]:
-        """Bytes that a choice needs on each device, and of those the ones that grow with its micro-batch."""
-        parts = [self._segment(name, choice) for name in self.kept[0].peaks]
-        fixed, moving = max(parts, key=sum)
+    def device_bytes(self, choice: Choice, length: float = 1.0) -> tuple[int, int]:
+        """Bytes that a choice needs on each device, and of those the ones that grow with its micro-batch.
+
+        Args:
+            length: of samples, relative to the job's.
+        """
+        segments = (self._segment(name, choice) for name in self.kept[0].peaks)
+        fixed, moving = max(((fixed, moving * length) for fixed, moving in segments), key=sum)
         return int(fixed + moving) + overheads.context(self.job.device), int(moving)
 
     def host_bytes(self, choice: Choice) -> int:
@@ -206,17 +210,17 @@ def _line(one: dict[str, int], two: dict[str, int], samples: int) -> dict[str, f
     return found
 
 
-def baselines(build: Callable[..., Job]) -> list[Job]:
-    """The four jobs to trace.
+def baselines(build: Callable[..., Job], checkpointing: bool = True) -> list[Job]:
+    """The four jobs to trace; two of a model without activation checkpointing.
 
     Args:
         build: makes the job of a number of samples, with all layers checkpointed or none.
     """
-    return [build(samples, checkpointed) for checkpointed in (False, True) for samples in (1, 2)]
+    return [build(samples, checkpointed) for checkpointed in (False, True)[: 1 + checkpointing] for samples in (1, 2)]
 
 
 def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:
     """The sketch from the traces of baselines()."""
     rest, layer = jobs[0].elements(trained=True)
     trained = rest + layer * count_layers(jobs[0].config)
-    return Sketch(jobs[0], (found[0], found[1]), (found[2], found[3]), trained)
+    return Sketch(jobs[0], (found[0], found[1]), (found[-2], found[-1]), trained)

@@ -24,7 +24,7 @@ from hf_memopt.estimator.training_fields import evaluates
 from hf_memopt.files import write_whole
 from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.presets import METHODS, Preset, get_preset, list_presets
+from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.video_tiers import TIERS_FILE
 from hf_memopt.units import GIB
 from hf_memopt.video.inputs import VideoInputs
@@ -284,8 +284,8 @@ def bundled_video_models() -> list[str]:
 
 def covered_presets() -> list[str]:
     """Presets that the file has rows of: those for one device whose memory is known."""
-    singles = (name for name in list_presets() if get_preset(name).processes == 1)
-    return [name for name in singles if get_preset(name).hardware.backend != "cpu"]
+    singles = (name for name in list_presets() if preset_by_name(name).processes == 1)
+    return [name for name in singles if preset_by_name(name).hardware.backend != "cpu"]
 
 
 def video_preset(preset: Preset) -> Preset:
@@ -365,7 +365,7 @@ def _rows_of(model_and_method: tuple[str, str]) -> list[dict[str, Any]]:
     rows, map_fn = [], _Remembered()
     model, method = model_and_method
     for name in covered_presets():
-        rows.append(tier_row(get_preset(name, method), model, map_fn))
+        rows.append(tier_row(preset_by_name(name, method), model, map_fn))
         print(rows[-1], flush=True)
     return rows
 

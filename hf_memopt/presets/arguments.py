@@ -15,6 +15,7 @@ from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.detection import counterpart, detect
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.environment import precision_set
+from hf_memopt.presets.trl_configs import check_config_class, preset_fields, sequences_per_sample
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +26,19 @@ OLD_NAMES = {
 }
 
 
-def build_training_arguments(preset, output_dir: str, world_size: int | None, overrides: dict[str, Any]):
+def build_training_arguments(
+    preset, output_dir: str, world_size: int | None, overrides: dict[str, Any], config_class: type | None = None
+):
     """See Preset.training_arguments."""
     preset.apply_environment()  # before anything below asks the device for its name, which starts CUDA
-    from transformers import TrainingArguments
-
-    values = resolve(preset, world_size, overrides)
+    kind = check_config_class(config_class)
+    values = resolve(preset, world_size, overrides, kind)
     _check(preset, values)
     # OSError and KeyError: of files that a field names, and of keys that are missing in them.
     kinds = (ValueError, TypeError, ImportError, OSError, KeyError, AttributeError, NotImplementedError)
     refused = as_input_error("training arguments", *kinds)
     with refused, precision_set(preset.environment):
-        args = TrainingArguments(output_dir=output_dir, **values)
+        args = kind(output_dir=output_dir, **values)
     if args.n_gpu > 1:
         raise InputError(
             f"one process sees {args.n_gpu} GPUs, which the Trainer would feed {args.n_gpu} times the batch "
@@ -45,21 +47,27 @@ def build_training_arguments(preset, output_dir: str, world_size: int | None, ov
     return args
 
 
-def resolve(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[str, Any]:
+def resolve(
+    preset, world_size: int | None, overrides: dict[str, Any], config_class: type | None = None
+) -> dict[str, Any]:
     """The TrainingArguments fields of a preset under the user's overrides; the devices need not be here.
+
+    Args:
+        config_class: TrainingArguments, or a subclass with fields of its own.
 
     Raises:
         InputError: an unknown field, or batch settings without a solution in whole numbers.
     """
-    from transformers import TrainingArguments
-
+    kind = check_config_class(config_class)
     overrides = {OLD_NAMES.get(name, name): value for name, value in overrides.items()}
-    hints = {**hints_of(TrainingArguments), "effective_batch_size": int | None}
+    hints = {**hints_of(kind), "effective_batch_size": int | None}
     for name in overrides.keys() - hints.keys():
-        raise choose("TrainingArguments field", str(name), hints.keys() - {"effective_batch_size"})
+        raise choose(f"{kind.__name__} field", str(name), hints.keys() - {"effective_batch_size"})
     overrides = fit(hints, overrides)
     _check_texts(overrides)
-    return _merge(preset, overrides) | _batch(preset, world_size, overrides)
+    micro = max(1, preset.micro_batch_size // sequences_per_sample(kind))
+    batch = _batch(dataclasses.replace(preset, micro_batch_size=micro), world_size, overrides)
+    return _merge(preset, overrides, preset_fields(preset, kind)) | batch
 
 
 def _check_texts(values: dict[str, Any]) -> None:
@@ -77,9 +85,13 @@ def _check_texts(values: dict[str, Any]) -> None:
         raise InputError("output_dir is empty: name a folder to write to")
 
 
-def _merge(preset, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The user's fields over the preset's, without those of the preset that a user's choice rules out."""
-    values = preset.fields
+def _merge(preset, overrides: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """The user's fields over the preset's, without those of the preset that a user's choice rules out.
+
+    Args:
+        usual: fields that the preset overrides.
+    """
+    values = {**usual, **preset.fields}
     if overrides.get("fp16"):
         values.pop("bf16", None)
     if overrides.get("bf16"):

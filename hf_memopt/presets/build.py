@@ -49,14 +49,16 @@ def preset_names() -> list[str]:
     return list(_table())
 
 
-def build_preset(name: str, method: str) -> Preset:
+def build_preset(name: str, method: str, hardware: Hardware | None = None) -> Preset:
     """The preset of a name in the table.
 
     Args:
         method: full | lora | qlora.
+        hardware: a device that gets the row's sizes with its own precision, optimizer and environment; by default the
+            row's device.
     """
     row = _Row(**_resolve(name, method))
-    hardware = get_hardware(row.hardware)
+    hardware = hardware or get_hardware(row.hardware)
     training = {**_device_defaults(hardware, method), **row.training}
     if not training.get("activation_checkpointing"):
         training.pop("activation_checkpointing_kwargs", None)
@@ -98,7 +100,7 @@ def _device_defaults(hardware: Hardware, method: str) -> dict[str, Any]:
     training |= _precision(hardware)
     training |= _LOADER
     if hardware.backend == "cuda":
-        capability = float(hardware.architecture)
+        capability = hardware.capability
         if capability >= 8.0:
             training["tf32"] = True
         # Hopper and later: enough compute for the compiler to matter, and the memory for its warm-up.
@@ -115,7 +117,8 @@ def _optimizer(hardware: Hardware, method: str) -> str:
     """8-bit states where they matter and work; LoRA's states are too few to matter."""
     if hardware.backend == "mps":
         return "adamw_torch"  # bitsandbytes has no optimizer kernel for MPS
-    # Published bitsandbytes builds name RDNA 3 and CDNA; RDNA 2 (gfx1031) is not among them.
+    # bitsandbytes' builds have RDNA 2 (gfx103x) for ROCm 7.14 alone (0.50, docs/source/installation.mdx), and how this
+    # machine's ROCm is numbered is not known before torch is imported.
     if method == "lora" or hardware.architecture.startswith("gfx103"):
         return "adamw_torch_fused"
     if method == "qlora":

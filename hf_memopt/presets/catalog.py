@@ -8,6 +8,7 @@ from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
+from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.presets.accelerate_config import deepspeed_files
@@ -30,10 +31,11 @@ def strategies() -> list[str]:
 
 
 def get_preset(name: str, method: str = "full", strategy: str | None = None, precision: str | None = None) -> Preset:
-    """The settings for a kind of hardware.
+    """The settings for a kind of hardware, as this process was launched.
 
     Args:
-        name: a name from list_presets(), or "auto" for this machine's device (which imports torch).
+        name: a name from list_presets(), "auto" for this machine's device (which imports torch), or any device that
+            get_hardware() knows.
         method: full | lora | qlora.
         strategy: how several devices share the work, a name from strategies(). By default the one this process was
             launched with; outside a launcher the preset's own.
@@ -43,41 +45,118 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
     Raises:
         InputError: an unknown name, or a combination that does not work.
     """
-    if method not in METHODS:
-        raise choose("method", method, METHODS)
-    if strategy is not None and strategy not in strategies() and not is_mesh(strategy):
-        raise choose("strategy", strategy, [*strategies(), "tp8", "hsdp8"])
+    launched = "fp8" if os.environ.get(PRECISION) == "fp8" else None
+    processes = world_size() if world_size() > 1 else None
+    preset = preset_by_name(name, method, strategy or launched_strategy(), precision or launched, processes)
+    if (shared := sequence_parallel_size()) > 1:
+        preset = replace(preset, sequence_parallel=shared)
+    return preset
+
+
+def preset_by_name(
+    name: str,
+    method: str = "full",
+    strategy: str | None = None,
+    precision: str | None = None,
+    processes: int | None = None,
+) -> Preset:
+    """get_preset() for a job that is not this process's own: an estimate, a plan, exported files. The launcher's
+    environment changes nothing.
+
+    Args:
+        processes: that tpN and hsdpN share a model over; by default the preset's own number.
+    """
+    check_value("preset", str, name)
+    _check_names(method, strategy)
     if name == "auto":
         configure_allocator()  # looking at the card starts CUDA
         preset = _for_device(get_hardware("auto"), method)
     elif name in preset_names():
         preset = build_preset(name, method)
     else:
-        raise choose("preset", name, [*preset_names(), "auto"])
-    strategy = strategy or launched_strategy()
+        preset = _for_device(_device(name), method)
+    return _adapted(preset, strategy, precision, processes)
+
+
+def plain_settings(device: Hardware, method: str = "full", strategy: str | None = None) -> Preset:
+    """No preset: what TrainingArguments and from_pretrained do by themselves, on one device.
+
+    LoRA and 4-bit weights are the presets'; neither has a default that fits every model.
+
+    Args:
+        method, strategy: as for get_preset().
+    """
+    _check_names(method, strategy)
+    return Preset(
+        name="",
+        hardware=device,
+        method=method,
+        strategy=strategy or "none",
+        processes=1,
+        micro_batch_size=8,  # TrainingArguments' default
+        effective_batch_size=8,
+        seq_len=1024,  # TRL's default, SFTConfig.max_length; transformers has none
+        reference_model="",
+        meant_for="plain TrainingArguments",
+        dtype="auto",
+    )
+
+
+def _check_names(method: str, strategy: str | None) -> None:
+    check_value("method", str, method)
+    check_value("strategy", str | None, strategy)
+    if method not in METHODS:
+        raise choose("method", method, METHODS)
+    if strategy is not None and strategy not in strategies() and not is_mesh(strategy):
+        raise choose("strategy", strategy, [*strategies(), "tp8", "hsdp8"])
+
+
+def _adapted(preset: Preset, strategy: str | None, precision: str | None, processes: int | None) -> Preset:
+    """A preset under another strategy or precision.
+
+    Raises:
+        InputError: a combination that does not work.
+    """
     if strategy and strategy != preset.strategy:
         if strategy == "none" and preset.processes > 1:
-            raise InputError(f"preset {name} is for {preset.processes} devices: strategy none cannot connect them")
+            raise InputError(
+                f"preset {preset.name} is for {preset.processes} devices: strategy none cannot connect them"
+            )
         preset = with_strategy(preset, strategy)
-        if is_mesh(strategy) and world_size() > 1:
-            preset = replace(preset, processes=world_size())
+        if is_mesh(strategy) and processes:
+            preset = replace(preset, processes=processes)
         check(preset.setup())
-    if (shared := sequence_parallel_size()) > 1:
-        preset = replace(preset, sequence_parallel=shared)
     if precision not in (None, "fp8"):
         raise choose("precision", precision, ("fp8",))
-    if precision or os.environ.get(PRECISION) == "fp8":
+    if precision:
         from hf_memopt.presets.fp8 import in_fp8
 
         preset = in_fp8(preset)
     return preset
 
 
-def _for_device(device: Hardware, method: str) -> Preset:
-    """The device's own preset, or the one of the largest known device of its kind that is not larger than it."""
+def _device(name: str) -> Hardware:
+    """The device of a name that no preset has.
+
+    Raises:
+        InputError: a name that several devices have, or none: then the closest preset is named.
+    """
+    try:
+        return get_hardware(name)
+    except InputError as error:
+        if not str(error).startswith("unknown hardware"):
+            raise
+        unknown = choose("preset or hardware", name, [*preset_names(), *list_hardware(), "auto"])
+        raise InputError(
+            f"{unknown} `hf-memopt presets` lists them; another device can be described: see docs/plans.md."
+        ) from error
+
+
+def nearest_preset(device: Hardware) -> str:
+    """The preset of a device, or of the largest known one of its kind that is not larger."""
     if device.name in preset_names():
-        return replace(build_preset(device.name, method), hardware=device)
-    catalog = [get_hardware(name) for name in list_hardware() if name in preset_names()]
+        return device.name
+    catalog = [get_hardware(name) for name in preset_names() if name in list_hardware()]
     # XPU has no preset yet; its cards speak the same vocabulary as an NVIDIA card of their size.
     backend = "cuda" if device.backend == "xpu" else device.backend
     kind = [known for known in catalog if known.backend == backend]
@@ -85,7 +164,22 @@ def _for_device(device: Hardware, method: str) -> Preset:
     fitting = [known for known in alike if known.memory <= device.memory * 1.02] or [
         min(alike, key=lambda known: known.memory)
     ]
-    chosen = max(fitting, key=lambda known: known.memory)
-    logger.warning("%s has no preset of its own: using %s", device.label, chosen.name)
-    preset = replace(build_preset(chosen.name, method), hardware=device)
+    return max(fitting, key=lambda known: known.memory).name
+
+
+def _for_device(device: Hardware, method: str) -> Preset:
+    sizes = nearest_preset(device)
+    if sizes != device.name:
+        logger.warning("%s has no preset of its own: using %s's batch and length", device.label, sizes)
+    return preset_for(device, method)
+
+
+def preset_for(device: Hardware, method: str) -> Preset:
+    """The device's own preset, or its own settings with the sizes of the nearest one."""
+    sizes = nearest_preset(device)
+    if sizes == device.name:
+        return replace(build_preset(device.name, method), hardware=device)
+    name = device.name if device.name in list_hardware() else sizes  # a name that get_preset() takes
+    meant_for = f"{device.label}, with the batch, length and reference model of preset {sizes}."
+    preset = replace(build_preset(sizes, method, device), name=name, meant_for=meant_for)
     return preset if device.backend != "xpu" else retrained(preset, tf32=None, torch_compile=None)

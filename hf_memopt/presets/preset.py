@@ -110,8 +110,13 @@ class Preset:
             fields["dataloader_prefetch_factor"] = 1
         return fields
 
-    def training_arguments(self, output_dir: str, world_size: int | None = None, **overrides):
-        """A transformers.TrainingArguments for this process.
+    def training_arguments(
+        self, output_dir: str = "out", world_size: int | None = None, config_class: type | None = None, **overrides
+    ):
+        """A transformers.TrainingArguments for this process, or an instance of a subclass of it: trl.SFTConfig, ….
+
+        A subclass gets the preset's precision, activation checkpointing and length (`max_length`) in place of its own
+        defaults, and half the micro-batch where a sample is a pair of answers (DPO, reward).
 
         Accumulation follows from the effective batch and the world size. A micro-batch or accumulation that you
         override is balanced by the other; override both, or `effective_batch_size`, to change the effective batch.
@@ -120,14 +125,15 @@ class Preset:
             output_dir: where the Trainer writes.
             world_size: number of processes; by default the launcher's WORLD_SIZE, and outside a launcher the number
                 of devices that the preset is meant for.
-            overrides: any field of TrainingArguments, or effective_batch_size.
+            config_class: by default TrainingArguments.
+            overrides: any field of the class, or effective_batch_size.
 
         Raises:
             InputError: an unknown field, a combination that does not work, or a device that this machine lacks.
         """
         from hf_memopt.presets.arguments import build_training_arguments
 
-        return build_training_arguments(self, output_dir, world_size, overrides)
+        return build_training_arguments(self, output_dir, world_size, overrides, config_class)
 
     def apply_environment(self) -> None:
         """Set its environment variables that the user has not set; training_arguments() does so first of all.

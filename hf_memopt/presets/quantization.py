@@ -1,4 +1,4 @@
-"""The fields of BitsAndBytesConfig, which its constructor takes unchecked."""
+"""The fields of quantization configurations that a command line sets; BitsAndBytesConfig takes its own unchecked."""
 
 import inspect
 from typing import Any
@@ -19,6 +19,7 @@ _HINTS = {
     "bnb_4bit_quant_type": str,
     "bnb_4bit_use_double_quant": bool,
     "bnb_4bit_quant_storage": str | None,
+    "dequantize": bool,  # of the configurations of mxfp4, FP8 and compressed-tensors, while their weights are loaded
 }
 _CHOICES = {
     "bnb_4bit_compute_dtype": ("float32", "float16", "bfloat16", "float64"),
@@ -37,13 +38,27 @@ def check_quantization(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     from transformers import BitsAndBytesConfig
 
-    known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
+    known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"} | {"dequantize"}
     for key in given.keys() - known:
         raise choose("key of quantization", str(key), known)
     fitted = fit(_HINTS, given, "quantization.")
     for name, names in _CHOICES.items():
         if fitted.get(name) not in (None, *names):
             raise choose(f"quantization.{name}", fitted[name], names)
-    if not fitted.get("load_in_4bit", True) or fitted.get("load_in_8bit"):
-        raise InputError("method=qlora trains on 4-bit weights: leave quantization.load_in_4bit and load_in_8bit out")
+    if fitted.get("load_in_4bit") and fitted.get("load_in_8bit"):
+        raise InputError("quantization.load_in_4bit and quantization.load_in_8bit exclude each other: set one of them")
     return fitted
+
+
+def check_4bit(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of check_quantization() for what runs and plans on 4-bit weights alone.
+
+    Raises:
+        InputError: they ask for other weights.
+    """
+    if not fields.get("load_in_4bit", True) or fields.get("load_in_8bit") or fields.get("dequantize"):
+        raise InputError(
+            "method=qlora trains on 4-bit weights: leave quantization.load_in_4bit, load_in_8bit and dequantize out "
+            "(estimate alone knows the last two)"
+        )
+    return fields

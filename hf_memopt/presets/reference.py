@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from hf_memopt.presets.build import build_preset
 from hf_memopt.presets.preset import Preset
 from hf_memopt.units import gib
 
@@ -15,13 +16,9 @@ def reference_estimate(preset: Preset) -> dict | None:
     if not REFERENCE_FILE.is_file():
         return None
     found = json.loads(REFERENCE_FILE.read_text(encoding="utf-8"))["estimates"].get(f"{preset.name} {preset.method}")
-    return found if found and found["model"] == preset.reference_model and preset.strategy == _usual(preset) else None
-
-
-def _usual(preset: Preset) -> str:
-    from hf_memopt.presets.catalog import get_preset
-
-    return get_preset(preset.name, preset.method).strategy
+    if not found or found["model"] != preset.reference_model:
+        return None
+    return found if preset.strategy == build_preset(preset.name, preset.method).strategy else None
 
 
 def summarize(found: dict) -> str:

@@ -3,7 +3,7 @@
 from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.files import shipped, write_whole
 from hf_memopt.presets.accelerate_config import yaml_text
-from hf_memopt.presets.catalog import get_preset, list_presets
+from hf_memopt.presets.catalog import list_presets, preset_by_name
 from hf_memopt.presets.launch_script import sbatch_script
 from hf_memopt.presets.preset import Preset
 
@@ -29,7 +29,7 @@ def shipped_configs() -> dict[str, str]:
         if name in _SAME_AS_BASE:
             continue
         for strategy in _ENGINES.get(name, (None,)):
-            preset = get_preset(name, strategy=strategy)
+            preset = preset_by_name(name, strategy=strategy)
             files[config_name(preset)] = yaml_text(preset.accelerate_config(), _comment(preset))
     return files
 
@@ -38,7 +38,7 @@ def shipped_sbatch() -> dict[str, str]:
     """File name -> text of a SLURM script, run from the repository's root."""
     scripts = {}
     for name in list_presets():
-        preset = get_preset(name)
+        preset = preset_by_name(name)
         if preset.processes > 1 and name not in _SAME_AS_BASE and preset.hardware.backend != "cpu":
             words = ["recipes/sft.py", "--preset", name, "--effective_batch_size", str(preset.effective_batch_size)]
             scripts[f"{name}.sbatch"] = sbatch_script(preset, f"accelerate_configs/{config_name(preset)}", words)

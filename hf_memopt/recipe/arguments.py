@@ -10,7 +10,7 @@ from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets.arguments import OLD_NAMES
-from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.presets.quantization import check_4bit, check_quantization
 from hf_memopt.yaml_values import read_yaml, read_yaml_file
 
 _NESTED = ("lora", "quantization")
@@ -101,7 +101,12 @@ class Parsed:
     profile: dict[str, Any] = field(default_factory=dict)
 
 
-def parse(argv: list[str] | None = None, description: str = "", own: type = RecipeArguments) -> Parsed:
+def parse(
+    argv: list[str] | None = None,
+    description: str = "",
+    own: type = RecipeArguments,
+    config_class: type | None = None,
+) -> Parsed:
     """Read the command line and the file named by --config.
 
     The command line goes over the file. A default of TrainingArguments never counts as given. `--lora.KEY` and
@@ -112,20 +117,22 @@ def parse(argv: list[str] | None = None, description: str = "", own: type = Reci
         argv: without the program's name; by default sys.argv[1:].
         description: shown by --help.
         own: RecipeArguments, or a recipe's subclass of it; its `profile_of(given)` says what a profile stands for.
+        config_class: by default TrainingArguments; a field of the same name in `own` goes before its.
 
     Raises:
         InputError: an unknown or badly typed argument, an unreadable file.
     """
     from transformers import TrainingArguments
 
-    parser = _parser(description, own)
+    kind = config_class or TrainingArguments
+    parser = _parser(description, own, kind)
     argv, nested = _split_nested(sys.argv[1:] if argv is None else argv)
     with as_input_error("arguments", ValueError, TypeError, KeyError, argparse.ArgumentError):
         given, unknown = parser.parse_known_args(argv)
     actions = {action.dest: action for action in parser._actions}
     if unknown:
         raise choose("argument", unknown[0].lstrip("-").split("=")[0], actions.keys() - {"help"})
-    hints = _hints(own)
+    hints = {**hints_of(kind), **hints_of(MemoryArguments), **hints_of(own)}
     given = fit(hints, vars(given))
     if "config" in given:
         from_file = _read(given["config"], actions, hints)
@@ -135,13 +142,13 @@ def parse(argv: list[str] | None = None, description: str = "", own: type = Reci
     named = frozenset(given)
     profile = own.profile_of(given) if hasattr(own, "profile_of") else {}
     given = {**{name: value for name, value in profile.items() if name not in _BATCH}, **given}
-    training_fields = hints_of(TrainingArguments).keys()
+    training_fields = hints_of(kind).keys() - hints_of(own).keys()
     memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
     other = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
     training = {name: value for name, value in given.items() if name in training_fields}
     if given_kwargs := training.get("activation_checkpointing_kwargs"):
         training["activation_checkpointing_kwargs"] = _checkpointing_kwargs(given_kwargs)
-    quantization = check_quantization(nested.pop("quantization"))
+    quantization = check_4bit(check_quantization(nested.pop("quantization")))
     return Parsed(
         own(**other),
         MemoryArguments(**memory),
@@ -151,13 +158,6 @@ def parse(argv: list[str] | None = None, description: str = "", own: type = Reci
         given=named,
         profile=profile,
     )
-
-
-def _hints(own: type) -> dict[str, Any]:
-    """Every argument's type."""
-    from transformers import TrainingArguments
-
-    return {**hints_of(TrainingArguments), **hints_of(MemoryArguments), **hints_of(own)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -174,14 +174,15 @@ def _without_third(from_file: dict[str, Any], line: dict[str, Any]) -> dict[str,
     return {name: value for name, value in from_file.items() if name not in _BATCH or name in kept}
 
 
-def _parser(description: str, own: type) -> argparse.ArgumentParser:
-    from transformers import HfArgumentParser, TrainingArguments
+def _parser(description: str, own: type, kind: type) -> argparse.ArgumentParser:
+    from transformers import HfArgumentParser
 
     class Parser(_Parser, HfArgumentParser):
         """transformers' parser, with errors of one line."""
 
     parser = Parser(
-        [own, MemoryArguments, TrainingArguments],
+        [own, MemoryArguments, kind],
+        conflict_handler="resolve",  # TRL's classes have max_length and trust_remote_code, too
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -21,12 +21,12 @@ from hf_memopt.data.sources import load_rows
 from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
-from hf_memopt.estimator.tracing.model import infer_task
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
-from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.adapters import add_adapters, keep_differentiable
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
-from hf_memopt.presets import DTYPES, Preset, get_preset, list_presets
+from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
@@ -125,6 +125,8 @@ class RecipeDefaults:
         arguments: the recipe's own; its `prepare(job, training, parsed, own_model)` changes the job before
             TrainingArguments are built, and returns fields of them.
         padded: samples are padded, unless they are packed.
+        config_class: returns the subclass of TrainingArguments whose fields are arguments; called after the preset's
+            environment is set.
     """
 
     description: str = ""
@@ -135,6 +137,7 @@ class RecipeDefaults:
     scratch: bool = False
     arguments: type = RecipeArguments
     padded: bool = False
+    config_class: Callable[[], type] | None = None
 
 
 def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
@@ -154,7 +157,8 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     """
     argv = sys.argv[1:] if argv is None else argv
     _set_named_presets_environment(argv)
-    parsed = parse(argv, defaults.description, defaults.arguments)
+    config_class = defaults.config_class() if defaults.config_class else None
+    parsed = parse(argv, defaults.description, defaults.arguments, config_class)
     if (file := launched_config_file()) and file.is_file():
         check_config_file(file)
     own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
@@ -175,7 +179,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
         job.planned = _plan(job, training, parsed.lora, defaults.padded)
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
-    job.args = job.preset.training_arguments(world_size=world_size(), **training)
+    job.args = job.preset.training_arguments(world_size=world_size(), config_class=config_class, **training)
     _keep_token_out_of_files(job.args)
     job.profile = _profile_changes(job, parsed, unchanged)
     if job.args.device.type == "cpu" and _needs_deepspeed_now(job):
@@ -341,10 +345,10 @@ def _set_named_presets_environment(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--preset", nargs="?")
     name = parser.parse_known_args(argv)[0].preset
-    if name in list_presets():
-        get_preset(name).apply_environment()
-    else:
+    if name is None or name == "auto":
         configure_allocator()  # auto looks at the card, which starts CUDA
+    else:
+        get_preset(name).apply_environment()
 
 
 def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) -> RecipeArguments:
@@ -448,8 +452,12 @@ def _check_stream(samples, args, source: str) -> None:
         )
 
 
-def load_job_rows(job: Job, source: str, with_media: bool = False):
-    """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form."""
+def load_job_rows(job: Job, source: str, **what):
+    """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form.
+
+    Args:
+        what: with_media or pairs, as load_rows() takes them.
+    """
     recipe = job.recipe
     train, held_out, columns = load_rows(
         source,
@@ -461,7 +469,7 @@ def load_job_rows(job: Job, source: str, with_media: bool = False):
         buffer=recipe.shuffle_buffer_size,
         seed=job.args.seed,
         ignore=recipe.ignore_columns or (),
-        with_media=with_media,
+        **what,
     )
     if held_out is None:
         job.args.set_evaluate(strategy="no")
@@ -469,12 +477,13 @@ def load_job_rows(job: Job, source: str, with_media: bool = False):
     return train, held_out, columns
 
 
-def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] = ()):
+def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] = (), adapters: bool = True):
     """The model as it will be trained: dtype, attention, quantisation, adapters.
 
     Args:
         auto: transformers' class that makes it; by default AutoModelForCausalLM.
         frozen: parts of a video model that are not trained.
+        adapters: add them; a Trainer that takes a peft configuration adds its own.
 
     Raises:
         InputError: the model cannot be loaded or does not take the tokenizer.
@@ -485,8 +494,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
 
     auto = auto or AutoModelForCausalLM
     if resolve_engine(job.args).shards:
-        adapters = job.peft_config is not None
-        preflight.check(preflight.launch_of(job.args, config, infer_task(config), job.preset.dtype, adapters))
+        adapted = job.peft_config is not None
+        preflight.check(preflight.launch_of(job.args, config, infer_task(config), job.preset.dtype, adapted))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if is_mesh(job.preset.strategy):
@@ -516,4 +525,7 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
     with as_input_error("lora", ValueError, TypeError, LookupError, AttributeError, NotImplementedError, re.error):
         if frozen:
             return train_parts(model, job.peft_config, frozen)
-        return model if job.peft_config is None else add_adapters(model, job.peft_config)
+        if adapters and job.peft_config is not None:
+            return add_adapters(model, job.peft_config)
+        keep_differentiable(model)
+        return model

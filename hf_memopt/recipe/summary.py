@@ -1,7 +1,6 @@
 """What a recipe prints and writes: the job before it starts; memory, loss and samples when it ends."""
 
 import contextlib
-import copy
 import logging
 import os
 import platform
@@ -18,8 +17,10 @@ from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.files import write_json
 from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.page import size
 from hf_memopt.reports.run_report import write_run_report
@@ -79,7 +80,7 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
         rows.append(("plan", job.planned.summary))
     return [
         *rows,
-        ("engine", f"{args.parallel_mode.value}, {preset.strategy}, {args.world_size} process(es)"),
+        ("engine", f"{args.parallel_mode.value}, {_engine_label(job)}, {args.world_size} process(es)"),
         ("batch", batch),
         ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
         (
@@ -155,9 +156,10 @@ def train(job: Job, trainer, resume: str | None, estimate, show: Callable | None
 
 
 def _train(job: Job, trainer, resume: str | None, estimate) -> None:
-    from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss, PhasePeaks
+    from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss
+    from hf_memopt.recipe.phase_peaks import PhasePeaks
 
-    losses, peaks = HeldOutLoss(), PhasePeaks()
+    losses, peaks = HeldOutLoss(perplexity=trl_trainer(trainer) is None), PhasePeaks()
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
     trainer.add_callback(peaks)
@@ -195,51 +197,9 @@ def _how_to_resume(job: Job, checkpoint: str | None) -> str:
     return "; the same command continues"
 
 
-def predict(job: Job, trainer, length: int, **about):
-    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced.
-
-    Args:
-        about: further arguments of estimate(); by default what the data set's columns say.
-    """
-    from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.training_fields import read_trainer_fields
-
-    if job.preset.sequence_parallel > 1:
-        print("  memory  not predicted: sequence parallelism is not traced")
-        return None
-    if not about:
-        length, about = _longest(trainer.train_dataset, length)
-    config = copy.deepcopy(trainer.model.config)
-    quantization = config.__dict__.pop("quantization_config", None)
-    config.__dict__.pop("distributed_config", None)
-    try:
-        return estimate(
-            config,
-            read_trainer_fields(trainer),
-            length,
-            job.preset.hardware,
-            job.peft_config,
-            job.preset.dtype,
-            config._attn_implementation,
-            quantization_config=quantization,
-            world_size=job.args.world_size,
-            strategy=job.preset.strategy if job.preset.mesh else None,
-            memory_args=job.memory_args,
-            **about,
-        )
-    except Exception as error:
-        # The trace runs the model's own code, which may ask fake tensors for values. Training continues without it.
-        print(f"  memory  not predicted: {one_line(error)[:200]}")
-        return None
-
-
-def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
-    """The length of the longest sample, and how samples are laid out."""
-    columns = data.column_names or ()
-    if hasattr(data, "__len__"):
-        longest = max(map(len, data["input_ids"]))
-        length = min(length, -(-longest // 8) * 8)
-    return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}
+def _engine_label(job: Job) -> str:
+    """The engine that runs: fsdp1 under a preset whose strategy is fsdp2, where FSDP_VERSION=1 was launched."""
+    return resolve_engine(job.args, mesh=job.preset.strategy if job.preset.mesh else None).label
 
 
 def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> None:
@@ -253,11 +213,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     measured = measured_peaks()
     if peaks.bytes:  # of the first two steps, whose samples may be shorter than the longest
         measured["peak_allocated_bytes"] = peaks.bytes
-    error = {
-        name: getattr(estimated, name) / value - 1
-        for name, value in measured.items()
-        if value and getattr(estimated, name, None)
-    }
+    same_batch = predict_batch(job, trainer, estimated, peaks.batch)
     waited = trainer.data_wait_share
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -267,14 +223,16 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "command": " ".join(redact_argv(job.argv)),
         "preset": job.preset.name,
         "method": job.preset.method,
-        "strategy": job.preset.strategy,
+        "strategy": _engine_label(job),
         "settings": job.args.to_dict(),
         "memory_arguments": asdict(job.memory_args),
         "levers": job.memory_args.levers(),
         "estimate": estimated and estimated.to_dict(),
         "predicted_timeline": _thinned(estimated.timeline) if estimated else [],
         "measured": measured | {"phases": peaks.phases},
-        "relative_error": error,
+        "measured_batch": peaks.batch and peaks.batch.label,
+        "estimate_of_measured_batch": same_batch and same_batch.to_dict(),
+        "relative_error": _relative_errors(same_batch or estimated, measured),
         "data_wait_share": waited,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
@@ -283,10 +241,21 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     if hasattr(trainer.train_dataset, "bad"):
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
-    _print_table(measured, losses, estimated)
+    _print_table(measured, estimated, same_batch, peaks.batch)
+    _print_losses(losses)
     if waited is not None:
         print(f"waiting for data: {waited:.0%} of the training time")
     _write_page(job.args.output_dir)
+    _print_splits(trainer)
+
+
+def _relative_errors(estimated, measured: dict[str, int]) -> dict[str, float]:
+    """Predicted against measured, of what both have."""
+    predicted = {name: getattr(estimated, name, None) for name in measured}
+    return {name: predicted[name] / value - 1 for name, value in measured.items() if value and predicted[name]}
+
+
+def _print_splits(trainer) -> None:
     # Evaluation splits its batches too, and the event that ends a run names no size.
     sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
     if any(sizes):
@@ -358,20 +327,32 @@ def _prompt(row: dict, tokens: int = 16) -> list[int]:
     return list(row["input_ids"][: masked or tokens])
 
 
-def _print_table(measured: dict[str, int], losses: dict[int, float], estimated) -> None:
+def _print_table(measured: dict[str, int], limit, same_batch, batch: PeakBatch | None) -> None:
+    """Predicted and measured peaks.
+
+    Args:
+        limit: the Estimate of the longest samples.
+        same_batch: that of the batch whose peak was measured.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("memory of the first process", "predicted", "measured", "difference")
+    columns = ["predicted, longest"]
+    if same_batch is not None:
+        columns.append(f"predicted, {batch.label}")
+    table = Table("memory of the first process", *columns, "measured", "difference")
     for name, value in measured.items():
-        predicted = getattr(estimated, name, None)
+        predicted = [getattr(estimate, name, None) for estimate in (limit, same_batch)[: len(columns)]]
         table.add_row(
             name.removesuffix("_bytes").replace("_", " "),
-            size(predicted) if predicted else "",
+            *(size(value) if value else "" for value in predicted),
             size(value),
-            f"{predicted / value - 1:+.1%}" if predicted else "",
+            f"{predicted[-1] / value - 1:+.1%}" if predicted[-1] else "",
         )
     Console().print(table)
+
+
+def _print_losses(losses: dict[int, float]) -> None:
     if len(losses) > 1:
         first, last = min(losses), max(losses)
         print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")

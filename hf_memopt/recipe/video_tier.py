@@ -32,7 +32,7 @@ from hf_memopt.planner.video_tiers import (
     quantization,
     tier_job,
 )
-from hf_memopt.presets import METHODS, get_preset
+from hf_memopt.presets import METHODS, preset_by_name
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
 from hf_memopt.recipe.arguments import Parsed
@@ -440,7 +440,7 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
         row
         for row in rows
         if (row["model"], row["method"]) == (bundled, method)
-        and get_preset(row["preset"], method).hardware.backend == backend
+        and preset_by_name(row["preset"], method).hardware.backend == backend
     ]
     larger.sort(key=lambda row: row["capacity_bytes"])
     return found + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]

@@ -141,6 +141,14 @@ READING = objects(
     dataloader_num_workers=COUNT,
     processors=COUNT,
 )
+_ESTIMATE = objects(
+    **_PEAKS,
+    device_bytes=BYTES,
+    phase=TEXT,
+    notes=lists(TEXT),
+    breakdown=mappings(SIGNED_BYTES),
+    phases=mappings(BYTES),
+)
 REPORT = objects(
     date=TEXT,
     model=TEXT,
@@ -155,14 +163,9 @@ REPORT = objects(
         target_memory_utilization=SHARE, warning_threshold=SHARE, critical_threshold=SHARE, emergency_threshold=SHARE
     ),
     levers=mappings(ANYTHING),
-    estimate=objects(
-        **_PEAKS,
-        device_bytes=BYTES,
-        phase=TEXT,
-        notes=lists(TEXT),
-        breakdown=mappings(SIGNED_BYTES),
-        phases=mappings(BYTES),
-    ),
+    estimate=_ESTIMATE,
+    measured_batch=TEXT,
+    estimate_of_measured_batch=_ESTIMATE,
     predicted_timeline=lists(_phase_and_bytes),
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
     held_out_loss=mappings(LOSS),

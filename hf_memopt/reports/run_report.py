@@ -57,6 +57,7 @@ def run_page(run: Run) -> str:
     """The HTML page of one run."""
     report = run.report
     estimate, measured = report.get("estimate") or {}, report.get("measured", {})
+    same_batch = report.get("estimate_of_measured_batch")
     settings = report.get("settings", {})
     failed = next((event for event in run.events if event.get("event") == "out_of_memory"), None)
     capacity = report.get("hardware", {}).get("memory_bytes") or _logged_capacity(run)
@@ -86,8 +87,9 @@ def run_page(run: Run) -> str:
             )
             for reading in run.readings
         ],
-        compared=_compared(estimate, measured),
-        phases=_phases(estimate, measured),
+        compared=_compared(estimate, same_batch or {}, measured),
+        measured_batch=report.get("measured_batch") if same_batch else None,
+        phases=_phases(same_batch or estimate, measured),
         breakdown={kind: bytes for kind, bytes in estimate.get("breakdown", {}).items() if bytes},
         peak_phase=estimate.get("phase", ""),
         notes=estimate.get("notes", []),
@@ -125,7 +127,7 @@ def compare_page(runs: list[Run]) -> str:
 def figures(run: Run) -> dict[str, Any]:
     """The figures that runs are compared by: bytes, tokens a second, losses, event counts; None where unknown."""
     report, measured = run.report, run.report.get("measured", {})
-    estimate = report.get("estimate") or {}
+    estimate = report.get("estimate_of_measured_batch") or report.get("estimate") or {}
     losses = report.get("held_out_loss", {})
     tokens_per_second = speed(run)
     counts = Counter(event.get("event") for event in run.events) + run.left_out
@@ -272,15 +274,16 @@ def _note(run: Run) -> str:
     )
 
 
-def _compared(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, ...]]:
+def _compared(estimate: dict[str, Any], same_batch: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of a peak: predicted for the longest samples and for the batch that was measured, measured, difference."""
     rows = []
     for name, value in measured.items():
         if not name.endswith("_bytes"):
             continue
-        predicted = estimate.get(name)
-        difference = _signed(predicted / value - 1, 2) if predicted and value else ""
+        predicted = [estimates.get(name) for estimates in ((estimate, same_batch) if same_batch else (estimate,))]
+        difference = _signed(predicted[-1] / value - 1, 2) if predicted[-1] and value else ""
         label = name.removesuffix("_bytes").replace("_", " ")
-        rows.append((label, size(predicted) if predicted else "", size(value), difference))
+        rows.append((label, *(size(bytes) if bytes else "" for bytes in predicted), size(value), difference))
     return rows
 
 

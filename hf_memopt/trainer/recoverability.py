@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.optimizer_guard import steps_in_backward
 from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
 
@@ -48,11 +49,6 @@ def assess_recoverability(trainer) -> Recoverability:
     if reason := _why_not_split(trainer, kind):
         return Recoverability(layout, splits=False, reason=reason)
     return Recoverability(layout)
-
-
-def trl_trainer(trainer) -> type | None:
-    """The class of TRL that a trainer derives from; None where it derives from none."""
-    return next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
 
 
 def holds_whole_model(trainer) -> bool:

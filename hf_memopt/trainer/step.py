@@ -215,6 +215,8 @@ class StepRunner:
         try:
             with self._hooked_backward():
                 return step(model, micro.inputs, micro.num_items)
+        except TrainingOutOfMemory:  # generation has ended the run
+            raise
         except Exception as error:
             diagnosis, trainer = diagnose(error), self._trainer
             if diagnosis.kind is OomKind.NOT_MEMORY or not trainer.memory_args.oom_recovery:

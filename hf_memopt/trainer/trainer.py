@@ -13,12 +13,13 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.refusals import check_levers
+from hf_memopt.levers.refusals import check_levers, check_with_trl
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 from hf_memopt.oom.classify import diagnose
 from hf_memopt.oom.events import describe_event
+from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints
 from hf_memopt.trainer.combination import check_combination, check_constructor_arguments, check_start
@@ -26,6 +27,7 @@ from hf_memopt.trainer.data_loading import sequence_parallel_collator, token_bud
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
+from hf_memopt.trainer.generation import GenerationRecovery
 from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.load_states import SafeLoad
 from hf_memopt.trainer.pressure import Pressure
@@ -42,7 +44,7 @@ from hf_memopt.trainer.window import MicroBatch
 logger = logging.getLogger(__name__)
 
 
-class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeLoad, SafeCheckpoints):
+class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad, SafeCheckpoints):
     """Lets a Trainer subclass survive running out of memory: `class MyTrainer(MemoryTrainerMixin, SomeTrainer)`.
 
     Steps, schedule, optimizer, sample order and effective batch stay those of an uninterrupted run; a micro-batch that
@@ -133,6 +135,8 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeLoad, SafeCheckpoints):
         plugin = self.args.deepspeed_plugin
         stage = plugin.zero_stage if plugin else 0
         check_levers(self.memory_args, read_trainer_fields(self), self._engine(), stage, self.args.device.type)
+        if (kind := trl_trainer(self)) is not None:
+            check_with_trl(self.memory_args, kind.__name__)
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)
@@ -140,11 +144,13 @@ class MemoryTrainerMixin(EvalRecovery, SafeResume, SafeLoad, SafeCheckpoints):
             self.label_smoother = None  # the chunked loss smooths labels itself
 
     def _engine(self) -> str:
-        """none, ddp, fsdp2, mesh or deepspeed."""
+        """none, ddp, fsdp1, fsdp2, mesh or deepspeed."""
         if self.is_distributed_loading_by_transformers:
             return "mesh"
         kind = self.accelerator.distributed_type.value
-        return {"NO": "none", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}.get(kind, "ddp")
+        if kind == "FSDP":
+            return f"fsdp{self.accelerator.state.fsdp_plugin.fsdp_version}"
+        return {"NO": "none", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
 
     @property
     def batches(self) -> int:

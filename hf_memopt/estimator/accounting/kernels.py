@@ -1,50 +1,12 @@
-"""Operators on fake tensors: replacements for kernels that allocate otherwise than the real ones, and a fast path."""
+"""Operators on fake tensors: replacements for kernels that allocate otherwise than the real ones."""
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from hf_memopt.estimator.accounting.int8_kernels import find_int8_kernels
+from hf_memopt.estimator.accounting.known_values import known_value
 
 _aten = torch.ops.aten
-
-# Most operators of a step. Their outputs follow from shapes and dtypes, by torch's kernels for the meta device, which
-# for these are written in C++.
-_PLAIN = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.detach.default,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.expand.default,
-    _aten.slice.Tensor,
-    _aten.select.int,
-    _aten.permute.default,
-    _aten.mm.default,
-    _aten._to_copy.default,
-    _aten.clone.default,
-}
-_PLAIN_KEYWORDS = {"dtype", "memory_format"}
-
-
-def is_plain(func, args, kwargs) -> bool:
-    """Whether run_on_meta() can run an operator: one of _PLAIN, or a `cat` of many tensors, as engines concatenate the
-    shards of all ranks."""
-    if func in _PLAIN:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        return not (kwargs and kwargs.keys() - _PLAIN_KEYWORDS) and all(map(_has_no_value, tensors))
-    return func is _aten.cat.default and len(args[0]) > 16 and all(map(_has_no_value, args[0]))
-
-
-def _has_no_value(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cpu" and tensor.constant is None
-
-
-def run_on_meta(func, args, kwargs) -> FakeTensor:
-    """What FakeTensorMode returns for an operator, without its cache lookup, which takes several times as long as the
-    operator."""
-    first = args[0] if isinstance(args[0], FakeTensor) else args[0][0]
-    with in_kernel_invocation_manager(first.fake_mode):
-        out = func(*args, **kwargs)
-    return FakeTensor(first.fake_mode, out, first.fake_device)
 
 
 def _attention(query, key, value, *args, **kwargs):
@@ -83,26 +45,61 @@ def _grouped_mm(left, right, offs=None, bias=None, out_dtype=None):
     return torch.empty(size, dtype=out_dtype or left.dtype, device=left.device)
 
 
+def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
+    """CTC's losses and alphas, whose size follows from the longest target (ctc_loss_allocate_outputs in
+    ATen/native/LossCTC.cpp); torch 2.13 has no fake kernel for lengths in tensors."""
+    frames, samples = log_probs.shape[0], log_probs.shape[1]
+    lengths = known_value(target_lengths)
+    with unset_fake_temporarily():
+        longest = targets.shape[-1] if lengths is None else int(lengths.max())
+    losses = torch.empty(samples, dtype=log_probs.dtype, device=log_probs.device)
+    alphas = torch.empty((samples, frames, 2 * longest + 1), dtype=log_probs.dtype, device=log_probs.device)
+    return losses, alphas
+
+
+def _ctc_loss_backward(gradient, log_probs, targets, input_lengths, target_lengths, losses, alphas, *args):
+    betas = torch.empty_like(alphas)
+    result = torch.empty_like(log_probs)
+    del betas
+    return result
+
+
 # Kernels that allocate otherwise than the fake ones for the CPU. Waiting for a collective returns the tensor itself.
 ON_CPU = {
     _aten._grouped_mm.default: _grouped_mm,
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops._c10d_functional.wait_tensor.default: lambda awaited: awaited,
 }
 ON_ACCELERATOR = {**ON_CPU, _FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
 
 
+def _svd(matrix, full_matrices=False, compute_uv=True, *, driver=None):
+    """LAPACK and cuSOLVER decompose a copy of the matrix (torch's BatchLinearAlgebra.cpp, BatchLinearAlgebraLib.cpp);
+    their workspaces are not counted. GaLore's projections need it: thin, of one matrix."""
+    rows, columns = matrix.shape
+    copy = matrix.new_empty(matrix.shape)
+    rank = min(rows, columns)
+    parts = matrix.new_empty((rank, rows)).mT, matrix.new_empty(rank), matrix.new_empty((columns, rank)).mT
+    del copy
+    return parts
+
+
 def find_python_kernels(accelerator: bool) -> dict:
-    """bitsandbytes' operators that are written in Python, whose temporaries its fake kernels do not allocate.
+    """Operators whose temporaries their fake kernels do not allocate: singular values, and those of bitsandbytes that
+    are written in Python.
 
     Its 4-bit matmul dequantizes the weight first, always on the CPU and beyond a few hundred tokens on CUDA
     (_dequant_linear_fallback in bitsandbytes/backends/cuda/ops.py). Its optimizers are Python on the CPU only.
     """
+    python_kernels = {_aten._linalg_svd.default: _svd}
     try:
         from bitsandbytes.backends.cpu import ops
         from bitsandbytes.backends.default import ops as everywhere
     except ImportError:
-        return {}
-    python_kernels = {torch.ops.bitsandbytes.gemm_4bit.default: everywhere._gemm_4bit_default_impl}
+        return python_kernels
+    python_kernels[torch.ops.bitsandbytes.gemm_4bit.default] = everywhere._gemm_4bit_default_impl
+    python_kernels |= find_int8_kernels(accelerator)
     if accelerator:
         return python_kernels
     return python_kernels | {

@@ -1,7 +1,8 @@
-"""Values of fake tensors, where they follow from the batch: token ids, masks, grids of patches, positions.
+"""Values of fake tensors, where they follow from the batch: token ids, masks, labels, grids of patches, positions.
 
-Video models compute shapes from the values of their inputs: how many patches there are, where they go, how long each
-clip is. An operator whose inputs all have known values runs on these too, so that its fake output has a value.
+Models and losses compute shapes from the values of their inputs: how many patches there are, how long each clip is,
+which tokens are answers. An operator whose inputs all have known values runs on these too, so that its fake output has
+a value. Where a shape depends on an unknown value, it is the largest that the other shapes allow.
 """
 
 import torch
@@ -11,16 +12,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _MAX_ELEMENTS = 2**23  # nothing asks for the values of larger tensors, such as masks of tokens × tokens
-_CREATED_WITHOUT_VALUES = {
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.rand.default,
-    _aten.randn.default,
-}
+# Shapes seldom follow from fractions: larger ones are rotations of positions or interpolated pixels.
+_MAX_FRACTIONS = 2**16
+_CREATED_WITHOUT_VALUES = {_aten.empty.memory_format, _aten.empty_strided.default}
+_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def set_value(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -29,9 +29,20 @@ def set_value(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return fake
 
 
+def forget(changed) -> None:
+    """Drop the values of tensors that change to unknown ones."""
+    for tensor in tree_leaves(changed):
+        # A view's change is its base's too.
+        for each in (tensor, getattr(tensor, "_base", None)):
+            if isinstance(each, torch.Tensor):
+                vars(each).pop("known_value", None)
+
+
 def known_value(tensor) -> torch.Tensor | None:
     """The value of a fake tensor; None where it is not known."""
-    return getattr(tensor, "known_value", None)
+    value = getattr(tensor, "known_value", None)
+    # Engines exchange a weight's data for that of another shape.
+    return value if value is not None and value.shape == tensor.shape else None
 
 
 def known_item(tensor):
@@ -66,35 +77,75 @@ def _number(leaf):
     return known_item(leaf) if known_value(leaf) is not None and leaf.dim() == 0 else leaf
 
 
+def concerns(func, args, kwargs) -> bool:
+    """Whether run() is needed for an operator: a value is known, or the output's shape depends on values.
+
+    Of a list of tensors only the first is looked at: optimizers pass hundreds, all without values.
+    """
+    if func in SHAPED_BY_VALUES:
+        return True
+    tensors = [_first(arg) for arg in (*args, *kwargs.values())]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return not tensors or any(map(_has_value, tensors))
+
+
+def _first(arg):
+    return arg[0] if isinstance(arg, list | tuple) and arg else arg
+
+
 def run(func, args, kwargs, call):
     """An operator's fake output, with its value where the values of all inputs are known.
 
     Args:
         call: runs the operator on fake tensors.
     """
-    args = _without_zeros(func, args)
+    if _compares_with_zero(func, args):
+        return _unequal(call(*args, **kwargs))
+    args = _without_known_masks(func, args)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    known = func not in _CREATED_WITHOUT_VALUES and all(_has_value(tensor) for tensor in tensors)
-    if not known:
+    if func in _CREATED_WITHOUT_VALUES or not all(map(_has_value, tensors)):
         if func._schema.is_mutable:  # its value has changed to an unknown one
-            _forget(args[0])
-        return call(*_without_masks(func, args), **kwargs)
-    with unset_fake_temporarily():
-        values = func(*tree_map(_real, args), **tree_map(_real, kwargs))
+            forget(args[0])
+        return (
+            _LARGEST_OUTPUT[func](*args, **kwargs)
+            if func in _LARGEST_OUTPUT
+            else call(*_without_unknown_masks(func, args), **kwargs)
+        )
     try:
         out = call(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException):
-        out = tree_map(_empty_like, values)
+        values = _compute(func, args, kwargs)
+        return _with_values(tree_map(_empty_like, values), values)
+    if all(map(is_worth_knowing, _fakes(out))) and not (_RANDOM in func.tags and _is_fraction(out)):
+        return _with_values(out, _compute(func, args, kwargs))
+    if func._schema.is_mutable:
+        forget(args[0])
+    return out
+
+
+def _compute(func, args, kwargs):
+    with unset_fake_temporarily():
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+
+def _with_values(out, values):
     for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
-        if isinstance(fake, FakeTensor) and value.numel() <= _MAX_ELEMENTS:
+        if isinstance(fake, FakeTensor):
             set_value(fake, value)
     return out
 
 
-def _forget(changed) -> None:
-    for tensor in tree_leaves(changed):
-        if known_value(tensor) is not None:
-            del tensor.known_value
+def _fakes(out) -> list[FakeTensor]:
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+
+
+def is_worth_knowing(tensor: torch.Tensor) -> bool:
+    """Whether shapes may follow from the values of a tensor of that size and type."""
+    return tensor.numel() <= (_MAX_FRACTIONS if _is_fraction(tensor) else _MAX_ELEMENTS)
+
+
+def _is_fraction(tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point
 
 
 def _has_value(tensor: torch.Tensor) -> bool:
@@ -109,17 +160,17 @@ def _empty_like(value):
     return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _masks(indices) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+def _is_mask(index) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _without_masks(func, args):
+def _without_known_masks(func, args):
     """Indexing by a boolean mask as indexing by its positions, whose number follows from the mask's value."""
-    if func is not _aten.index.Tensor or not _masks(args[1]):
+    if func is not _aten.index.Tensor:
         return args
     indices = []
     for index in args[1]:
-        if index is None or index.dtype is not torch.bool or known_value(index) is None:
+        if not _is_mask(index) or known_value(index) is None:
             indices.append(index)
             continue
         with unset_fake_temporarily():
@@ -128,10 +179,61 @@ def _without_masks(func, args):
     return (args[0], indices, *args[2:])
 
 
-def _without_zeros(func, args):
-    """Comparison of pixels with 0: none is. SmolVLM takes frames of zeros for padding; the largest batch has none."""
-    if func is _aten.eq.Scalar and known_value(args[0]) is None and args[0].dtype.is_floating_point and args[1] == 0:
-        with unset_fake_temporarily():
-            ones = torch.ones((), dtype=args[0].dtype).expand(args[0].shape)
-        return (set_value(torch.empty_like(args[0]), ones), *args[1:])
-    return args
+def _without_unknown_masks(func, args):
+    """Indexing by a boolean mask without a value as indexing by all of its positions."""
+    if func is not _aten.index.Tensor:
+        return args
+    indices = []
+    for index in args[1]:
+        all_of = [torch.empty(index.numel(), dtype=torch.int64) for _ in index.shape] if _is_mask(index) else [index]
+        indices += all_of
+    return (args[0], indices, *args[2:])
+
+
+def _compares_with_zero(func, args) -> bool:
+    """SmolVLM takes frames of zeros for padding; the largest batch has none."""
+    return func is _aten.eq.Scalar and args[1] == 0 and known_value(args[0]) is None and _is_fraction(args[0])
+
+
+def _unequal(out):
+    with unset_fake_temporarily():
+        value = torch.zeros((), dtype=torch.bool).expand(out.shape)
+    return set_value(out, value)
+
+
+def _all_selected(tensor, mask):
+    return torch.empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel(), dtype=tensor.dtype)
+
+
+def _all_distinct(tensor, *args, **kwargs):
+    """The distinct elements, and for each element its place among them and its number."""
+    places = torch.empty(tensor.shape, dtype=torch.int64)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype), places, torch.empty(tensor.numel(), dtype=torch.int64)
+
+
+def _all_rows_distinct(tensor, dim, *args, **kwargs):
+    count = tensor.shape[dim]
+    return torch.empty_like(tensor), torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+
+
+# Operators whose output's shape depends on values: the largest output.
+_LARGEST_OUTPUT = {
+    _aten.nonzero.default: lambda tensor: torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64),
+    _aten.masked_select.default: _all_selected,
+    _aten._unique2.default: _all_distinct,
+    _aten.unique_dim.default: _all_rows_distinct,
+    _aten.unique_consecutive.default: _all_distinct,
+}
+SHAPED_BY_VALUES = {*_LARGEST_OUTPUT, _aten.index.Tensor, _aten.eq.Scalar}
+
+
+class ConstructorValues(TorchDispatchMode):
+    """Values for constructors on fake tensors: vision models read each layer's rate of dropped paths from a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and known_value(args[0]) is not None:
+            return known_item(args[0])
+        if concerns(func, args, kwargs):
+            return run(func, args, kwargs, func)
+        return func(*args, **kwargs)

@@ -4,6 +4,8 @@ On real CPU tensors the ledger's peak equals the profiler's allocator events to 
 tensors comes from a fake kernel that allocates otherwise than the real one; accounting.kernels replaces those.
 """
 
+import functools
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,11 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from hf_memopt.estimator.accounting import kernels, known_values
 from hf_memopt.estimator.accounting.work import Kernel, Work
 
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication", "other")
-HOST = "host"  # a kind beside KINDS: what an engine keeps in host memory, which does not count on the device
+# Kinds beside KINDS, of memory outside torch's allocator on the device: what an engine keeps in host memory, and paged
+# states of bitsandbytes (CUDA managed memory), which stay on the device as long as there is room for them.
+HOST, PAGED = "host", "paged"
+# What TRL's trainers that generate do before the forward pass of a step, one after the other.
+GENERATION, LOG_PROBS, REWARDS = ROLLOUT_PHASES = ("generation", "log_probs", "rewards")
+WEIGHT_SYNC = "weight_sync"  # the policy's weights are copied to vLLM
 BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
 STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 
@@ -33,11 +39,13 @@ class Peak:
         total: bytes on the device.
         by_kind: kind -> bytes, which sum to the total.
         host: the most bytes that an engine kept in host memory, not necessarily at the same time.
+        paged: the most bytes of paged optimizer states.
     """
 
     total: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
     host: int = 0
+    paged: int = 0
 
 
 class Event(NamedTuple):
@@ -63,6 +71,7 @@ class TraceResult:
     Attributes:
         peaks, events, segments, layers, unquantized_experts, kept_logits: see Ledger.
         kernels: what the steps ran, where that was counted.
+        steps: optimizer steps that were traced.
     """
 
     peaks: dict[str, Peak]
@@ -72,13 +81,15 @@ class TraceResult:
     unquantized_experts: bool
     kept_logits: int
     kernels: Counter[Kernel]
+    steps: int = 1
 
 
 class Ledger(TorchDispatchMode):
     """A dispatch mode that counts live storages.
 
     Attributes:
-        phase: load, forward, backward, optimizer, eval or between; the head of every segment's name.
+        phase: load, forward, backward, optimizer, eval, between, or one of ROLLOUT_PHASES; the head of every segment's
+            name.
         step: optimizer steps begun.
         peaks: segment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
         events: all allocations and frees on the device, in order.
@@ -86,18 +97,16 @@ class Ledger(TorchDispatchMode):
         layers: allocation -> number of the layer whose weight, gradient or optimizer state it holds.
         vocabulary: (vocabulary size, hidden size), by which logits are recognised.
         paused: new storages are not counted.
+        without_gradient: ids of the trained weights that backward has not reached yet.
         unquantized_experts: the model is quantized, except for its experts.
         kept_logits: bytes of one evaluation batch's logits, where they wait for metrics.
         work: the kernels of the steps; None where they are not counted.
 
     Args:
-        padded: batches hold padding.
-        accelerator: count and compute as on an accelerator.
-        fake: tensors are fake, so that reading one gives a plausible value; False follows real tensors.
-        values: some fake tensors have known values, from which others follow.
+        block: bytes; sizes are rounded up to multiples of it.
     """
 
-    def __init__(self, padded: bool = False, accelerator: bool = False, fake: bool = True, values: bool = False):
+    def __init__(self, block: int = 1):
         super().__init__()
         self.phase = "load"
         self.step = 0
@@ -107,6 +116,7 @@ class Ledger(TorchDispatchMode):
         self.layers: dict[int, int] = {}
         self.vocabulary = (0, 0)
         self.paused = False
+        self.without_gradient: set[int] = set()
         self.unquantized_experts = False
         self.kept_logits = 0
         self.work: Work | None = None
@@ -117,30 +127,26 @@ class Ledger(TorchDispatchMode):
         self._total = 0
         self._totals: defaultdict[str, int] = defaultdict(int)
         self._live: dict[int, tuple[int, str, int]] = {}  # storage -> bytes, kind, allocation
+        self._watched: dict[int, weakref.ref] = {}
         self._allocations = 0
-        self._conditions: set[int] = set()  # storages of booleans that say something about a whole batch
-        self._padded = padded
-        self._fake = fake
-        self._values = values
-        self._block = BLOCK if accelerator else 1
-        self._python_kernels = kernels.find_python_kernels(accelerator) if fake else {}
-        self._replaced = (kernels.ON_ACCELERATOR if accelerator else kernels.ON_CPU) if fake else {}
+        self._block = block
 
     def ignore_compile_internals(self) -> bool:
-        """Whether torch.compile works under this mode as without one: measuring must not change real training. torch
-        asks this of every mode (torch.utils._python_dispatch); fake tensors are never compiled."""
-        return not self._fake
+        """That torch.compile works under this mode as without one: measuring must not change real training. torch
+        asks this of every mode (torch.utils._python_dispatch)."""
+        return True
 
     def result(self) -> TraceResult:
-        """What was recorded."""
+        """What was recorded until now: what garbage collection frees later is the trace's own end."""
         return TraceResult(
             self.peaks,
-            self.events,
+            list(self.events),
             self.segments,
             self.layers,
             self.unquantized_experts,
             self.kept_logits,
             self.work.kernels if self.work else Counter(),
+            self.step,
         )
 
     def begin(self, phase: str, kind: str) -> None:
@@ -167,11 +173,13 @@ class Ledger(TorchDispatchMode):
             self._kind = before
 
     def classify(self, tensor: torch.Tensor, kind: str) -> None:
-        """Change the kind of a tensor's storage."""
+        """Change the kind of a tensor's storage; paged states stay paged."""
         for part in _parts(tensor):
             key = part.untyped_storage()._cdata
             if key in self._live:
                 size, old, allocation = self._live[key]
+                if old == PAGED:
+                    continue
                 self._live[key] = (size, kind, allocation)
                 self._totals[old] -= size
                 self._totals[kind] += size
@@ -196,7 +204,7 @@ class Ledger(TorchDispatchMode):
 
     def restart(self) -> None:
         """Discard what was recorded of load and start, and begin them with what is alive now."""
-        alive = sorted((number, size) for size, kind, number in self._live.values() if kind != HOST)
+        alive = sorted((number, size) for size, kind, number in self._live.values() if _counts(kind))
         self.events = [Event(number, size, self._visit, None) for number, size in alive]
         for segment in ("load", "start"):
             self.peaks.pop(segment, None)
@@ -204,6 +212,9 @@ class Ledger(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage, unless it is counted already, empty, or on the meta device."""
+        if type(tensor) is FakeTensor:
+            self._add_part(tensor)
+            return
         for part in _parts(tensor):
             self._add_part(part)
 
@@ -218,7 +229,7 @@ class Ledger(TorchDispatchMode):
             return
         kind = "logits" if self._is_logits(tensor) else self._kind
         self._allocate(key, storage.nbytes(), kind)
-        weakref.finalize(storage, self._free, key)
+        self._watched[key] = weakref.ref(storage, lambda _: self._free(key))  # finalize() takes several times as long
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Count a storage again whose size was changed in place."""
@@ -237,7 +248,7 @@ class Ledger(TorchDispatchMode):
         self._allocations += 1
         self._live[key] = (size, kind, self._allocations)
         self._totals[kind] += size
-        if kind != HOST:
+        if _counts(kind):
             self._total += size
             self.events.append(Event(self._allocations, size, self._visit, self._layer))
         self._note_peak()
@@ -249,80 +260,54 @@ class Ledger(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         live = self._live.pop(key, None)
-        self._conditions.discard(key)
         if live is None:  # freed by resizing before
             return
         size, kind, allocation = live
         self._totals[kind] -= size
-        if kind != HOST:
+        if _counts(kind):
             self._total -= size
         self.events.append(Event(allocation, 0, self._visit, self._layer))
 
     def _note_peak(self) -> None:
-        peak, host = self.peaks.get(self._segment), self._totals[HOST]
+        peak, host, paged = self.peaks.get(self._segment), self._totals[HOST], self._totals[PAGED]
+        host, paged = (max(host, peak.host), max(paged, peak.paged)) if peak else (host, paged)
         if peak is None or self._total >= peak.total:
-            by_kind = {kind: size for kind, size in self._totals.items() if size and kind != HOST}
-            self.peaks[self._segment] = Peak(self._total, by_kind, max(host, peak.host if peak else 0))
-        elif host > peak.host:
-            peak.host = host
+            by_kind = {kind: size for kind, size in self._totals.items() if size and _counts(kind)}
+            self.peaks[self._segment] = Peak(self._total, by_kind, host, paged)
+        else:
+            peak.host, peak.paged = host, paged
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE:
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if types and any(map(_is_made_of_tensors, types)):
-            return NotImplemented  # the subclass dispatches operators on its inner tensors, which come here again
-        if self._fake and func in _SCALARS:
-            known = known_values.known_value(args[0]) is not None
-            return known_values.known_item(args[0]) if known else self._plausible_item(args[0])
-        if func in self._python_kernels:
-            with self:  # a mode is off in its own handler; the operators inside are to be counted
-                return self._python_kernels[func](*args, **(kwargs or {}))
+        if made_of_tensors(types):
+            return NotImplemented
+        in_place = is_in_place(func, args)
+        out = func(*args, **(kwargs or {}))
+        if in_place:  # without this mode there would be no new tensor
+            self._free(args[0].untyped_storage()._cdata)
+        self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func, args, kwargs, out) -> None:
+        """Count what an operator allocated, and its work."""
         before = self._allocations
-        if self._values:
-            out = known_values.run(func, args, kwargs or {}, self._replaced.get(func, func))
-        elif self._fake and kernels.is_plain(func, args, kwargs):
-            out = kernels.run_on_meta(func, args, kwargs or {})
-        else:
-            out = self._replaced.get(func, func)(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.add(out)
         else:
             tree_map_only(torch.Tensor, self.add, out)
         if self.work is not None and self.step and (self._allocations > before or func._schema.is_mutable):
-            self.work.note(func, args, kwargs or {}, out, self.phase)
-        if self._fake:
-            if self._allocations > before and self.phase == "optimizer":
-                self._inherit(args, out)
-            if func in _CONDITIONS:
-                self._conditions.add(out.untyped_storage()._cdata)
-        return out
-
-    def _inherit(self, args, out) -> None:
-        """Tag what an optimizer computes from a layer's tensor with that layer; pair by pair for lists of tensors."""
-        lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor)]
-        if isinstance(out, list | tuple) and lists:
-            for result, source in zip(out, lists[0], strict=False):
-                self._inherit([source], result)
-            return
-        for arg in args:
-            live = isinstance(arg, torch.Tensor) and self._live.get(arg.untyped_storage()._cdata)
-            if live and live[2] in self.layers and isinstance(out, torch.Tensor):
-                self.layers.setdefault(self._live[out.untyped_storage()._cdata][2], self.layers[live[2]])
-                return
-
-    def _plausible_item(self, tensor: torch.Tensor):
-        """The value of a fake tensor of one element, as a healthy step would have it."""
-        # Models ask whether a batch is unpadded (`all`, or a sum that equals a length), and `any` for overflow.
-        if tensor.dtype is torch.bool:
-            return tensor.untyped_storage()._cdata in self._conditions and not self._padded
-        if tensor.dtype is torch.uint8:  # DeepSpeed's overflow flags
-            return 0
-        return 1.0 if tensor.dtype.is_floating_point else 1
+            self.work.note(func, args, kwargs, out, self.phase)
 
 
-def _is_made_of_tensors(kind: type) -> bool:
-    """A DTensor, or torchao's quantized tensors (codes and scales): subclasses that dispatch on inner tensors."""
-    return kind.__name__ == "DTensor" or kind.__module__.startswith("torchao.")
+def _counts(kind: str) -> bool:
+    """Whether a kind counts on the device."""
+    return kind not in (HOST, PAGED)
+
+
+@functools.cache
+def made_of_tensors(types: tuple[type, ...]) -> bool:
+    """Whether there are DTensors, or torchao's quantized tensors (codes and scales): subclasses that dispatch on
+    their inner tensors, which then come to the ledger again."""
+    return any(kind.__name__ == "DTensor" or kind.__module__.startswith("torchao.") for kind in types)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -341,7 +326,46 @@ def _storage(tensor: torch.Tensor):
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
+def is_in_place(func, args) -> bool:
+    """Whether autograd's engine would run an operator in place if no dispatch mode looked on."""
+    return (func is _ADD and _adds_in_place(args)) or (func in _OF_BACKWARD and _called_by_autograd())
+
+
+def _adds_in_place(args) -> bool:
+    """Whether autograd adds a second gradient of a tensor to the first one in place.
+
+    Its engine does so where nothing else holds the first (accumulate() of torch 2.13, autograd/input_buffer.cpp), but
+    never under a dispatch mode. A loop over the tokens, as in Mamba's scan, would seem to need one tensor more.
+    """
+    if not _called_by_autograd():
+        return False
+    first, second = args
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    dense = storage.nbytes() == first.numel() * first.element_size()
+    return dense and first._use_count() <= _USES and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
+
+
+def _called_by_autograd() -> bool:
+    """Whether autograd's engine itself, no function in Python, called the operator that is being dispatched."""
+    if torch.is_grad_enabled():
+        return False
+    caller = sys._getframe(1)
+    while caller.f_code.co_name in _HANDLERS:
+        caller = caller.f_back
+    return caller.f_code.co_name == "_engine_run_backward"
+
+
+# This module's functions, and torch's around a mode's handler, which keep Dynamo out.
+_HANDLERS = ("_adds_in_place", "is_in_place", "__torch_dispatch__", "_fn", "inner")
+# Of a gradient that only the engine holds, while a dispatch mode has it as an argument, and of its storage.
+_USES, _STORAGE_USES = 4, 2
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
-_SCALARS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
-_CONDITIONS = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
+_ADD = _aten.add.Tensor
+# What backward scatters into zeros of its own: out of place only for subclasses of Tensor, such as fake ones, and
+# under a mode (areAnyTensorSubclassLike in torch 2.13's autograd/FunctionsManual.cpp: index_backward and others).
+_OF_BACKWARD = (
+    *(_aten.scatter_add.default, _aten.scatter.src, _aten.index_put.default),
+    *(_aten.index_add.default, _aten.masked_scatter.default),
+)

@@ -28,11 +28,15 @@ class Kernel(NamedTuple):
         optimizer: it runs once per step, not once per micro-batch.
         flops: floating-point operations of matmuls and attention; other operators are bound by memory bandwidth.
         bytes: read and written.
+        narrowest: of a matmul, the least of its three dimensions; 0 for attention and where there are no FLOPs.
+        recomputed: activation checkpointing runs it a second time, in backward.
     """
 
     optimizer: bool
     flops: int
     bytes: int
+    narrowest: int = 0
+    recomputed: bool = False
 
 
 class Work:
@@ -52,7 +56,10 @@ class Work:
         touched = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
         if touched:
             size = sum(leaf.numel() * leaf.element_size() for leaf in touched)
-            self.kernels[Kernel(phase == "optimizer", _flops(func, args, kwargs, out), size)] += 1
+            flops = _flops(func, args, kwargs, out)
+            narrowest = _narrowest(func, args) if flops else 0
+            recomputed = phase == "backward" and torch.is_grad_enabled()  # backward itself records no graph
+            self.kernels[Kernel(phase == "optimizer", flops, size, narrowest, recomputed)] += 1
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
@@ -65,12 +72,48 @@ def extended(low: Counter, high: Counter, steps: int) -> Counter:
 
 def _flops(func, args, kwargs, out) -> int:
     packet = func._overloadpacket
-    if packet in (_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_attention_math):
-        return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        return _visited(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape), args[4:5], kwargs)
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+        full = sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+        return _visited(full, args[7:8], kwargs)
+    if packet is _aten._flash_attention_forward:
+        return _visited(_attended(args[0], args[6]), args[8:9], kwargs)
+    if packet is _aten._flash_attention_backward:  # 5 matmuls to forward's 2
+        return _visited(_attended(args[1], args[9]) * 5 // 2, args[11:12], kwargs)
+    if packet is _aten._scaled_dot_product_attention_math:
+        return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    if packet is _aten.linear:  # stays whole where no gradient is recorded, as in bitsandbytes' 4-bit matmul
+        return 2 * args[0].numel() * args[1].shape[0]
     if packet is _aten._grouped_mm:  # every row is multiplied with one expert's weight
         rows, inner = (args[0].numel() // args[0].shape[-1], args[0].shape[-1])
         return 2 * rows * inner * args[1].shape[-1]
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+def _attended(query: torch.Tensor, keys: int) -> int:
+    """FLOPs of forward's two matmuls: every query with as many keys as the longest sequence has.
+
+    Args:
+        query: (batch, tokens, heads, head size), or without batch where sequences follow one another.
+    """
+    return 4 * query.numel() * int(keys)
+
+
+def _visited(flops: int, is_causal: tuple, kwargs: dict) -> int:
+    """The FLOPs that flash kernels compute: with a causal mask they skip the blocks above the diagonal."""
+    causal = is_causal[0] if is_causal else kwargs.get("is_causal", False)
+    return flops // 2 if causal else flops
+
+
+def _narrowest(func, args) -> int:
+    """The least dimension of a matmul's operands, by which its rate falls short of the device's; 0 for others."""
+    packet = func._overloadpacket
+    if packet is _aten.linear or packet in (_aten.mm, _aten.bmm, _aten._grouped_mm):
+        left, right = args[:2]
+    elif packet in (_aten.addmm, _aten.baddbmm):
+        left, right = args[1:3]
+    else:
+        return 0
+    return min(left.numel() // left.shape[-1] if packet is _aten.linear else left.shape[-2], *right.shape[-2:])

@@ -1,1 +1,1 @@
-"""A model of CUDA's caching allocator."""
+"""Models of torch's allocators: CUDA's, which ROCm and XPU share, and MPS's."""

@@ -1,4 +1,4 @@
-"""Reserved memory: a job's allocations replayed through the model of CUDA's caching allocator."""
+"""Reserved memory: a job's allocations replayed through a model of the device's allocator."""
 
 import re
 from collections import defaultdict
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hf_memopt.estimator.accounting.ledger import STACK, Event, TraceResult
 from hf_memopt.estimator.allocator.caching import Block, CachingAllocator
+from hf_memopt.estimator.allocator.metal import Buffer, MetalAllocator
 from hf_memopt.hardware import Hardware
 
 _POSITION = re.compile(r"\b(first|between|last)\b")
@@ -20,7 +21,7 @@ class Replay:
     Attributes:
         allocated: peak, bytes.
         reserved: peak of what the caching allocator reserves with expandable segments ("expandable") and without
-            ("segments"), bytes; `allocated` where there is no caching allocator.
+            ("segments"), bytes; the same on MPS, and `allocated` on a CPU, which caches nothing.
         timeline: the peak of equal numbers of events, in bytes, and the segment in which they ended.
     """
 
@@ -35,9 +36,8 @@ def replay(trace: TraceResult, period: int, added: int, device: Hardware) -> Rep
     Args:
         trace: of a model with `added` × `period` layers fewer.
     """
-    caching = device.backend in ("cuda", "rocm")
-    allocators = [CachingAllocator(expandable, device.memory) for expandable in (True, False)] if caching else []
-    blocks: dict[tuple[int, int], tuple[list[Block], int]] = {}
+    allocators = _allocators(device)
+    blocks: dict[tuple[int, int], tuple[list[Block | Buffer], int]] = {}
     live, heights, visits = 0, [], []
     for name, size, visit in stretch(trace, period, added):
         if size:
@@ -56,8 +56,17 @@ def replay(trace: TraceResult, period: int, added: int, device: Hardware) -> Rep
         (trace.segments[visits[min(at + width, len(visits)) - 1]], max(heights[at : at + width]))
         for at in range(0, len(heights), width)
     )
-    peaks = [max(highest, allocator.peak) for allocator in allocators] or [highest, highest]
-    return Replay(highest, dict(zip(("expandable", "segments"), peaks, strict=True)), timeline)
+    peaks = [max(highest, allocator.peak) for allocator in allocators] or [highest]
+    return Replay(highest, {"expandable": peaks[0], "segments": peaks[-1]}, timeline)
+
+
+def _allocators(device: Hardware) -> list[CachingAllocator] | list[MetalAllocator]:
+    """With and without expandable segments where a device has them; none on a CPU."""
+    if device.backend == "cpu":
+        return []
+    if device.backend == "mps":
+        return [MetalAllocator()]
+    return [CachingAllocator(expandable, device.memory) for expandable in (True, False)]
 
 
 def stretch(trace: TraceResult, period: int, added: int) -> Iterator[tuple[tuple[int, int], int, int]]:

@@ -1,17 +1,16 @@
 """PEFT's adapters on fake tensors: the places where peft 0.21 asks a tensor for its value.
 
-Each replacement allocates what the original allocates and keeps what it keeps for backward. When peft renames one of
-these functions `mock.patch` fails by name, and when it stops asking for values the replacement can go.
+Each replacement allocates what the original allocates and keeps what it keeps for backward.
 """
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import contextmanager
 
 import torch
 
 from hf_memopt.estimator.accounting.known_values import set_value
+from hf_memopt.estimator.patches.replacement import all_replaced, original
 
 
 @contextmanager
@@ -20,11 +19,8 @@ def traceable_adapters() -> Iterator[None]:
     if "peft" not in sys.modules:
         yield
         return
-    with ExitStack() as stack:
-        for tuner, owner, name, make in _REPLACED:
-            file = sys.modules[f"peft.tuners.{tuner}"]
-            target = getattr(file, owner) if owner else file
-            stack.enter_context(mock.patch.object(target, name, make(getattr(target, name))))
+    update_layer = _without_mask(original(_SHIRA_UPDATE))
+    with all_replaced({**_REPLACED, _SHIRA_UPDATE: update_layer}):
         yield
 
 
@@ -172,27 +168,17 @@ class _SparseMatmul(torch.autograd.Function):
         return torch.empty_like(values), None, torch.empty_like(activations)
 
 
-def _always(replacement):
-    return lambda original: replacement
-
-
-# File below peft.tuners, class (None: the file's own name), function, and what makes its replacement of the original.
-_REPLACED = (
-    ("loha.layer", None, "torch", _always(_TorchWithout(rand=_rand))),
-    ("lokr.layer", None, "torch", _always(_TorchWithout(rand=_rand))),
-    (
-        "boft.layer",
-        None,
-        "torch",
-        _always(_TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply)),
-    ),
-    ("boft.layer", "BOFTLayer", "block_butterfly_perm", _always(lambda layer, size, *_: torch.arange(size))),
-    ("boft.layer", "BOFTLayer", "perm2mat", _always(lambda layer, order: torch.empty(len(order), len(order)))),
-    ("shira.layer", "ShiraLayer", "update_layer", _without_mask),
-    ("shira.layer", "Linear", "get_delta_weight", _always(_shira_delta)),
-    ("unilora.model", "UniLoraModel", "_assign_unilora_indices_and_scales", _always(_assign_scales)),
-    ("frod.model", "FrodModel", "_init_frod_projections", _always(_make_projections)),
-    ("frod.layer", "FrodLayer", "_calculate_frod_u_and_lambda", _always(_decompose)),
-    ("frod.layer", "Linear", "_get_frod_tensors", _always(_frod_tensors)),
-    ("frod.layer", "Linear", "_sparse_activation_mm", _always(_sparse_matmul)),
-)
+_SHIRA_UPDATE = "peft.tuners.shira.layer:ShiraLayer.update_layer"
+_REPLACED = {
+    "peft.tuners.loha.layer:torch": _TorchWithout(rand=_rand),
+    "peft.tuners.lokr.layer:torch": _TorchWithout(rand=_rand),
+    "peft.tuners.boft.layer:torch": _TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply),
+    "peft.tuners.boft.layer:BOFTLayer.block_butterfly_perm": lambda layer, size, *_: torch.arange(size),
+    "peft.tuners.boft.layer:BOFTLayer.perm2mat": lambda layer, order: torch.empty(len(order), len(order)),
+    "peft.tuners.shira.layer:Linear.get_delta_weight": _shira_delta,
+    "peft.tuners.unilora.model:UniLoraModel._assign_unilora_indices_and_scales": _assign_scales,
+    "peft.tuners.frod.model:FrodModel._init_frod_projections": _make_projections,
+    "peft.tuners.frod.layer:FrodLayer._calculate_frod_u_and_lambda": _decompose,
+    "peft.tuners.frod.layer:Linear._get_frod_tensors": _frod_tensors,
+    "peft.tuners.frod.layer:Linear._sparse_activation_mm": _sparse_matmul,
+}

@@ -56,7 +56,8 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
                 patches.enter_context(following_fsdp(ledger))
                 patches.enter_context(_meshes())
             else:
-                replica = type("Replica", (Replica,), {"ledger": ledger})
+                # The name is in the error of a script that asks the wrapper for what its model has: model.config.
+                replica = type("DistributedDataParallel", (Replica,), {"ledger": ledger})
                 patches.enter_context(replaced("torch.nn.parallel:DistributedDataParallel", replica))
             yield
 

@@ -18,9 +18,17 @@ class Part(Enum):
     FSDP2 = "fsdp2 and sharding by transformers"
     DEEPSPEED = "deepspeed"
     BITSANDBYTES = "4-bit weights and 8-bit optimizers"
-    FLEX_ATTENTION = "attention patterns on CUDA and ROCm"
+    PEFT = "adapters of peft"
+    FP8 = "FP8 weights"
+    OPTIMIZERS = "optimizers by formula"
+    FLEX_ATTENTION = "flex attention and attention patterns on CUDA and ROCm"
+    FLASH_ATTENTION = "flash attention"
+    LIGER = "Liger's kernels"
     VISION = "vision towers"
+    DETECTION = "detection and segmentation"
+    ROLLOUTS = "TRL's trainers that generate"
     LEVERS = "memory features"
+    TRL = "TRL's trainers"
     DRY_RUN = "dry-run"
     WITHOUT_DEEPSPEED = "no deepspeed"
 
@@ -82,6 +90,9 @@ FP32_UNDER_CUDA_AUTOCAST = {
     "torch:Tensor": (*_POINTWISE, *_SOFTMAX, "__pow__", "__rpow__"),
 }
 
+# Modules of torch.optim whose steps are over lists of tensors on an accelerator.
+FOREACH = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+
 _EVERY_JOB = (
     Names(
         owner="torch.nn:Module",
@@ -121,9 +132,22 @@ _EVERY_JOB = (
     ),
     Names(
         owner="torch._subclasses.fake_tensor",
-        names={"in_kernel_invocation_manager": "fake_mode", "unset_fake_temporarily": ""},
-        why="the ledger runs frequent operators without the fake tensors' cache, and known values for real",
+        names={"unset_fake_temporarily": ""},
+        why="operators on known values run for real",
         until="never",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="torch._C",
+        names={
+            "_DisableTorchDispatch": None,
+            "_PreserveDispatchKeyGuard": None,
+            "_get_dispatch_mode": None,
+            "_set_meta_in_tls_dispatch_include": None,
+            "_set_warn_deprecated_on_mutable_data_ptr": None,
+        },
+        why="accounting.fake_outputs makes fake tensors as FakeTensorMode does, without its slow cache and checks",
+        until="a look-up in FakeTensorMode's cache takes no longer than the operator",
         use=Use.CALLED,
     ),
     Names(
@@ -191,11 +215,14 @@ _ACCELERATOR = (
         why="with dropout the CPU's kernel keeps all scores; flash attention draws dropout inside the kernel",
         until="fake CUDA tensors run on builds without CUDA",
     ),
-    Names(
-        owner="torch.optim.adam",
-        names={"_default_to_fused_or_foreach": "params, differentiable, use_fused"},
-        why="on an accelerator Adam steps over lists of tensors, which costs one more copy of the weights",
-        until="fake CUDA tensors run on builds without CUDA",
+    *(
+        Names(
+            owner=f"torch.optim.{module}",
+            names={"_default_to_fused_or_foreach": "params, differentiable, use_fused"},
+            why="on an accelerator it steps over lists of tensors, with temporaries as large as all weights",
+            until="fake CUDA tensors run on builds without CUDA",
+        )
+        for module in FOREACH
     ),
 )
 
@@ -396,6 +423,12 @@ _BITSANDBYTES = (
         until="Params4bit holds fake tensors",
     ),
     Names(
+        owner="bitsandbytes",
+        names={"matmul": "A, B, out, state, threshold, bias"},
+        why="8-bit training runs another function on a CPU than on CUDA, whose jobs are traced on the CPU",
+        until="fake CUDA tensors run in builds of torch without CUDA",
+    ),
+    Names(
         owner="bitsandbytes.optim:GlobalOptimManager",
         names={"_instance": None},
         why="the Trainer registers embeddings there for 32-bit states, by position, for all later optimizers (0.50)",
@@ -404,8 +437,14 @@ _BITSANDBYTES = (
     Names(
         owner="bitsandbytes.optim:AdEMAMix",
         names={"_get_state_double_buffer": "self, p, dtype"},
-        why="pages AdEMAMix's states even on the CPU (0.50); other optimizers' stay there",
-        until="bitsandbytes leaves them unpaged on the CPU",
+        why="pages AdEMAMix's states even on the CPU (0.50), where a fake one cannot be paged",
+        until="never: a trace has no managed memory",
+    ),
+    Names(
+        owner="bitsandbytes.optim.optimizer:Optimizer8bit",
+        names={"get_state_buffer": "self, p, dtype"},
+        why="paged states are in CUDA managed memory, which torch's allocator does not count",
+        until="never: a trace has no managed memory",
     ),
     Names(
         owner="bitsandbytes.functional",
@@ -439,6 +478,33 @@ _BITSANDBYTES = (
     ),
 )
 
+_OPTIMIZERS = (
+    Names(
+        owner="transformers.trainer_optimizer",
+        names={
+            "_OPTIMIZER_HANDLERS": None,
+            **dict.fromkeys(
+                (
+                    *("is_apollo_torch_available", "is_bitsandbytes_available", "is_galore_torch_available"),
+                    *("is_grokadamw_available", "is_lomo_available", "is_schedulefree_available"),
+                    *("is_torch_optimi_available", "is_torchao_available"),
+                )
+            ),
+        },
+        why="creates optimizers of packages that are not installed, or ask for a GPU: they are counted by formula",
+        until="never: a trace needs no such package",
+    ),
+    *(
+        Names(
+            owner=owner,
+            names={"is_lomo_available": ""},
+            why="LOMO's optimizers step in the backward pass, and accelerate knows them by their class",
+            until="never: a trace does not need lomo-optim",
+        )
+        for owner in ("accelerate.accelerator", "accelerate.optimizer")
+    ),
+)
+
 _FLEX_ATTENTION = (
     Names(
         owner="hf_memopt.levers.attention_pattern",
@@ -452,6 +518,76 @@ _FLEX_ATTENTION = (
         why="keys and values are repeated where transformers repeats them",
         until="flex attention runs backward on fake tensors",
         use=Use.CALLED,
+    ),
+    Names(
+        owner="transformers.utils.generic:GeneralInterface",
+        names={"_global_mapping": None},
+        why="holds attention functions by name: those of kernels that are not here are put back after the trace",
+        until="a registered name can be removed",
+        use=Use.CALLED,
+    ),
+)
+
+_FLASH_ATTENTION = (
+    Names(
+        owner="transformers.modeling_flash_attention_utils",
+        names={
+            "lazy_import_flash_attention": "implementation, attention_wrapper, allow_all_kernels",
+            "FLASH_ATTENTION_COMPATIBILITY_MATRIX": None,
+        },
+        why="finds the installed kernels and takes the hub's for missing ones; a trace needs none of them",
+        until="transformers loads a model with attention that is not installed",
+    ),
+    Names(
+        owner="transformers:PreTrainedModel",
+        names={"_flash_attn_can_dispatch": "self, flash_attn_version, is_init_check"},
+        why="asks for the package and for a GPU of this machine",
+        until="transformers loads a model with attention that is not installed",
+    ),
+    Names(
+        owner="transformers.modeling_flash_attention_utils",
+        names={
+            "_get_unpad_data": "attention_mask",
+            "_is_packed_sequence": "position_ids, batch_size",
+            "prepare_fa_kwargs_from_position_ids": "position_ids",
+        },
+        why="read the values of masks and positions to find where sequences end",
+        until="never",
+    ),
+    Names(
+        owner="transformers.modeling_flash_attention_utils",
+        names={
+            "_pad_input": "hidden_states, indices, batch, seqlen",
+            "_unpad_input": "hidden_states, attention_mask",
+            "_flash_attention_forward": "query_states, key_states, value_states",
+        },
+        why="what transformers does around the kernel runs as it is",
+        until="never",
+        use=Use.CALLED,
+    ),
+)
+
+_LIGER = (
+    Names(
+        owner="transformers.trainer",
+        names={"apply_liger_kernel": "model, kernel_config"},
+        why="Liger's kernels are Triton, which has no fake tensors",
+        until="never",
+    ),
+    Names(
+        owner="transformers.models.llama.modeling_llama",
+        names={"apply_rotary_pos_emb": "q, k, cos, sin"},
+        why="every model's module has its own copy, in whose place Liger puts one that rotates in place",
+        until="never",
+    ),
+)
+
+_DETECTION = (
+    Names(
+        owner="scipy.optimize",
+        names={"linear_sum_assignment": None},
+        why="losses match predictions with targets by the values of their costs",
+        until="never",
     ),
 )
 
@@ -511,9 +647,59 @@ _DRY_RUN = (
         until="never",
     ),
     Names(
+        owner="transformers.modeling_utils:PreTrainedModel",
+        names={
+            "_load_pretrained_model": "model, state_dict, checkpoint_files, load_config, expected_keys",
+            "_finalize_model_loading": "model, load_config, loading_info",
+        },
+        why="from_pretrained runs up to its weights, which become fake tensors",
+        until="never",
+    ),
+    Names(
+        owner="transformers.modeling_utils",
+        names={
+            "_get_resolved_checkpoint_files": None,
+            "_get_dtype": "dtype, checkpoint_files, config",
+            "get_hf_quantizer": "config, quantization_config, device_map",
+        },
+        why="a checkpoint's headers say its dtype if they are here; a quantizer would check for its kernels",
+        until="never",
+    ),
+    Names(
+        owner="transformers:PreTrainedModel",
+        names={
+            "save_pretrained": "self, save_directory",
+            "push_to_hub": "self",
+            "resize_token_embeddings": "self, new_num_tokens, pad_to_multiple_of, mean_resizing",
+        },
+        why="fake weights are not saved, and have no mean that new embeddings could begin with",
+        until="never",
+    ),
+    Names(
+        owner="transformers.utils.hub",
+        names={"cached_files": "path_or_repo_id, filenames"},
+        why="libraries that read without Python need the real path of what a script wrote",
+        until="never",
+    ),
+    Names(
+        owner="peft.utils.save_and_load",
+        names={"load_peft_weights": "model_id, device", "set_peft_model_state_dict": "model, peft_model_state_dict"},
+        why="an adapter's weights are not read",
+        until="never",
+    ),
+    Names(
         owner="transformers:Trainer",
-        names={"__init__": "self, model, args", "train": "self", "evaluate": "self"},
+        names={"train": "self", "evaluate": "self", "init_hf_repo": "self"},
         why="the script stops where it would train",
+        until="never",
+    ),
+)
+
+_FP8 = (
+    Names(
+        owner="transformers.integrations.finegrained_fp8",
+        names={"load_finegrained_fp8_kernel": ""},
+        why="the kernels come from the hub and run on cards alone",
         until="never",
     ),
 )
@@ -527,6 +713,124 @@ _WITHOUT_DEEPSPEED = (
     ),
 )
 
+_PEFT = (
+    *(
+        Names(
+            owner=f"peft.tuners.{tuner}.layer",
+            names={"torch": None},
+            why="module_dropout compares a random number (0.21)",
+            until="it does so by torch.nn.functional.dropout",
+        )
+        for tuner in ("loha", "lokr")
+    ),
+    Names(
+        owner="peft.tuners.boft.layer",
+        names={"torch": None},
+        why="block_diag of thousands of blocks takes minutes on fake tensors (0.21)",
+        until="torch's fake kernel takes them at once",
+    ),
+    Names(
+        owner="peft.tuners.boft.layer:BOFTLayer",
+        names={"block_butterfly_perm": "self, n, b, r", "perm2mat": "self, indices"},
+        why="permutations are made of values",
+        until="peft makes them by indexing",
+    ),
+    Names(
+        owner="peft.tuners.shira.layer:ShiraLayer",
+        names={"update_layer": "self, adapter_name, mask, r"},
+        why="asks a mask for the places of its ones, whose number is known",
+        until="peft passes indices",
+    ),
+    Names(
+        owner="peft.tuners.shira.layer:Linear",
+        names={"get_delta_weight": "self, adapter"},
+        why="a sparse tensor has no storage that a fake one could stand for",
+        until="the ledger counts sparse tensors",
+    ),
+    Names(
+        owner="peft.tuners.unilora.model:UniLoraModel",
+        names={"_assign_unilora_indices_and_scales": "self, adapter_name"},
+        why="counts indices with bincount",
+        until="fake tensors have values that shapes decide",
+    ),
+    Names(
+        owner="peft.tuners.frod.model:FrodModel",
+        names={"_init_frod_projections": "self, config, adapter_name"},
+        why="decomposes the weights' values",
+        until="never",
+    ),
+    Names(
+        owner="peft.tuners.frod.layer:FrodLayer",
+        names={"_calculate_frod_u_and_lambda": "self, V, W"},
+        why="decomposes the weights' values",
+        until="never",
+    ),
+    Names(
+        owner="peft.tuners.frod.layer:Linear",
+        names={"_get_frod_tensors": "self, adapter", "_sparse_activation_mm": "self, z_flat, S_sparse"},
+        why="a sparse tensor has no storage that a fake one could stand for",
+        until="the ledger counts sparse tensors",
+    ),
+)
+
+_ROLLOUTS = (
+    Names(
+        owner="accelerate.utils",
+        names={"gather_object": "object"},
+        why="pickles tensors to gather texts and the names of metrics, of which no other process has any",
+        until="torch's fake process group gathers objects",
+    ),
+    Names(
+        owner="trl.generation.vllm_generation:VLLMGeneration",
+        names={"_init_vllm": "self"},
+        why="starts an engine, whose memory is counted by arithmetic",
+        until="never",
+    ),
+    Names(
+        owner="trl.trainer.utils",
+        names={"create_model_from_path": "model_id"},
+        why="loads the reference model by the name of the policy",
+        until="TRL's trainers that generate take a reference model",
+    ),
+)
+
+_TRL = (
+    Names(
+        owner="trl.kernels.chunked_logprob",
+        names={
+            "_forward_tile": "tile, tile_stride, targets",
+            "_backward_tile": "tile, tile_stride, targets",
+            "_addmm_fp32": "acc, a, b",
+        },
+        why="Triton's kernels allocate nothing, where their forms for CPUs copy each tile of logits",
+        until="never",
+    ),
+    Names(
+        owner="trl.trainer.utils",
+        names={"_use_triton": "device"},
+        why="with Triton the head scores the tokens of completions alone",
+        until="never",
+    ),
+    *(
+        Names(
+            owner=f"trl.trainer.{name}_trainer",
+            names={"hash_module": "module"},
+            why="the cache of precomputed log-probabilities is named after the weights' values",
+            until="never",
+        )
+        for name in ("dpo", "kto")
+    ),
+    *(
+        Names(
+            owner=f"trl.trainer.{name.lower()}_trainer:{name}Trainer",
+            names={"_precompute_ref_logps": "self, dataset, name, batch_size"},
+            why="runs the reference model when the trainer is made, for values",
+            until="never",
+        )
+        for name in ("DPO", "KTO")
+    ),
+)
+
 TABLE: dict[Part, tuple[Names, ...]] = {
     Part.EVERY_JOB: _EVERY_JOB,
     Part.ACCELERATOR: _ACCELERATOR,
@@ -535,9 +839,17 @@ TABLE: dict[Part, tuple[Names, ...]] = {
     Part.FSDP2: _FSDP2,
     Part.DEEPSPEED: _DEEPSPEED,
     Part.BITSANDBYTES: _BITSANDBYTES,
+    Part.OPTIMIZERS: _OPTIMIZERS,
+    Part.FP8: _FP8,
+    Part.PEFT: _PEFT,
     Part.FLEX_ATTENTION: _FLEX_ATTENTION,
+    Part.FLASH_ATTENTION: _FLASH_ATTENTION,
+    Part.LIGER: _LIGER,
     Part.VISION: _VISION,
+    Part.DETECTION: _DETECTION,
+    Part.ROLLOUTS: _ROLLOUTS,
     Part.LEVERS: _LEVERS,
+    Part.TRL: _TRL,
     Part.DRY_RUN: _DRY_RUN,
     Part.WITHOUT_DEEPSPEED: _WITHOUT_DEEPSPEED,
 }

@@ -17,7 +17,9 @@ _MOST = 16  # groups that are traced
 
 @contextmanager
 def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
-    """Merge the windows of all imported models into a few groups; not for eager attention, which stores scores."""
+    """Merge the windows of all imported models into a few groups; not for eager attention, which stores scores, nor
+    for flash attention, which attends to all in one call."""
+    exact = attn_implementation == "eager" or "flash" in (attn_implementation or "")
     with ExitStack() as stack:
         for name in ("get_vision_attention_seqlens", "get_vision_window_index"):
             path = f"transformers.vision_utils:{name}"
@@ -26,7 +28,7 @@ def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
             for module_name, module in list(sys.modules.items()):
                 # Each model has imported the function by name, and calls its own copy.
                 imports = module_name.startswith("transformers.models.") and vars(module).get(name) is compute
-                if imports and attn_implementation != "eager":
+                if imports and not exact:
                     stack.enter_context(replaced(path, grouped, importer=module))
         yield
 

@@ -3,7 +3,7 @@
 import copy
 import re
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, brief
 
 _REFUSED = {
     "CPT": "its loss selects tokens by a mask whose values only a real batch has",
@@ -19,8 +19,12 @@ _NUMBER = re.compile(r"(?:^|[.\\])\d+(?:$|[.\\])|\[\d")  # a layer's number in a
 def check_adapter(peft_config) -> None:
     """
     Raises:
-        InputError: an adapter that cannot be traced, with the reason.
+        InputError: no configuration of peft, or an adapter that cannot be traced, with the reason.
     """
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        raise InputError(
+            f"peft_config={brief(peft_config)} must be one of peft's configurations, such as LoraConfig()"
+        )
     if reason := _REFUSED.get(getattr(peft_config, "peft_type", None)):
         raise InputError(f"peft_type={peft_config.peft_type.value} cannot be estimated: {reason}")
 

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from math import lcm
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import as_input_error
 from hf_memopt.estimator.accounting.ledger import Peak
 
 _TRACED_WHOLE = 6  # layers; models up to this depth are not made shallower
@@ -18,18 +18,19 @@ _EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
-def count_layers(config) -> int:
-    """The number of layers.
+def read_config(model):
+    """A model's configuration: its own, that of its first part that has one, or else an empty one."""
+    from transformers import PretrainedConfig
 
-    Raises:
-        InputError: the configuration has none.
-    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((config for config in configs if isinstance(config, PretrainedConfig)), None) or PretrainedConfig()
+
+
+def count_layers(config) -> int:
+    """The number of layers; 1 where no one number decides how deep the model is, which is then traced as it is:
+    convolutions in stages, several transformers in a row."""
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if not isinstance(depth, int) or depth < 1:
-        raise InputError(
-            f"model type {config.model_type!r} has no num_hidden_layers: only layered models are estimated"
-        )
-    return depth
+    return depth if isinstance(depth, int) and depth > 0 else 1
 
 
 def shallow_depths(config, fewest: int = FEWEST["none"], every: int = 1) -> tuple[int, ...]:
@@ -89,16 +90,23 @@ def _per_layer(text, depth: int) -> dict[str, list]:
 
 
 def with_depth(config, depth: int):
-    """A copy of a configuration with fewer layers."""
+    """A copy of a configuration with fewer layers.
+
+    Raises:
+        InputError: the configuration's class does not let its number of layers be set.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     before = count_layers(config)
+    if depth == before:
+        return config
     for name, kinds in _per_layer(text, before).items():
         setattr(text, name, kinds[:depth])
     for name in ("num_decoder_layers", "encoder_layers", "decoder_layers"):
         if getattr(text, name, None) == before:
             setattr(text, name, depth)
-    text.num_hidden_layers = depth
+    with as_input_error(f"model type {config.model_type!r}", NotImplementedError):  # Funnel has blocks of layers
+        text.num_hidden_layers = depth
     return config
 
 
@@ -124,4 +132,7 @@ def _extrapolate(low: Peak, high: Peak, steps: int) -> Peak:
         for kind in low.by_kind.keys() | high.by_kind.keys()
     }
     by_kind = {kind: max(0, size) for kind, size in by_kind.items()}
-    return Peak(sum(by_kind.values()), by_kind, max(0, low.host + (high.host - low.host) * steps))
+    host, paged = (
+        max(0, before + (after - before) * steps) for before, after in ((low.host, high.host), (low.paged, high.paged))
+    )
+    return Peak(sum(by_kind.values()), by_kind, host, paged)

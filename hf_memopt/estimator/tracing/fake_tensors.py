@@ -4,7 +4,7 @@ While it lasts, replacements correct what libraries do differently with fake ten
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -12,15 +12,28 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
-from hf_memopt.estimator.accounting.known_values import tensor_from_values, tolist_from_values
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.int8_kernels import matmul_on_cuda
+from hf_memopt.estimator.accounting.known_values import (
+    forget,
+    known_value,
+    set_value,
+    tensor_from_values,
+    tolist_from_values,
+)
 from hf_memopt.estimator.patches.adapters import traceable_adapters
+from hf_memopt.estimator.patches.assignment import matched_in_order
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
+from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
 from hf_memopt.estimator.patches.replacement import all_replaced, replaced
+from hf_memopt.estimator.patches.table import FOREACH
 
 
 @contextmanager
-def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
+def fake_world(
+    accelerator: bool, flex: bool = False, paging: Callable = nullcontext, fp8: bool = False
+) -> Iterator[None]:
     """Run on fake CPU tensors.
 
     Autograd on fake CUDA tensors aborts in torch builds without CUDA (it needs the device guard). An accelerator's job
@@ -29,6 +42,8 @@ def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
     Args:
         accelerator: the job is meant for an accelerator, where optimizers step over all weights at once (foreach).
         flex: levers use flex attention on its device.
+        paging: makes a context in which allocations are paged optimizer states.
+        fp8: weights are FP8.
     """
     # At the first `with torch.device(…)` torch caches its tensor constructors: that must not be the replaced ones.
     _device_constructors()
@@ -44,11 +59,13 @@ def fake_world(accelerator: bool, flex: bool = False) -> Iterator[None]:
     with (
         all_replaced(replacements),
         _foreach(accelerator),
-        _bitsandbytes(),
+        _bitsandbytes(paging if accelerator else None, accelerator),
         traceable_adapters(),
+        matched_in_order(),
         _attention_without_dropout(accelerator),
         cuda_autocast() if accelerator else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),
+        counted_fp8_kernels() if fp8 else nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -66,16 +83,22 @@ def cast_in_place(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
 
 def _deepcopy(tensor: FakeTensor, memo: dict):
     """A deep copy of a fake tensor. For a small one that keeps its value (`constant`, an optimizer's learning rate
-    say), torch 2.13 would write a whole copy into the value's storage and corrupt the heap."""
+    say), torch 2.13 would write a whole copy into the value's storage and corrupt the heap. A known value is a real
+    tensor, whose storage would be copied as a fake one: the copy shares it."""
     if tensor.constant is None:
-        return torch.Tensor.__deepcopy__(tensor, memo)
+        value = known_value(tensor)
+        forget(tensor)
+        copied = torch.Tensor.__deepcopy__(tensor, memo)
+        for each in (tensor, copied) if value is not None else ():
+            set_value(each, value)
+        return copied
     return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 # Bytes for each element of the weight that torchao's compiled step takes beside its states, one weight at a time:
 # what the profiler counts on a CPU with torch 2.13 and torchao 0.18, for fp32 and bf16 weights alike. No card was
 # measured.
-_QUANTIZED_STEP_BYTES = {"OptimState8bit": 8, "OptimState4bit": 26}
+QUANTIZED_STEP_BYTES = {"OptimState8bit": 8, "OptimState4bit": 26}
 
 
 def _uncompiled(function=None, **kwargs):
@@ -88,29 +111,37 @@ def _uncompiled(function=None, **kwargs):
 def _quantized_step(weight, gradient, step, mean, *args) -> None:
     """The allocations of torchao's compiled step; run eagerly it would take several times as much."""
     local = getattr(mean, "_local_tensor", mean)
-    size = _QUANTIZED_STEP_BYTES.get(type(local).__name__, 0)  # small weights have plain states, updated in place
+    size = QUANTIZED_STEP_BYTES.get(type(local).__name__, 0)  # small weights have plain states, updated in place
     torch.empty(local.numel() * size, dtype=torch.uint8)
 
 
+PAGED_FROM = 1e5  # elements of a weight whose states bitsandbytes pages (optim/optimizer.py, get_state_buffer)
+
+
 @contextmanager
-def _bitsandbytes() -> Iterator[None]:
-    """bitsandbytes (0.50) on fake tensors: a manager and code tables of the trace's own.
+def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
+    """bitsandbytes (0.50) on fake tensors: a manager and code tables of the trace's own, and pages where it pages.
 
-    Paged states are counted as if they stayed on the device: on a CPU bitsandbytes pages none but AdEMAMix's.
+    Args:
+        paging: as for fake_world(); None on a CPU, where bitsandbytes pages none.
     """
-
-    # A 4-bit weight that FSDP gathered is wrapped in Params4bit, which cannot hold a fake tensor.
-
-    def restore(module) -> None:
-        if getattr(module.weight, "quant_state", None) is None:
-            module.weight.quant_state = module.quant_state
-
     if "bitsandbytes" not in sys.modules:
         yield
         return
 
+    def restore(module) -> None:  # bitsandbytes' own wraps the gathered weight, which Params4bit cannot hold if fake
+        if getattr(module.weight, "quant_state", None) is None:
+            module.weight.quant_state = module.quant_state
+
+    def buffer(optimizer, weight, dtype=torch.float32, copies=()):
+        paged = paging and optimizer.is_paged and weight.numel() >= PAGED_FROM
+        with paging() if paged else nullcontext():
+            return weight.new_zeros((*copies, *weight.shape), dtype=dtype)
+
     def double_buffer(optimizer, weight, dtype=torch.float32):
-        return torch.zeros((2, *weight.shape), dtype=dtype)
+        if not paging:
+            refuse_paging(optimizer, weight)
+        return buffer(optimizer, weight, dtype, (2,))
 
     from bitsandbytes.functional import name2qmap
 
@@ -122,9 +153,19 @@ def _bitsandbytes() -> Iterator[None]:
         # creates its own, so that the first trace of a process allocates what all others do.
         mock.patch.dict(name2qmap, clear=True),
         replaced("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", restore),
+        replaced("bitsandbytes.optim.optimizer:Optimizer8bit.get_state_buffer", buffer),
         replaced("bitsandbytes.optim:AdEMAMix._get_state_double_buffer", double_buffer),
+        replaced("bitsandbytes:matmul", matmul_on_cuda) if accelerator else nullcontext(),
     ):
         yield
+
+
+def refuse_paging(optimizer, weight: torch.Tensor) -> None:
+    """Refuse paged AdEMAMix on a CPU, where bitsandbytes (0.50) pages its double buffer, too, but cannot."""
+    if optimizer.is_paged and weight.numel() >= PAGED_FROM:
+        raise InputError(
+            "optim: bitsandbytes pages AdEMAMix's states on a CPU, too, which fails: use ademamix or ademamix_8bit"
+        )
 
 
 @contextmanager
@@ -144,9 +185,11 @@ def _attention_without_dropout(accelerator: bool) -> Iterator[None]:
 
 @contextmanager
 def _foreach(accelerator: bool) -> Iterator[None]:
-    """Adam over lists of tensors (foreach): torch's default on an accelerator, with one more copy of the weights."""
+    """torch's optimizers over lists of tensors (foreach), their default on an accelerator: with temporaries of all
+    weights at once."""
     if not accelerator:
         yield
         return
-    with replaced("torch.optim.adam:_default_to_fused_or_foreach", lambda *args, **kwargs: (False, True)):
+    paths = (f"torch.optim.{module}:_default_to_fused_or_foreach" for module in FOREACH)
+    with all_replaced(dict.fromkeys(paths, lambda *args, **kwargs: (False, True))):
         yield

@@ -9,6 +9,7 @@ from typing import Any
 
 _MAX_PROCESSES = 8  # each needs about as much memory as this process
 _jobs: tuple[Callable, Sequence] | None = None
+_warm = False  # a first item has run in this process
 
 
 def one_by_one(function: Callable[[Any], Any], items: Sequence) -> list:
@@ -17,23 +18,42 @@ def one_by_one(function: Callable[[Any], Any], items: Sequence) -> list:
 
 
 def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
-    """A function's results for all items, computed in forks of this process, one per core.
+    """A function's results for all items, computed by this process and forks of it, one per core.
 
     Only results are pickled. Where a process cannot be forked (Windows, and after CUDA was initialised) this is
-    one_by_one().
+    one_by_one(). The first item of all runs before the first fork, and this process works, too: what a trace imports
+    and remembers (accounting.fake_outputs), later forks have then.
     """
-    global _jobs
+    global _jobs, _warm
     cores = min(len(items), _cores())
     if cores < 2 or not _can_fork():
         return one_by_one(function, items)
+    if not _warm:
+        first = function(items[0])
+        _warm = True
+        return [first, *on_all_cores(function, items[1:])]
+    shares = _shares(len(items), cores)
     _jobs = (function, items)
     try:
-        with ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _use_one_thread) as pool:
-            return list(pool.map(_run_item, range(len(items))))
+        with ProcessPoolExecutor(cores - 1, multiprocessing.get_context("fork"), _use_one_thread) as pool:
+            others = [pool.submit(_run_items, share) for share in shares[1:]]
+            results = _run_items(shares[0])
+            for other in others:
+                results |= other.result()
     except BrokenProcessPool:  # the system killed a fork, most likely because memory ran out
         return one_by_one(function, items)
     finally:
         _jobs = None
+    return [results[number] for number in range(len(items))]
+
+
+def _shares(count: int, cores: int) -> list[list[int]]:
+    """Which items each process computes: there and back, because the deeper of a job's two traces takes longer."""
+    order = [*range(cores), *reversed(range(cores))]
+    shares: list[list[int]] = [[] for _ in range(cores)]
+    for number in range(count):
+        shares[order[number % len(order)]].append(number)
+    return shares
 
 
 def _use_one_thread() -> None:
@@ -43,9 +63,9 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _run_item(number: int):
+def _run_items(numbers: list[int]) -> dict[int, Any]:
     function, items = _jobs
-    return function(items[number])
+    return {number: function(items[number]) for number in numbers}
 
 
 def _cores() -> int:

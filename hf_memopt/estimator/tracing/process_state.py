@@ -56,7 +56,7 @@ def _collection_on_demand():
     Imported modules are frozen, so that those collections need not look at them. gc.unfreeze() unfreezes everything:
     what the process froze itself stays frozen.
     """
-    enabled, freeze = gc.isenabled(), not gc.get_freeze_count()
+    enabled, freeze = gc.isenabled(), not _froze_itself()
     gc.disable()
     if freeze:
         gc.freeze()
@@ -67,6 +67,16 @@ def _collection_on_demand():
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+_frozen = False
+
+
+def _froze_itself() -> bool:
+    """Whether this process has frozen objects: asked only until it has, for Python counts them one by one (0.1 s)."""
+    global _frozen
+    _frozen = _frozen or gc.get_freeze_count() > 0
+    return _frozen
 
 
 @contextlib.contextmanager
@@ -102,11 +112,12 @@ def quiet():
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
-            # bitsandbytes does not page on a CPU; paged states are counted as if they stayed on the device.
+            # bitsandbytes does not page on a CPU; fake_tensors books what it pages on a card.
             warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
             # The Trainer compares data pointers to count tied weights once.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
     finally:

@@ -1,9 +1,16 @@
 """Where a traced job is: hooks and a callback that announce layers, phases and optimizer steps to the ledger."""
 
+from math import prod
+
 import torch
 
 from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors_in
-from hf_memopt.estimator.accounting.ledger import HOST, STACK, Ledger
+from hf_memopt.estimator.accounting.ledger import HOST, ROLLOUT_PHASES, STACK, Ledger
+from hf_memopt.estimator.tracing.extrapolate import read_config
+
+# Phases whose forward passes are not a training step's.
+WITHOUT_STEP = ("eval", *ROLLOUT_PHASES)
+_LATER_STEP = 100  # of schedule-free RAdam, which is Adam from the sixth step on (rho_t > 4 in radam_schedulefree.py)
 
 
 def announce_layers(batch: dict, model: torch.nn.Module, stacks: list, ledger: Ledger) -> None:
@@ -28,13 +35,32 @@ def announce_layers(batch: dict, model: torch.nn.Module, stacks: list, ledger: L
             _announce_layer(layer, ledger, is_last=index == len(layers) - 1)
     model.register_forward_pre_hook(lambda *_: _begin(ledger, "forward"))
     model.register_forward_hook(lambda *_: _begin(ledger, "backward"))
-    config = model.config.get_text_config()
-    ledger.vocabulary = (config.vocab_size, _recognisable_width(getattr(config, "hidden_size", 0), batch))
+    config = read_config(model).get_text_config()
+    ledger.vocabulary = (
+        getattr(config, "vocab_size", 0),
+        _recognisable_width(getattr(config, "hidden_size", 0), batch),
+    )
     for name, weight in model.named_parameters():
         segment, layer = places.get(id(weight), (name, None))
         ledger.tag(weight, layer)
         if weight.requires_grad:
             _announce_gradient(weight, segment, layer, ledger)
+
+
+def announce_held(model: torch.nn.Module, stacks: list, ledger: Ledger) -> None:
+    """Note to which layers the weights of a model beside the trained one belong, and which tensors are its gradients.
+
+    Args:
+        stacks: of the trained model.
+    """
+    for layers in repeated_layers(model):
+        for index, layer in enumerate(layers):
+            if stacks and len(layers) == len(stacks[0]):
+                for weight in layer.parameters():
+                    ledger.tag(weight, index)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            _announce_gradient(weight, name, ledger.layer_of(weight), ledger)
 
 
 def _announce_layer(layer: torch.nn.Module, ledger: Ledger, is_last: bool) -> None:
@@ -45,7 +71,10 @@ def _announce_layer(layer: torch.nn.Module, ledger: Ledger, is_last: bool) -> No
 
 
 def _announce_gradient(weight: torch.nn.Parameter, segment: str, layer: int | None, ledger: Ledger) -> None:
+    ledger.without_gradient.add(id(weight))
+
     def complete(weight):
+        ledger.without_gradient.discard(id(weight))
         if weight.grad is not None:  # DeepSpeed moves it to a bucket and sets it to None
             ledger.classify(weight.grad, "gradients")
         ledger.enter(f"{ledger.phase}: gradients of {segment}", layer=layer)
@@ -54,24 +83,28 @@ def _announce_gradient(weight: torch.nn.Parameter, segment: str, layer: int | No
 
 
 def _begin(ledger: Ledger, phase: str) -> None:
-    if ledger.phase != "eval":
+    if ledger.phase not in WITHOUT_STEP:
         ledger.begin(phase, "activations")
 
 
 def _recognisable_width(hidden: int, batch: dict) -> int:
     """The hidden size, which distinguishes the head's weight from logits; 0 where a batch has as many tokens."""
-    samples, tokens = next(iter(batch.values()))[0][:2]
-    return 0 if hidden in (tokens, samples * tokens) else hidden
+    shapes = [shape for shape, dtype in batch.values() if not dtype.is_floating_point]
+    return 0 if any(hidden in (*shape, prod(shape)) for shape in shapes) else hidden
 
 
 def repeated_layers(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     """A model's longest lists of modules of one kind: its decoder layers, or its encoder and decoder layers."""
-    lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    # A shallow copy notes which: with few layers others, such as a vision tower, may have as many.
+    if repeating := [list(layers) for layers in lists if getattr(layers, "repeats", False)]:
+        return repeating
+    lists = [list(layers) for layers in lists]
     # Experts are lists within layers: of nested lists the outermost counts.
     inner = {id(part) for layers in lists for layer in layers for part in layer.modules() if part is not layer}
     outer = [layers for layers in lists if layers and not any(id(layer) in inner for layer in layers)]
     # A vision tower may have more layers than the text model, whose number the configuration says.
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    depth = getattr(read_config(model).get_text_config(), "num_hidden_layers", None)
     text = [layers for layers in outer if len(layers) == depth] or outer
     longest = max(map(len, text), default=0)
     return [layers for layers in text if len(layers) == longest]
@@ -86,7 +119,12 @@ def make_phase_callback(ledger: Ledger, trainer):
             engine = trainer.model_wrapped
             if hasattr(engine, "zero_optimization"):
                 follow_engine(engine, ledger)
-            elif args.max_steps == 1 and not trainer.steps_on_host:
+                return
+            inner = getattr(optimizer, "optimizer", optimizer)
+            _skip_first_steps(inner)
+            for tensor in _state_tensors(inner):  # AdaLomo's are there at once
+                ledger.classify(tensor, "optimizer_states")
+            if args.max_steps == 1 and not trainer.steps_on_host:
                 self._create_states(optimizer, args, state, control)
 
         def _create_states(self, optimizer, *state) -> None:
@@ -94,6 +132,8 @@ def make_phase_callback(ledger: Ledger, trainer):
             ledger.begin("backward", "gradients")
             for group in optimizer.param_groups:
                 for weight in group["params"]:
+                    if not weight.requires_grad:  # an optimizer of the user's own may hold frozen weights, too
+                        continue
                     weight.grad = torch.empty_like(weight)
                     ledger.tag(weight.grad, ledger.layer_of(weight))
             self.on_pre_optimizer_step()
@@ -122,9 +162,30 @@ def make_phase_callback(ledger: Ledger, trainer):
     return Phases()
 
 
-def _state_tensors(optimizer):
-    """An optimizer's states; for transformers' layer-wise ones those of the optimizer that each weight has."""
+def _optimizers(optimizer) -> list:
+    """An optimizer, or for transformers' layer-wise ones the optimizers of the weights."""
     layerwise = getattr(optimizer, "optimizer_dict", None)
-    for each in layerwise.values() if layerwise else [optimizer]:
-        for states in each.state.values():
+    return list(layerwise.values()) if layerwise else [optimizer]
+
+
+def _skip_first_steps(optimizer) -> None:
+    """Let every step be like later ones that take more than the first: GaLore projects again, beside all states, and
+    schedule-free RAdam, which begins as SGD, has Adam's denominators."""
+    for group in (group for each in _optimizers(optimizer) for group in each.param_groups):
+        if "update_proj_gap" in group:
+            group["update_proj_gap"] = 1
+        if "silent_sgd_phase" in group:
+            group["k"] = _LATER_STEP
+
+
+def _state_tensors(optimizer):
+    """An optimizer's states. GaLore's and APOLLO's are also in objects; GrokAdamW's in its groups, AdaLomo's in
+    attributes."""
+    for each in _optimizers(optimizer):
+        kept = [*each.state.values(), *(group.get("state", {}) for group in each.param_groups)]
+        kept += [value for name, value in vars(each).items() if name.startswith("exp_avg")]
+        for states in kept:
             yield from tensors_in(states)
+            for part in states.values() if isinstance(states, dict) else ():
+                if hasattr(part, "ortho_matrix"):
+                    yield from tensors_in(part.ortho_matrix)

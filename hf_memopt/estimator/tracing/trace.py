@@ -2,28 +2,43 @@
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from hf_memopt.compatibility.rules import PACKAGES
-from hf_memopt.errors import one_line
+from hf_memopt.errors import InputError, one_line
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
-from hf_memopt.estimator.accounting.ledger import HOST, Ledger, TraceResult
+from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
+from hf_memopt.estimator.accounting.known_values import forget
+from hf_memopt.estimator.accounting.ledger import HOST, PAGED, Ledger, TraceResult
 from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
+from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
+from hf_memopt.estimator.patches.liger import counted_liger
 from hf_memopt.estimator.patches.replacement import check, replaced
 from hf_memopt.estimator.patches.table import Part
+from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
+from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
+from hf_memopt.estimator.tracing.optimizers import stand_ins
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet, without_deepspeed
-from hf_memopt.estimator.tracing.segments import announce_layers, make_phase_callback, repeated_layers
+from hf_memopt.estimator.tracing.quantization import companions, staged_bytes
+from hf_memopt.estimator.tracing.rollouts import generates, own_objects_only
+from hf_memopt.estimator.tracing.segments import announce_held, announce_layers, make_phase_callback, repeated_layers
 from hf_memopt.estimator.tracing.traced_arguments import make_arguments
 from hf_memopt.estimator.tracing.traced_trainer import make_collator, make_trainer
+from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
+from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.levers.activation_offload import AtOnce, Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
+from hf_memopt.presets.trl_configs import trl_trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +54,19 @@ class TracedJob:
         engine: none, ddp, fsdp2, mesh (transformers' DistributedConfig) or deepspeed.
         evaluated: the job evaluates while it trains.
         kept_logits: evaluation batches whose logits stay on the device until metrics are computed.
-        trainer: the user's own, whose class and settings the traced one gets; None for transformers' Trainer.
+        trainer: makes the copy of the user's own that is traced; None for transformers' Trainer.
+        inputs: the user's own micro-batch, in place of `batch`.
+        eval_inputs: the user's own evaluation batch.
         host_apart: the device has discrete memory.
         memory_args: MemoryArguments, whose levers make_model() has applied to the model.
         values: the values of those tensors of the batch whose values the model asks for.
         counted: count the kernels of the step, too.
         rank: which of the processes is traced.
-        flex: levers use flex attention on the device.
+        flex: the device has flex attention.
+        attention: the `attn_implementation` of the model and of its parts, where they were chosen.
+        capability: CUDA compute capability of the device.
+        fp8: weights are FP8.
+        real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -57,13 +78,19 @@ class TracedJob:
     engine: str = "none"
     evaluated: bool = False
     kept_logits: int = 0
-    trainer: Any = None
+    trainer: TrainerCopy | None = None
+    inputs: Any = None
+    eval_inputs: Any = None
     host_apart: bool = True
     memory_args: Any = None
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     counted: bool = False
     rank: int = 0
     flex: bool = False
+    attention: tuple[str, ...] = ()
+    capability: float = 0.0
+    fp8: bool = False
+    real_states: bool = False
 
 
 def trace(job: TracedJob) -> TraceResult:
@@ -75,7 +102,16 @@ def trace(job: TracedJob) -> TraceResult:
     check(Part.EVERY_JOB)
     if job.memory_args is not None:
         check(Part.LEVERS)
-    ledger = Ledger(padded=job.padded, accelerator=job.accelerator, values=bool(job.values))
+    result, without_gradient = _followed(job)
+    if without_gradient and job.engine in ("none", "ddp"):
+        # Nothing of the batch reaches them, as text does not reach a vision tower: they get no states.
+        result, _ = _followed(dataclasses.replace(job, real_states=True))
+    return result
+
+
+def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
+    """The trace of a job's steps, and the ids of trained weights that got no gradient."""
+    ledger = FakeLedger(padded=job.padded, accelerator=job.accelerator)
     ledger.work = Work() if job.counted else None
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -86,27 +122,37 @@ def trace(job: TracedJob) -> TraceResult:
     ):
         mesh = _mesh(job)
         args = make_arguments(job, folder)
-        with fake_world(job.accelerator, job.flex), ledger:
+        paged = functools.partial(ledger.booking, PAGED)
+        with fake_world(job.accelerator, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
             _run(job, args, ledger, mesh)
-    return ledger.result()
+        return ledger.result(), ledger.without_gradient  # before garbage is collected automatically again
 
 
 def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.enter("load", "parameters")
     model = job.make_model()
-    windows = fewer_windows(model.config._attn_implementation) if job.values else contextlib.nullcontext()
-    _add_weights(model, ledger)
+    sees = job.values or job.inputs is not None
+    windows = fewer_windows(read_config(model)._attn_implementation) if sees else contextlib.nullcontext()
+    held = job.trainer.held if job.trainer else []
+    for each in (model, *held):
+        _add_weights(each, ledger)
     stacks = repeated_layers(model)
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
     _load(model, ledger)
     ledger.enter("start", "other")
     announce_layers(job.batch, model, stacks, ledger)
+    for each in held:
+        announce_held(each, stacks, ledger)
     trainer = make_trainer(job, model, args, ledger)
     _offload_to_host(job, model, ledger)
     trainer.add_callback(make_phase_callback(ledger, trainer))
     with windows:
-        with _sharding(job, trainer, stacks, mesh, ledger), _foreign_optimizer(args.optim):
+        with (
+            _sharding(job, trainer, stacks, mesh, ledger),
+            _optimizer_errors(args),
+            stand_ins(args.optim, job.accelerator, ledger.booking),
+        ):
             trainer.train()
         if job.evaluated:
             _evaluate(job, trainer, ledger)
@@ -116,36 +162,62 @@ def _add_weights(model: torch.nn.Module, ledger: Ledger) -> None:
     for tensor in loaded_tensors(model):
         ledger.add(tensor)
         ledger.classify(tensor, "parameters")
+        if tensor.is_floating_point():
+            forget(tensor)  # where the model was initialised with constants
 
 
 def loaded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that a model keeps: parameters, buffers, and bitsandbytes' scales beside a 4-bit weight."""
+    """Every tensor that a model keeps: parameters, buffers, and scales beside quantized weights."""
     for module in model.modules():
         yield from module.parameters(recurse=False)
         yield from module.buffers(recurse=False)
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if state is not None:
-            nested = state.state2
-            parts = (state.absmax, state.code, state.offset, *((nested.absmax, nested.code) if nested else ()))
-            yield from (part for part in parts if isinstance(part, torch.Tensor))
+        yield from companions(module)
 
 
 def _unquantized_experts(model: torch.nn.Module) -> bool:
-    """Whether a 4-bit model's experts stayed in 16 bits: bitsandbytes quantizes linear layers only, and transformers 5
-    keeps a layer's experts in one 3-dimensional tensor."""
-    quantized = any(hasattr(weight, "quant_state") for weight in model.parameters())
-    return quantized and any(weight.dim() == 3 for weight in model.parameters())
+    """Whether a quantized model's experts stayed in 16 bits: most methods quantize linear layers only, and
+    transformers 5 keeps a layer's experts in one 3-dimensional tensor."""
+    experts = (weight for weight in model.parameters() if weight.dim() == 3)
+    largest = max(experts, key=torch.Tensor.numel, default=None)  # the others may be scales
+    return getattr(model, "is_quantized", False) and largest is not None and largest.element_size() > 1
 
 
 def _load(model: torch.nn.Module, ledger: Ledger) -> None:
-    """4-bit weights reach the device one by one in the compute dtype and are quantized there. (A checkpoint that
-    safetensors maps into host memory is not counted: the system can drop its pages.)"""
-    weights = [module.weight for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_state")]
-    if weights:
+    """Weights reach the device one by one in their own dtype and are quantized there. (A checkpoint that safetensors
+    maps into host memory is not counted: the system can drop its pages.)"""
+    if size := staged_bytes(model):
         ledger.enter("load", "workspace")
-        sizes = [weight.quant_state.shape.numel() * weight.quant_state.dtype.itemsize for weight in weights]
-        unquantized = torch.empty(max(sizes), dtype=torch.uint8)
+        unquantized = torch.empty(size, dtype=torch.uint8)
         del unquantized
+
+
+@contextlib.contextmanager
+def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
+    """Count the generator states that checkpointed layers keep. They are always on the host: on a CPU, the device."""
+    get_state = torch.get_rng_state
+
+    def counted() -> torch.Tensor:
+        state = get_state()
+        ledger.add(state)
+        return state
+
+    with contextlib.nullcontext() if job.accelerator else mock.patch.object(torch, "get_rng_state", counted):
+        yield
+
+
+@contextlib.contextmanager
+def _kernels(job: TracedJob):
+    """What stands for kernels that the job asks for by name."""
+    with contextlib.ExitStack() as stack:
+        if any(map(flash_attention, job.attention)):
+            stack.enter_context(counted_flash_attention(job.capability, job.padded, job.attention))
+        if job.trainer is not None and generates(job.trainer.original):
+            stack.enter_context(own_objects_only(job.trainer.original))
+        if job.fields.get("use_liger_kernel"):
+            stack.enter_context(counted_liger(job.capability))
+        if job.flex and job.trainer is not None and trl_trainer(job.trainer.original):  # CUDA and ROCm have Triton
+            stack.enter_context(counted_fused_head())
+        yield
 
 
 def _mesh(job: TracedJob):
@@ -181,19 +253,36 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
 
 
 @contextlib.contextmanager
-def _foreign_optimizer(optim):
-    """Name the optimizer where one of a package that the trace does not know asks for a CUDA device, or for values.
+def _optimizer_errors(args):
+    """Name the optimizer and its settings where it cannot be made, or cannot step.
 
     Raises:
-        ValueError: instead of a RuntimeError from inside the package.
+        InputError: instead of what transformers' handler or the optimizer's package raised.
     """
     try:
         yield
-    except RuntimeError as error:
-        name = getattr(optim, "value", optim)
-        if PACKAGES.get(name, "bitsandbytes") in ("bitsandbytes", "torchao"):
+    except InputError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        name = args.optim.value
+        foreign = PACKAGES.get(name, "torchao") not in ("bitsandbytes", "torchao")
+        made = "create_optimizer" in functions and isinstance(error, ValueError)
+        chosen = args.optim_args and functions & {"create_optimizer", "step"}
+        if not (made or chosen or (foreign and isinstance(error, RuntimeError))):
             raise
-        raise ValueError(f"optim={name} does not run on tensors without values: {one_line(error)}") from error
+        settings = {"optim": name, "optim_args": args.optim_args, "optim_target_modules": args.optim_target_modules}
+        said = ", ".join(f"{field}={value}" for field, value in settings.items() if value)
+        form = "; optim_args are written as key=value,key=value" if args.optim_args else ""
+        raise InputError(f"{said}: {one_line(error)}{form}") from error
 
 
 def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
@@ -214,7 +303,9 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     """What Trainer.evaluate does to memory: forward without gradients, and logits that wait for the metrics."""
     ledger.begin("eval", "activations")
     size = trainer.args.per_device_eval_batch_size
-    if not job.values:  # with values, the batch cannot be resized: pixel tensors do not say what belongs to a sample
+    if job.inputs is not None:
+        job = dataclasses.replace(job, inputs=job.eval_inputs)
+    elif not job.values:  # with values, the batch cannot be resized: pixel tensors do not say what belongs to a sample
         batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
         job = dataclasses.replace(job, batch=batch)
     model = trainer.model if job.engine in ("none", "ddp") else trainer.model_wrapped
@@ -222,7 +313,9 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
     kept = []
     for _ in range(min(job.kept_logits, 2) or 1):
-        inputs = trainer._prepare_inputs(make_collator(job)(None))
+        inputs = make_collator(job)(None)
+        if not generates(trainer):  # those complete their prompts in prediction_step
+            inputs = trainer._prepare_inputs(inputs)
         with nothing_but_loss(model, not job.kept_logits):
             _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
         kept.append(logits if reduce is None or logits is None else reduce(logits, labels))

@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, Any] = {
     "torch_compile": False,
     "torch_compile_backend": None,
     "torch_compile_mode": None,
-    "use_liger_kernel": False,
     "tf32": None,
     "load_best_model_at_end": False,
     "push_to_hub": False,
@@ -57,14 +56,20 @@ def make_arguments(job, folder: str):
     from accelerate import PartialState
     from transformers import TrainingArguments
 
-    kind = TrainingArguments if job.trainer is None else type(job.trainer.args)
+    kind = TrainingArguments if job.trainer is None else type(job.trainer.original.args)
     known = {item.name for item in dataclasses.fields(kind) if item.init}
     fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
-    fields["max_steps"] = 2 if fields.get("optim") in STEPS_IN_BACKWARD else _STEPS[job.engine]
+    two = job.real_states or fields.get("optim") in STEPS_IN_BACKWARD
+    fields["max_steps"] = 2 if two else _STEPS[job.engine]
     fields["deepspeed"] = _with_swap_folder(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
         fields["bf16"] = True
-    fields["gradient_accumulation_steps"] = min(fields.get("gradient_accumulation_steps", 1), _MICRO_BATCHES)
+    accumulation, micro_batches = fields.get("gradient_accumulation_steps", 1), _MICRO_BATCHES
+    if steps := fields.get("steps_per_generation"):  # TRL's GRPO and RLOO set it, and a batch that follows from it
+        fields.pop("generation_batch_size", None)
+        if steps < accumulation:
+            micro_batches = steps + 1  # of which the last generates beside gradients
+    fields["gradient_accumulation_steps"] = min(accumulation, micro_batches)
     with as_input_error("TrainingArguments", TypeError, AttributeError, LookupError):
         args = kind(output_dir=folder, **fields)
     # accelerate (1.15) names the device "cpu:0", which FakeTensorMode takes for another device than "cpu".

@@ -1,14 +1,14 @@
 """The Trainer that is traced: transformers' own, or a copy of the user's with its class and settings."""
 
-import copy
-import dataclasses
 import functools
 
 import torch
 
 from hf_memopt.estimator.accounting.known_values import set_value
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
-from hf_memopt.levers.apply import apply_levers, apply_to_trainer
+from hf_memopt.estimator.tracing.batches import fake_batch
+from hf_memopt.estimator.tracing.rollouts import follow_rollouts, generates
+from hf_memopt.levers.apply import apply_to_trainer
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -42,8 +42,10 @@ def make_trainer(job, model, args, ledger: Ledger):
         trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=make_collator(job))
         trainer.remove_callback(PrinterCallback)
     else:
-        trainer = _copy_trainer(job.trainer, model, args)
+        trainer = job.trainer.copy_trainer(model, args)
         trainer.train_dataset, trainer.data_collator = data, make_collator(job)
+        if generates(trainer):
+            follow_rollouts(trainer, ledger, job.fields["gradient_accumulation_steps"])
         trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
     trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
     memory_args = getattr(trainer, "memory_args", job.memory_args)
@@ -56,48 +58,13 @@ def make_trainer(job, model, args, ledger: Ledger):
 
 def make_collator(job):
     """A collator that returns the TracedJob's micro-batch, whatever the rows."""
+    if job.inputs is not None:
+        return lambda rows: fake_batch(job.inputs)
 
     def collate(rows):
-        batch = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in job.batch.items()}
+        batch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in job.batch.items()}
         for name, value in job.values.items():
             set_value(batch[name], value)
         return batch
 
     return collate
-
-
-def _copy_trainer(original, model, args):
-    """The user's trainer around another model, without its callbacks, which may write files or send logs."""
-    from transformers import TrainerControl, TrainerState
-    from transformers.trainer_callback import CallbackHandler
-
-    trainer = copy.copy(original)
-    trainer.model = trainer.model_wrapped = model
-    trainer.args, trainer.state, trainer.control = args, TrainerState(), TrainerControl()
-    trainer.eval_dataset = trainer.compute_metrics = trainer.lr_scheduler = None
-    trainer.is_in_train = False
-    if hasattr(trainer, "memory_args"):  # a MemoryTrainer: fake tensors never run out of memory
-        off = {"oom_recovery": False, "probe_worst_batch": False, "max_memory_gib": None, "max_batch_size": None}
-        vars(trainer).pop("create_optimizer", None)
-        trainer.memory_args = dataclasses.replace(trainer.memory_args, **off)
-        trainer._compose()
-        apply_levers(model, trainer.memory_args, original.args.label_smoothing_factor)
-    trainer.place_model_on_device = False
-    trainer.create_accelerator_and_postprocess()
-    trainer.optimizer = _copy_optimizer(original, model)
-    trainer.callback_handler = CallbackHandler([], model, trainer.processing_class, trainer.optimizer, None)
-    return trainer
-
-
-def _copy_optimizer(original, model):
-    """The optimizer that the user passed, over another model's weights; None where the Trainer creates its own."""
-    if original.optimizer is None or original.optimizer.state:
-        return None
-    names = {id(weight): name for name, weight in original.model.named_parameters()}
-    weights = dict(model.named_parameters())
-    groups = []
-    for group in original.optimizer.param_groups:
-        group_names = [names[id(weight)] for weight in group["params"]]
-        # A shallow copy lacks the weights of the layers that it leaves out.
-        groups.append({**group, "params": [weights[name] for name in group_names if name in weights]})
-    return type(original.optimizer)(groups, **original.optimizer.defaults)

@@ -1,0 +1,173 @@
+"""The estimator over every model type that transformers can train: python benchmarks/estimator_model_types.py
+
+For every task and every model type that transformers' auto classes map to a model, a tiny configuration is made from
+the fields of its class (tiny_models.py) and estimated, in a process of its own with a time limit. A row says whether
+the job was answered, refused with a sentence, or failed with another error. Where it was answered, the same step is
+measured: two steps of the real Trainer on real tensors, the sum of the allocator's events.
+
+Args: names of tasks or model types to run only these; --measure N to measure every N-th answer (0: none);
+--seconds per job.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+from record import RESULTS, record
+from rich.progress import track
+from tiny_models import LENGTH, measured_peak, tiny_config
+
+MICRO = 2
+
+
+def jobs():
+    """(task, model type, configuration class) of everything that the tasks' auto classes map."""
+
+    import transformers
+
+    from hf_memopt.estimator.tracing.tasks import TASKS
+
+    seen = set()
+    for task, row in TASKS.items():
+        for kind, model in getattr(transformers, row.auto_class)._model_mapping.items():
+            if (kind, model) not in seen:
+                seen.add((kind, model))
+                yield task, kind.model_type, kind
+
+
+def estimated(task: str, model_type: str, kind: type, measure: bool) -> dict:
+    """A row."""
+    row = {"outcome": "no model", "reason": f"transformers cannot make a {kind.__name__} without arguments"}
+    for make in (tiny_config, partial(tiny_config, small=False), lambda kind: kind()):
+        if make not in (tiny_config,) and row["outcome"] == "refused" and "cannot be built" not in row["reason"]:
+            break
+        try:
+            config = make(kind)
+        except Exception:  # validators of the sizes' relations raise anything; the class's own sizes come next
+            continue
+        start = time.perf_counter()
+        row = _answer(config, task)
+        row["seconds"] = round(time.perf_counter() - start, 2)
+        if row["outcome"] == "answered":
+            return row | (_measured(config, task, row["predicted_bytes"]) if measure else {})
+    if "cannot be built" in row["reason"] and (error := _building_error(kind, task)):
+        return row | {"outcome": "no model", "reason": f"of its class's defaults transformers makes no model: {error}"}
+    if measure and row["outcome"] != "no model":
+        row |= _measured(config, task, 0)
+    return row
+
+
+def _building_error(kind: type, task: str) -> str:
+    """Why transformers itself cannot build a model from a configuration's defaults; empty where it can."""
+    import torch
+    import transformers
+
+    from hf_memopt.estimator.tracing.tasks import TASKS
+
+    try:
+        with torch.device("meta"):
+            getattr(transformers, TASKS[task].auto_class).from_config(kind())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def _answer(config, task: str) -> dict:
+    from hf_memopt.errors import InputError
+    from hf_memopt.estimator import estimate
+
+    try:
+        result = estimate(config, {"per_device_train_batch_size": MICRO}, LENGTH, "cpu", task=task)
+    except InputError as error:
+        return {"outcome": "refused", "reason": str(error)}
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        return {"outcome": "failed", "reason": reason}
+    return {"outcome": "answered", "predicted_bytes": result.peak_allocated_bytes}
+
+
+def _measured(config, task: str, predicted: int) -> dict:
+    try:
+        measured = measured_peak(config, task, MICRO)
+    except Exception as error:  # the real job may fail where the estimate did not
+        return {"measuring_failed": f"{type(error).__name__}: {error}"[:300]}
+    return {"measured_bytes": measured} | ({"error": round(predicted / measured - 1, 5)} if predicted else {})
+
+
+def limited(function, seconds: int, *args) -> dict:
+    """A function's result from a forked process that is killed after some time."""
+    with tempfile.NamedTemporaryFile("r") as result:
+        child = os.fork()
+        if child == 0:
+            with open(os.devnull, "w") as quiet:
+                os.dup2(quiet.fileno(), 1)
+                os.dup2(quiet.fileno(), 2)
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor: others may be using the machine
+            Path(result.name).write_text(json.dumps(function(*args)))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        text = result.read()
+    if text:
+        return json.loads(text)
+    reason = f"more than {seconds} s of CPU time" if status == signal.SIGPROF else f"ended with status {status}"
+    return {"outcome": "failed", "reason": reason}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--measure", type=int, default=1)
+    parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--skip", nargs="*", default=[], help="tasks or model types to leave out")
+    parser.add_argument("--first", action="store_true", help="one task of each model type")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="every N-th job: its number and N")
+    parser.add_argument("--keep", action="store_true", help="keep the other rows of the results")
+    options = parser.parse_args()
+    import transformers
+
+    from hf_memopt.estimator import estimate
+
+    transformers.logging.set_verbosity_error()
+    estimate("smollm2-135m", {}, 8, "cpu")  # imports what every process needs
+    chosen = [job for job in jobs() if not options.names or {job[0], job[1]} & set(options.names)]
+    chosen = [job for job in chosen if not {job[0], job[1]} & set(options.skip)]
+    if options.first:
+        chosen = list({model_type: job for job in reversed(chosen) if (model_type := job[1])}.values())[::-1]
+    chosen = chosen[options.part[0] :: options.part[1]]
+    rows = []
+    for number, (task, model_type, kind) in enumerate(track(chosen, description="model types")):
+        measure = options.measure > 0 and number % options.measure == 0
+        row = limited(estimated, options.seconds, task, model_type, kind, measure)
+        rows.append({"task": task, "model_type": model_type, **row})
+        if sys.stdout.isatty() is False:
+            print(json.dumps(rows[-1])[:400], flush=True)
+    _summarise(rows)
+    if options.keep:
+        path = RESULTS / "estimator_model_types.json"
+        old = json.loads(path.read_text())["rows"] if path.exists() else []
+        new = {(row["task"], row["model_type"]) for row in rows}
+        rows = [row for row in old if (row["task"], row["model_type"]) not in new] + rows
+    rows.sort(key=lambda row: (row["model_type"], row["task"]))
+    record("estimator_model_types", "python benchmarks/estimator_model_types.py", rows)
+
+
+def _summarise(rows: list[dict]) -> None:
+    print(Counter(row["outcome"] for row in rows))
+    errors = [abs(row["error"]) for row in rows if "error" in row]
+    if errors:
+        within = sum(error <= 0.01 for error in errors)
+        print(f"{len(errors)} measured: median |error| {statistics.median(errors):.3%}, {within} within 1 %")
+
+
+if __name__ == "__main__":
+    main()

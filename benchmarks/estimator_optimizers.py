@@ -1,0 +1,137 @@
+"""Every `optim`, predicted and measured on a CPU: python benchmarks/estimator_optimizers.py [NAME …]
+
+Two steps of a small Llama whose peak is the optimizer's, with fp32 weights, or the backward pass's for optimizers
+that step there. States are the storages that the optimizer keeps after them: a GaLore projection of fp32 gradients is
+a view of all singular vectors, which stay. Packages of their own, as many as are installed: torchao, galore-torch,
+apollo-torch, lomo-optim, grokadamw, schedulefree, torch-optimi. Each is estimated twice: by its code, and by the
+formula that stands for it where it is not installed.
+"""
+
+import sys
+import tempfile
+from unittest import mock
+
+import torch
+from optimizers import fields_of
+from record import record
+from transformers.training_args import OptimizerNames
+
+LENGTH = 16
+
+
+def config():
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+
+
+def fields(name: str) -> dict:
+    chosen = {**fields_of(name, 1e-4), "per_device_train_batch_size": 1}
+    if name.startswith(("galore", "apollo")):  # a later step projects again, beside all states: here the second
+        chosen["optim_args"] += ",update_proj_gap=1"
+    return chosen
+
+
+def storages(held, seen: dict) -> dict:
+    """Storage -> bytes of all tensors in nested states."""
+    if isinstance(held, torch.Tensor):
+        if hasattr(held, "__tensor_flatten__"):
+            storages([getattr(held, part) for part in held.__tensor_flatten__()[0]], seen)
+        else:
+            storage = held.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    elif isinstance(held, dict):
+        storages(list(held.values()), seen)
+    elif isinstance(held, list):
+        for part in held:
+            storages(part, seen)
+    elif hasattr(held, "ortho_matrix"):
+        storages(held.ortho_matrix, seen)
+    return seen
+
+
+def state_bytes(optimizer) -> int:
+    layerwise = getattr(optimizer, "optimizer_dict", None)
+    kept: dict = {}
+    for each in layerwise.values() if layerwise else [optimizer]:
+        storages([dict(each.state), *(group.get("state", {}) for group in each.param_groups)], kept)
+    return sum(kept.values())
+
+
+def measured(name: str) -> tuple[int, int]:
+    """The allocator's peak of two real steps, and the bytes of the states after them."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+    row = {"input_ids": [7] * LENGTH, "labels": [7] * LENGTH}
+    # RAdam without a schedule is SGD for five steps.
+    steps = 8 if name == "schedule_free_radam" else 2
+    trainers = []
+
+    def train() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            args = TrainingArguments(folder, use_cpu=True, max_steps=steps, **quiet, **fields(name))
+            model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+            data = {"train_dataset": [row] * 16, "data_collator": default_data_collator}
+            trainers.append(Trainer(model=model, args=args, **data))
+            trainers[0].train()
+
+    peak = allocator_peak(train)
+    return peak, state_bytes(trainers[0].optimizer.optimizer)
+
+
+def predicted(name: str, formula: bool) -> tuple[int, int]:
+    """The predicted peak, and the states in it."""
+    from hf_memopt import estimate
+    from hf_memopt.estimator.tracing import optimizers
+
+    by_formula = (lambda *_: True) if formula else optimizers.by_formula
+    with mock.patch.object(optimizers, "by_formula", by_formula):
+        found = estimate(config(), fields(name), LENGTH, "cpu")
+    return found.peak_allocated_bytes, found.breakdown["optimizer_states"]
+
+
+def row_of(name: str) -> dict:
+    from hf_memopt import InputError
+    from hf_memopt.compatibility.rules import PACKAGES
+    from hf_memopt.estimator.tracing.optimizers import by_formula
+
+    package = PACKAGES.get(name)
+    row: dict = {"optim": name, "package": package}
+    try:
+        if package is not None:
+            row["formula_bytes"], row["state_bytes"] = predicted(name, formula=True)
+        if not by_formula(package and name, False):
+            row["traced_bytes"], states = predicted(name, formula=False)
+            row.setdefault("state_bytes", states)
+    except InputError as error:
+        return {**row, "refused": str(error)}
+    try:
+        row["measured_bytes"], row["measured_state_bytes"] = measured(name)
+    except Exception as error:  # whatever a package raises, the table is to show
+        return {**row, "unmeasured": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+    for kind in ("formula", "traced"):
+        if f"{kind}_bytes" in row:
+            row[f"{kind}_error"] = round(row[f"{kind}_bytes"] / row["measured_bytes"] - 1, 5)
+    return row
+
+
+def main(names: list[str]) -> None:
+    rows = []
+    for name in names or [member.value for member in OptimizerNames]:
+        rows.append(row_of(name))
+        print(rows[-1], flush=True)
+    record("estimator_optimizers", "python benchmarks/estimator_optimizers.py", rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

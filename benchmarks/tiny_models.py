@@ -1,0 +1,124 @@
+"""A tiny configuration of any model type, made from the fields of its class, and the real step that it takes."""
+
+import dataclasses
+import re
+import tempfile
+
+LAYERS = 2
+_DEPTH = -1  # a number of layers
+LENGTH = 32
+_HYBRID = 4
+_VOCABULARY = 512
+# Sizes by the names that transformers' configurations give them; the first pattern that fits decides.
+_SIZES = (
+    (r"num_kv_shared_layers", 0),
+    (r"(num_(hidden_|encoder_|decoder_|attention_|transformer_|cross_)?layers|n_layers?|(en|de)coder_layers)", _DEPTH),
+    (r"(depth|num_blocks|(en|de)coder_num_hidden_layers|num_(en|de)coder_blocks|(en|de)coder_depth)", _DEPTH),
+    (r"(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts)", 4),
+    (r"(num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk|moe_k|experts_per_token)", 2),
+    (r"(n_group|topk_group)", 1),
+    (r"(.*num_key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|.*key_value_heads)", 2),
+    (r"(.*(num_|n_)(attention_)?heads?|(en|de)coder_attention_heads|.*attention_heads)", 4),
+    (r"(rotary_dim)", 8),
+    (r"(.*head_dim|d_kv|.*head_size|kv_channels)", 16),
+    (r"(q_lora_rank|kv_lora_rank|.*_lora_rank)", 32),
+    (r"(vocab_size|text_vocab_size|vocab_size_per_layer_input)", _VOCABULARY),
+    (r"(.*intermediate_size|.*ffn_dim|d_ff|ffn_hidden_size|mlp_dim|.*mlp_hidden_size|d_inner|n_inner)", 128),
+    (r"(.*hidden_size|d_model|n_embd|.*embed_dim|.*hidden_dim|.*embedding_size|word_embed_proj_dim|dim)", 64),
+    (r"(projection_dim|out_hidden_size|projector_hidden_size|cross_attention_dim|output_dim|emb_dim)", 64),
+)
+_IDS = re.compile(r".*(_token_id|_token_index|_id|_idx|_token_ids)")
+
+
+# Fields without which no model can be made, and for which some classes have no default.
+_MISSING = {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1, "n_routed_experts": 4, "num_experts": 4}
+
+
+def tiny_config(kind: type, small: bool = True, layers: int = LAYERS):
+    """A configuration of a class with few layers.
+
+    Args:
+        small: with small widths too, where the class does not compute with others; otherwise its own.
+    """
+    default = kind()
+    if "linear_attention" in (getattr(default, "layer_types", None) or ()):
+        layers = max(layers, _HYBRID)  # at least one of another kind
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    changed = {}
+    for name, value in vars(default).items():
+        name = name.lstrip("_")
+        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
+            changed[name] = tiny_config(type(value), small, layers)
+        elif name in fields and (size := _tiny(name, value, small, layers)) is not None:
+            changed[name] = size
+    if getattr(default, "num_key_value_heads", None) == getattr(default, "num_attention_heads", 0):  # not grouped
+        changed.pop("num_key_value_heads", None)
+        if "num_key_value_heads" in fields and "num_attention_heads" in changed:
+            changed["num_key_value_heads"] = changed["num_attention_heads"]
+    missing = {name: value for name, value in _MISSING.items() if name in fields and getattr(default, name) is None}
+    rope = getattr(default, "rope_parameters", None)
+    if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
+        missing["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
+    return kind(**(missing | changed))
+
+
+def _tiny(name: str, value, small: bool, layers: int) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    if _IDS.fullmatch(name):
+        return value % _VOCABULARY if small and value >= _VOCABULARY else None
+    for pattern, size in _SIZES:
+        if re.fullmatch(pattern, name):
+            depth = size == _DEPTH
+            size = layers if depth else size
+            return size if size < value and (small or depth) else None
+    return None
+
+
+def real_batch(shapes: dict, task: str) -> dict:
+    """Tensors of the shapes of a micro-batch with values that models take."""
+    import torch
+
+    def tensor(name, shape, dtype):
+        if dtype.is_floating_point:
+            return torch.rand(shape, dtype=dtype)
+        if name == "input_ids" or (name == "labels" and (task.endswith("lm") or "seq2seq" in task)):
+            return torch.randint(5, 50, shape)
+        return torch.ones(shape, dtype=dtype) if task == "ctc" else torch.zeros(shape, dtype=dtype)
+
+    return {name: tensor(name, *row) for name, row in shapes.items()}
+
+
+def measured_peak(config, task: str, micro: int) -> int:
+    """Bytes: the allocator's peak over model, two steps and all between."""
+    import torch
+    import transformers
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+    from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, with_token_ids
+
+    batch = real_batch(batch_shapes(task, config, micro, LENGTH, padded=False), task)
+    rows = [{name: value[index] for name, value in batch.items()} for index in range(micro)] * 8
+    if task == "image-classification":
+        rows = [{**row, "labels": int(row["labels"])} for row in rows]
+
+    def train():
+        torch.manual_seed(0)
+        auto = getattr(transformers, TASKS[task].auto_class)
+        model = auto.from_config(with_token_ids(config), dtype=torch.float32)
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            max_steps=2,
+            per_device_train_batch_size=micro,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            remove_unused_columns=False,
+        )
+        Trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator).train()
+
+    with tempfile.TemporaryDirectory() as folder:
+        return allocator_peak(train)

@@ -1,0 +1,208 @@
+"""`hf-memopt plan MODEL --hardware any`: the cards on which a job trains, by memory or by the user's prices."""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.errors import InputError
+from hf_memopt.units import gib
+
+ANY = "any"
+_TITLES = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+_ROWS = {True: 24, False: 10}  # of a table, where it is the only one, and where there is one a method
+_SMALLEST = 5  # rows that a shortened table keeps, whatever the cards are
+_LEGEND = (
+    "fills: the share of a card's memory, at most {limit:.0%}; ≈: a sketch from traces that all cards share, else a "
+    "full estimate; !: so near the limit that the sketch may be wrong",
+    "tokens/s: predicted, of all cards of a row; ?: no FLOP/s are published. Only speeds of A100s were compared with "
+    "real runs",
+)
+# https://github.com/pytorch/pytorch/issues/172352: since 2.11 only the builds for CUDA 12.6 have older ones.
+_OLD = "{cards}: torch's usual builds begin at compute capability 7.5; take one for CUDA 12.6"
+# Of 60 to 75 W, and laptops: their published rates are at boost clocks.
+_THROTTLED = re.compile(r"t4|l4|a2|a16|.*_sff_.*|.*_laptop|jetson.*")
+_POWER = "{cards}: slower where the power limit keeps the card below its boost clock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """What `plan --hardware any` takes beside the other options of plan.
+
+    Attributes:
+        prices: the file of the user's prices.
+        max_price: for an hour of all devices.
+        every: list every card and box.
+        tokens: to be trained on: 10M.
+    """
+
+    prices: str | None = None
+    max_price: float | None = None
+    every: bool = False
+    tokens: str | None = None
+
+    def refuse(self) -> None:
+        """What plans of one card do not take.
+
+        Raises:
+            InputError: it was given.
+        """
+        given = {"--prices": self.prices, "--max-price": self.max_price, "--all": self.every}
+        if names := [name for name, value in given.items() if value]:
+            raise InputError(f"{names[0]} compares cards: add --hardware any, or leave it out")
+
+
+def run_cards(arguments: dict[str, Any], options: CardOptions, as_json: bool) -> int:
+    """Print the cards that train the job; 0 if there are any, 1 if not.
+
+    Args:
+        arguments: of which_card(), but for the options.
+    """
+    from hf_memopt.estimator.duration import parse_count
+    from hf_memopt.planner.cards import which_card
+
+    answer = which_card(
+        **arguments,
+        prices=options.prices,
+        max_price=options.max_price,
+        every=options.every,
+        tokens=None if options.tokens is None else parse_count(options.tokens),
+    )
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        _print_answer(answer, options)
+    return 0 if any(answer.fits.values()) else 1
+
+
+def _print_answer(answer, options: CardOptions) -> None:
+    print(f"{answer.model}, {answer.effective_batch_size} samples a step of {answer.seq_len} tokens")
+    if answer.prices is not None:
+        print(f"prices: {answer.prices.origin}, of one card for an hour; cost: of {_amount(answer)}")
+    shown = []
+    for method, fits in answer.fits.items():
+        if not fits:
+            print(f"\n{_TITLES[method]}: fits none of these cards")
+            continue
+        rows = fits if options.every else _shortened(fits, _ROWS[len(answer.fits) == 1])
+        shown += rows
+        print_table(f"\n{_TITLES[method]}", *_table(answer, rows), frame=False)
+        if len(rows) < len(fits):
+            print(f"  and {len(fits) - len(rows)} more: --method {method} --all")
+        for line in _summary(answer, fits[0], answer.fastest(method)):
+            print(f"  {line}")
+    if not shown:
+        _print_nothing(answer)
+        return
+    print()
+    for line in _notes(answer, shown, options.every):
+        print(textwrap.fill(line, 80, subsequent_indent="  "))
+    print(f"the whole plan of a card:\n  {_command(answer, shown[0])}")
+
+
+def _notes(answer, shown: list, every: bool) -> Iterator[str]:
+    """What the table's figures do and do not say."""
+    yield from (line.format(limit=shown[0].share) for line in _LEGEND)
+    devices = {fit.device.name: fit.device for fit in shown}
+    if old := [name for name, device in devices.items() if 0 < device.capability < 7.5]:
+        yield _OLD.format(cards=", ".join(old))
+    if throttled := [name for name in devices if _THROTTLED.fullmatch(name)]:
+        yield _POWER.format(cards=", ".join(throttled))
+    if answer.prices is None and not every:
+        yield "each card stands for its kind: --all lists every card and box, --prices FILE compares yours by cost"
+
+
+def _amount(answer) -> str:
+    from hf_memopt.estimator.duration import two_digits
+
+    return f"{two_digits((answer.tokens or 10**6) / 1e6)}M tokens"
+
+
+def _shortened(fits: list, most: int) -> list:
+    """The first rows, and of the others cards that have presets before cards that have none."""
+    from hf_memopt.planner.cards import has_preset
+
+    if len(fits) <= most:
+        return fits
+    kept = fits[:most]
+    if fits[0].price is None:
+        by_importance = sorted(
+            fits[_SMALLEST:], key=lambda fit: (bool(fit.choice.offloads), not has_preset(fit.device))
+        )
+        chosen = {fit.name for fit in (*fits[:_SMALLEST], *by_importance[: most - _SMALLEST])}
+        kept = [fit for fit in fits if fit.name in chosen]
+    return kept
+
+
+def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:
+    """Columns and rows."""
+    from hf_memopt.estimator.duration import two_digits
+
+    priced, timed = answer.prices is not None, answer.tokens is not None
+    columns = ["card", "fills", "settings", "tokens/s"]
+    columns += ["hours"] * timed + ([f"{answer.prices.currency}/h", "cost"] if priced else [])
+    rows = []
+    for fit in fits:
+        mark = ("" if fit.estimated else "≈") + f"{fit.fills:.0%}" + ("!" if fit.is_near and not fit.estimated else "")
+        speed = "?" if fit.tokens_per_second is None else two_digits(fit.tokens_per_second)
+        row = [fit.name, mark, _brief(fit.choice), speed]
+        row += ["?" if fit.hours is None else two_digits(fit.hours)] * timed
+        row += [_money(fit.price), "?" if fit.cost is None else _money(fit.cost)] if priced else []
+        rows.append(tuple(row))
+    return columns, rows
+
+
+def _brief(choice) -> str:
+    """Settings in as few characters as a table has; --json and `plan` have them in full."""
+    parts = [] if choice.strategy == "none" else [choice.strategy]
+    parts.append(f"{choice.micro_batch}×{choice.accumulation}")
+    if choice.checkpointed:
+        parts.append("ckpt" if choice.checkpointed == 1 else f"ckpt {choice.checkpointed:.0%}")
+    parts += ["8-bit activations"] * choice.compressed + ["8-bit optim"] * ("8bit" in choice.optim)
+    host = (choice.activations_offloaded or choice.inputs_offloaded, choice.optimizer_offloaded)
+    parts += [f"{what} on host" for what, on in zip(("activations", "optimizer"), host, strict=True) if on]
+    return ", ".join(parts)
+
+
+def _summary(answer, first, fastest) -> list[str]:
+    """Which to take, in words."""
+    if answer.prices is None:
+        return [f"smallest: {first.name}, {first.devices} × {first.device.label}"]
+    lines = [f"cheapest: {first.name}{_costs(answer, first)}"]
+    if fastest is not None and fastest.name != first.name:
+        lines.append(f"fastest:  {fastest.name}{_costs(answer, fastest)}")
+    return lines
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.2f}" if amount < 100 else f"{amount:,.0f}"
+
+
+def _costs(answer, fit) -> str:
+    from hf_memopt.estimator.duration import time_text
+
+    if fit.cost is None:
+        return ""
+    time = "" if fit.hours is None else f" in {time_text(3600 * fit.hours)}"
+    return f", {answer.prices.currency}{_money(fit.cost)} for {_amount(answer)}{time}"
+
+
+def _command(answer, fit) -> str:
+    return (
+        f"hf-memopt plan {shlex.quote(answer.model)} --hardware {fit.name} --method {fit.method} "
+        f"--seq-len {answer.seq_len} --effective-batch-size {answer.effective_batch_size}"
+    )
+
+
+def _print_nothing(answer) -> None:
+    if answer.least is not None:
+        name, needed, settings = answer.least
+        print(f"nothing fits; nearest is {name}: each device needs {gib(needed)} ({settings})")
+    for fit in answer.instead:
+        price = "" if fit.price is None else f", {answer.prices.currency}{_money(fit.price)} an hour"
+        print(f"  would fit: {_TITLES[fit.method]} on {fit.name}{price} ({_brief(fit.choice)})")
+    if not answer.instead:
+        print("  more than eight devices: hf-memopt plan … --hardware h100_80gbx16")

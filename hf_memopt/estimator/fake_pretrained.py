@@ -1,0 +1,192 @@
+"""Models of a script on fake tensors: transformers' own from_pretrained up to the weights, which are never read."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import _IncompatibleKeys, register_module_parameter_registration_hook
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.known_values import ConstructorValues
+from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
+from hf_memopt.estimator.patches.replacement import all_replaced, original, replaced
+from hf_memopt.estimator.quantized_checkpoints import resolve_quantization
+from hf_memopt.estimator.tracing.fake_tensors import cast_in_place
+from hf_memopt.estimator.tracing.model import outside_zero3
+from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
+from hf_memopt.hardware import get_hardware
+
+_PRETRAINED = "transformers.modeling_utils:PreTrainedModel"
+
+
+@contextmanager
+def fake_models() -> Iterator[FakeTensorMode]:
+    """Every model that is built has fake weights, whether from a checkpoint, a configuration or by its class."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    casts = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
+    hook = register_module_parameter_registration_hook(lambda module, name, weight: _fake_weight(mode, weight))
+    try:
+        with (
+            all_replaced(_replacements(mode)),
+            _fake_adapters(mode),
+            counted_flash_attention(),  # whether the card has it is checked when the trainer is estimated
+            mock.patch.multiple(
+                torch.nn.Module,
+                cuda=lambda module, device=None: module,
+                **{name: lambda module, dtype=dtype: cast_in_place(module, dtype) for name, dtype in casts.items()},
+            ),
+        ):
+            yield mode
+    finally:
+        hook.remove()
+
+
+def _replacements(mode: FakeTensorMode) -> dict:
+    real = original("transformers:PreTrainedModel.from_pretrained").__func__
+    from_config = original("transformers:PreTrainedModel._from_config").__func__
+    resize_embeddings = original("transformers:PreTrainedModel.resize_token_embeddings")
+
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, device_map=None, quantization_config=None, **kwargs
+    ):
+        _check_device_map(device_map)
+        with mode, outside_zero3():
+            with ConstructorValues():
+                loaded = real(cls, pretrained_model_name_or_path, *args, **kwargs)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+            pre_quantized = is_quantized(model.config)
+            device = get_hardware("auto")  # the one that the script sees
+            model.config, quantization, _ = resolve_quantization(model.config, quantization_config, device)
+            if quantization is not None:
+                quantize(model, quantization, pre_quantized)
+        return loaded
+
+    def from_configuration(cls, config, **kwargs):
+        from transformers.initialization import no_init_weights
+
+        with mode, ConstructorValues(), outside_zero3(), no_init_weights():
+            model = from_config(cls, config, **kwargs)
+            model.tie_weights(recompute_mapping=False)  # which is a part of what no_init_weights() leaves out
+            return model
+
+    def resize(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
+        """Without the mean of the old embeddings, which has no value here."""
+        return resize_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing=False)
+
+    return {
+        "transformers:PreTrainedModel.from_pretrained": classmethod(from_pretrained),
+        "transformers:PreTrainedModel._from_config": classmethod(from_configuration),
+        "transformers:PreTrainedModel.resize_token_embeddings": resize,
+        **_checkpoint_replacements(),
+        # A quantizer checks for its kernels and places weights; `quantize` asks it for the layers alone.
+        "transformers.modeling_utils:get_hf_quantizer": lambda config, _, device_map, *a, **k: (
+            None,
+            config,
+            device_map,
+        ),
+        f"{_PRETRAINED}._load_pretrained_model": staticmethod(_fake_load),
+        f"{_PRETRAINED}._finalize_model_loading": staticmethod(lambda model, load_config, loading_info: loading_info),
+        "torch.nn:Module.to": cast_in_place,
+    }
+
+
+def _checkpoint_replacements() -> dict:
+    """What is asked of a checkpoint's files."""
+    checkpoint_files = original("transformers.modeling_utils:_get_resolved_checkpoint_files")
+    find_dtype = original("transformers.modeling_utils:_get_dtype")
+
+    def local_files(*args, download_kwargs, **kwargs):
+        """Those that are here, for the dtype in their headers: none are downloaded."""
+        try:
+            return checkpoint_files(*args, download_kwargs={**download_kwargs, "local_files_only": True}, **kwargs)
+        except OSError:
+            return None, None
+
+    def dtype_or_float32(dtype, files, config, *args):
+        unknown = dtype == "auto" and getattr(config, "dtype", None) is None and not files
+        return find_dtype(torch.float32 if unknown else dtype, files, config, *args)
+
+    return {
+        "transformers.modeling_utils:_get_resolved_checkpoint_files": local_files,
+        "transformers.modeling_utils:_get_dtype": dtype_or_float32,
+    }
+
+
+def _check_device_map(device_map) -> None:
+    """Refuse a model that is spread: one device's memory is predicted, with the whole model on it."""
+    places = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
+    if len(places) > 1 or places & {"disk"}:
+        raise InputError(
+            f"device_map={device_map!r}: a model that is spread over devices, the host or a disk is not modelled; "
+            "leave device_map out, and estimate several devices with a strategy"
+        )
+
+
+def _fake_weight(mode: FakeTensorMode, weight):
+    """What a module registers in the place of a weight; None for the weight itself.
+
+    A model that is built by its class allocates its weights one by one, and only writing to them takes memory.
+    """
+    if type(weight) is not torch.nn.Parameter or isinstance(weight.data, FakeTensor) or weight.is_meta:
+        return None
+    with mode:
+        return torch.nn.Parameter(torch.empty_like(weight.data, device="cpu"), requires_grad=weight.requires_grad)
+
+
+def _fake_load(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+    """What loading leaves: weights in their dtypes on one device, tied where they are tied."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    _leave_meta(model, load_config.dtype_plan or {})
+    if expected_keys is None:  # the whole model, not an adapter
+        model.tie_weights(recompute_mapping=False)
+    names = ("missing_keys", "unexpected_keys", "mismatched_keys", "skipped_pp_keys")
+    return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **{name: set() for name in names}), None
+
+
+def _leave_meta(module: torch.nn.Module, float32: dict[str, torch.dtype], prefix: str = "") -> None:
+    """Put fake tensors in the place of those on the meta device.
+
+    Args:
+        float32: patterns of the weights that a model keeps in another dtype (`_keep_in_fp32_modules`).
+    """
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_meta:
+                continue
+            planned = (dtype for pattern, dtype in float32.items() if _matches(pattern, f"{prefix}{name}"))
+            value = torch.empty_like(tensor, dtype=next(planned, tensor.dtype), device="cpu")
+            if tensors is module._parameters:
+                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+            tensors[name] = value
+    for name, child in module.named_children():
+        _leave_meta(child, float32, f"{prefix}{name}.")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.search(pattern.replace("*", ".*"), name) is not None  # as transformers.core_model_loading does
+
+
+@contextmanager
+def _fake_adapters(mode: FakeTensorMode) -> Iterator[None]:
+    """PeftModel.from_pretrained, AutoPeftModel: the adapter of a folder's configuration, without its weights."""
+    if importlib.util.find_spec("peft") is None:
+        yield
+        return
+
+    def load(model, *args, **kwargs):
+        with mode:
+            _leave_meta(model, {})  # where adapters are created with low_cpu_mem_usage=True
+        return _IncompatibleKeys([], [])
+
+    import peft.peft_model as importer
+
+    with (
+        replaced("peft.utils.save_and_load:load_peft_weights", lambda *args, **kwargs: {}, importer),
+        replaced("peft.utils.save_and_load:set_peft_model_state_dict", load, importer),
+    ):
+        yield

@@ -1,0 +1,165 @@
+"""Seconds of an optimizer step beside its kernels: what engines exchange, offload and add to every kernel.
+
+Estimates and plans ask the same functions. benchmarks/speed_published.py compares the result with published speeds.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from hf_memopt.compatibility.engine import split_strategy
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST
+from hf_memopt.hardware.measured import constant, measured_value
+
+GB = 1e9
+# Shares of the catalog's rates that training reaches, and their sources: hardware.constants. What is here is of hosts.
+# ZeRO-Offload (Ren et al. 2021), table 4: Adam on 1e9 weights in 0.22 s, on the host's two sockets.
+HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
+# Where devices have links of their own: one 400 Gb/s adapter a GPU (NVIDIA DGX H100), 200 Gb/s before fp8 (DGX A100).
+BETWEEN_HOSTS = {True: 50 * GB, False: 25 * GB}
+ETHERNET = 12.5 * GB  # assumed of machines whose devices talk over PCIe: 100 Gb/s
+# One PCIe 4.0 drive a machine: Samsung's sequential rates of the 990 PRO, bytes a second. Sustained writes are slower.
+DISK_READ, DISK_WRITE = 7.45 * GB, 6.9 * GB
+# What DeepSpeed's ZeRO-3 swaps of every trained weight in a step (swap_tensor/pipelined_optimizer_swapper.py): fp32
+# master, both states and gradient are read; these and the 16-bit weight are written.
+STEP_READS, STEP_WRITES = 16, 18
+IN_HOST = 1e9  # weights of a process that stay in host memory: max_in_cpu of the shipped zero3_offload_nvme.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an optimizer step computes.
+
+    Attributes:
+        strategy: none, ddp, fsdp2, or a DeepSpeed configuration's name (zero3_offload_cpu).
+        accumulation: micro-batches.
+        micro_seconds: of a micro-batch's kernels and of the waits for what it offloads.
+        micro_kernels: their number.
+        optimizer_seconds: of the optimizer's kernels, over all weights.
+        optimizer_offloaded: its states are in host memory without an engine.
+    """
+
+    strategy: str
+    accumulation: int
+    micro_seconds: float
+    micro_kernels: float
+    optimizer_seconds: float
+    optimizer_offloaded: bool = False
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's; 0 under other engines."""
+        return int(self.strategy[4]) if self.strategy.startswith("zero") else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of the steps of one model on one kind of device.
+
+    Attributes:
+        world_size: processes, one device each.
+        trained: number of weights that are trained.
+        loaded: bytes of all weights.
+        drives: NVMe drives of each machine that share what is offloaded to disk.
+    """
+
+    device: Hardware
+    world_size: int
+    trained: int
+    loaded: int
+    drives: int = 1
+
+    def seconds(self, step: Step) -> float:
+        """One optimizer step."""
+        exchange_micro, exchange_step = self.exchanged(step)
+        micro = self._overlapped(step.micro_seconds, exchange_micro) + self._gathering(step)
+        return self._overlapped(step.accumulation * micro, exchange_step) + self._optimizer(step)
+
+    def exchanged(self, step: Step) -> tuple[float, float]:
+        """Seconds that devices exchange weights and gradients, per micro-batch and per step."""
+        ranks, strategy = self.world_size, step.strategy
+        if ranks == 1:
+            return 0.0, 0.0
+        link, gradients, weights = self._link, 2.0 * self.trained, self.loaded
+        kept = (ranks - 1) / ranks
+        host = self._summed_on_host(step)
+        if strategy == "ddp":
+            return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
+        if strategy == "fsdp2":
+            return (2 * weights + 2 * gradients) * kept / link, 0.0
+        if step.zero_stage == 3:
+            moved = (2 * weights + gradients) * kept / link
+            if "offload" in strategy:
+                moved += 2 * weights / ranks / self._host_link
+            if strategy.endswith("nvme"):
+                moved += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
+            return moved + host, 0.0
+        if step.zero_stage == 2:  # gradients go to their owner after every micro-batch
+            return gradients * kept / link + host, gradients * kept / link
+        return 0.0, 2 * gradients * kept / link
+
+    def _gathering(self, step: Step) -> float:
+        """Seconds a micro-batch that sharding adds between kernels: hooks, launches and waits for gathered weights."""
+        sharded = step.strategy == "fsdp2" or step.zero_stage == 3
+        return step.micro_kernels * self._sharded_kernel if sharded else 0.0
+
+    def _summed_on_host(self, step: Step) -> float:
+        """Seconds a micro-batch in which gradients come from the host, are added to and go back.
+
+        DeepSpeed keeps a process's part of them where its states are (stage3.py, partition_grads; stage_1_and_2.py
+        likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's.
+        """
+        if "offload" not in step.strategy:
+            return 0.0
+        later = (step.accumulation - 1) / step.accumulation
+        return later * 4 * self.trained / self.world_size / self._host_link
+
+    def _optimizer(self, step: Step) -> float:
+        ranks, strategy = self.world_size, step.strategy
+        if step.optimizer_offloaded or split_strategy(strategy)[1] != "none":
+            there_and_back = 2 * 2 * self.trained / ranks / self._host_link
+            adam = self.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
+            if strategy.endswith("nvme"):
+                adam = self._overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))
+            return there_and_back + adam
+        sharded = strategy == "fsdp2" or strategy.startswith("zero")
+        return step.optimizer_seconds / (ranks if sharded else 1)
+
+    def _disk(self, read: float, written: float) -> float:
+        """Seconds for the machines to read and write so many bytes of the whole job, each its share."""
+        machines = -(-self.world_size // DEVICES_PER_HOST)
+        return (read / DISK_READ + written / DISK_WRITE) / machines / self.drives
+
+    def _overlapped(self, computing: float, moving: float) -> float:
+        return max(computing, moving) + self._exposed * min(computing, moving)
+
+    @functools.cached_property
+    def _link(self) -> float:
+        """Bytes/s from device to device."""
+        device = self.device
+        efficiency = constant("link_efficiency", device).value
+        peer = device.peer_link * efficiency if device.peer_link else self._host_link
+        if self.world_size <= DEVICES_PER_HOST:
+            return peer
+        linked = (device.peer_link or 0) > (device.host_link or 0)
+        return min(peer, (BETWEEN_HOSTS[device.fp8] if linked else ETHERNET) * efficiency)
+
+    @functools.cached_property
+    def _host_link(self) -> float:
+        return host_link(self.device)
+
+    @functools.cached_property
+    def _exposed(self) -> float:
+        return constant("exposed_traffic", self.device).value
+
+    @functools.cached_property
+    def _sharded_kernel(self) -> float:
+        return constant("sharded_kernel_seconds", self.device).value
+
+
+def host_link(device: Hardware) -> float:
+    """Bytes/s between a device and its host."""
+    if (measured := measured_value("host_link_bytes_per_second", device)) is not None:
+        return measured
+    known = device.host_link or constant("unknown_host_link", device).value
+    return known * constant("link_efficiency", device).value

@@ -1,0 +1,164 @@
+"""How fast a job trains: tokens per second and MFU, from the kernels of its trace."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_memopt.compatibility.engine import deepspeed_strategy
+from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
+from hf_memopt.estimator.accounting.work import extended
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
+from hf_memopt.estimator.step_time import Step, StepTime, host_link
+from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
+from hf_memopt.estimator.training_fields import traceable_fields
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.constants import SPEEDS, show
+from hf_memopt.hardware.measured import constant, measured_on
+
+_PLAIN = ("none", "ddp")  # engines whose own trace has the kernels of one device
+_FORWARD = 1 / 3  # of a micro-batch's time; backward has twice its matmuls
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Predicted speed of a job.
+
+    Attributes:
+        step_seconds: of an optimizer step, with all its micro-batches.
+        tokens_per_second: of all devices together, padding included; None where samples are not made of tokens.
+        mfu: share of the device's peak rate that the job's own FLOPs make up; None where the rate is not published.
+            They are counted: matmuls and attention of forward and backward, without what checkpointing computes a
+            second time and without the masked half of causal attention. Frozen weights have no gradients, so LoRA
+            counts about 4 FLOPs a weight and token where full training counts 6 (6N of Kaplan et al. 2020).
+        speed_error: share by which predictions were off at most, where they were compared.
+    """
+
+    step_seconds: float
+    tokens_per_second: float | None
+    mfu: float | None
+    speed_error: float
+
+
+def counted_job(job: Job) -> Job | None:
+    """The job whose trace has the kernels: of sharded engines the same on one device, without the engine. None where
+    no speed is predicted."""
+    if unknown_speed(job):
+        return None
+    if job.engine in _PLAIN:
+        return job
+    fields = {**traceable_fields(job.fields, job.engine), "gradient_accumulation_steps": 1}
+    for engine in ("deepspeed", "fsdp", "fsdp_config"):
+        fields.pop(engine, None)
+    return dataclasses.replace(job, fields=fields, engine="none", world_size=1, rank=0)
+
+
+def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> Throughput:
+    """The speed of a job.
+
+    Args:
+        counted: as counted_job() returns it.
+        depths, traces: of `counted`, rising.
+    """
+    layers, period = count_layers(job.config), 1 if len(depths) == 1 else depths[1] - depths[0]
+    steps = traces[0].steps
+    kernels = extended(traces[0].kernels, traces[-1].kernels, (layers - depths[0]) // period)
+    micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
+    micro, optimizer = kernel_seconds(kernels, job.device)
+    again, _ = kernel_seconds(Counter({one: count for one, count in kernels.items() if one.recomputed}), job.device)
+    peaks = extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    micro_seconds = micro / micro_batches
+    accumulation = job.fields["gradient_accumulation_steps"]
+    step = Step(
+        strategy=deepspeed_strategy(job.fields["deepspeed"]) if job.engine == "deepspeed" else job.engine,
+        accumulation=accumulation,
+        micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / micro_batches),
+        micro_kernels=sum(count for kernel, count in kernels.items() if not kernel.optimizer) / micro_batches,
+        optimizer_seconds=optimizer / steps,
+        optimizer_offloaded=job.device.memory_apart and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
+    )
+    rest, layer = job.elements(trained=True)
+    loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
+    times = StepTime(device=job.device, world_size=job.world_size, trained=rest + layer * layers, loaded=loaded)
+    seconds = times.seconds(step)
+    flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / micro_batches
+    peak, tokens = peak_rate(job.device), job.micro_batch_tokens
+    return Throughput(
+        step_seconds=seconds,
+        tokens_per_second=tokens and tokens * accumulation * job.world_size / seconds,
+        mfu=peak and accumulation * flops / seconds / peak,
+        speed_error=constant("speed_error", job.device).value,
+    )
+
+
+def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estimate:
+    """An estimate with the predicted speed, and a note of what it rests on or why it is unknown."""
+    figures = {} if speed is None else dataclasses.asdict(speed)
+    return dataclasses.replace(estimate, **figures, notes=(*estimate.notes, note))
+
+
+def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float) -> float:
+    """Seconds that a micro-batch waits for activations on their way to the host and back: what the host holds in
+    forward and backward beyond what it always holds. A layer's copies overlap with that layer alone (planner.cost).
+
+    Args:
+        computing: seconds of a micro-batch's kernels.
+        recomputed: of these, the second forward of checkpointed layers.
+    """
+    held = [peak.host for name, peak in peaks.items() if name.startswith(("forward", "backward"))]
+    moved = max(held, default=0) - min(held, default=0)
+    if not moved:
+        return 0.0
+    moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value
+    kept = computing - recomputed
+    forward = _FORWARD * kept
+    if getattr(job.memory_args, "activation_offload", False):  # of the layers that are not checkpointed
+        share = max(0.0, 1 - recomputed / forward)
+        passes = share * forward, share * (kept - forward)
+    else:  # checkpointed layers' inputs: backward begins with the second forward
+        passes = forward, kept
+    return sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
+
+
+def unknown_speed(job: Job) -> str | None:
+    """Why no speed is predicted; None where it is."""
+    fields, device = job.fields, job.device
+    if reason := unknown_rates(device):
+        return reason
+    if job.generates:
+        return "not predicted for trainers that generate text"
+    if job.engine == "mesh":
+        return "not predicted for tensor parallelism and HSDP"
+    bf16 = fields.get("bf16") or (job.dtype == "bfloat16" and not fields.get("fp16"))
+    if bf16 and not device.native_bf16:
+        return f"not predicted: {device.label} emulates bf16"
+    if not (bf16 or fields.get("fp16") or job.dtype == "float16"):
+        return "not predicted for 32-bit matmuls; with bf16=true or fp16=true it is"
+    return None
+
+
+def unknown_rates(device: Hardware) -> str | None:
+    """Why nothing is known of a device's speed; None where it is."""
+    if has_rates(device):
+        return None
+    figures = {"bandwidth": device.bandwidth, "bf16_flops": peak_rate(device)}
+    missing = [name for name, value in figures.items() if not value]
+    remedy = (
+        "describe it with them" if device.backend == "cpu" else "describe it with them, or run hf-memopt calibrate"
+    )
+    return f"the {' and '.join(missing)} of {device.label} {'are' if missing[1:] else 'is'} unknown; {remedy}"
+
+
+def speed_note(device: Hardware) -> str | None:
+    """What speed on a device rests on; for plans also how they choose where nothing is known of it."""
+    if reason := unknown_rates(device):
+        ratio = constant("flops_per_byte", device).value
+        return f"speed: {reason}. A plan ranks as if it computed {ratio:.0f} FLOP for every byte that it reads"
+    file = measured_on(device)
+    rates = [show(name, file.constants[name]) for name in SPEEDS if name in file.constants] if file else []
+    if rates:
+        return f"speed: {', '.join(rates)}: {file.source}"
+    error = constant("speed_error", device)
+    return f"speed: ±{error.value:.0%} is {error.source}"

@@ -1,0 +1,280 @@
+"""Jobs of TRL's trainers from a model's name: the trainer itself, on a fake model and the longest samples."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.fake_pretrained import fake_models
+from hf_memopt.estimator.job import Job, describe
+from hf_memopt.estimator.patches.trl_trainers import without_engine, without_precomputing
+from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_model
+from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
+from hf_memopt.estimator.tracing.trace import TracedJob
+from hf_memopt.estimator.trainer_job import TrainerJob, check_held, describe_trainer
+from hf_memopt.hardware import Hardware
+from hf_memopt.levers.apply import apply_levers
+from hf_memopt.levers.refusals import check_with_trl
+
+_WORD, _END = "a", "<eos>"
+
+
+def _text(tokens: int) -> str:
+    """A text of so many tokens, with the end that TRL adds to it."""
+    return " ".join([_WORD] * (tokens - 1))
+
+
+def _texts(length: int) -> dict[str, Any]:
+    return {"text": _text(length)}
+
+
+def _pair(length: int) -> dict[str, Any]:
+    """The shortest prompt: the head computes logits of the answers' tokens alone."""
+    return {"prompt": _WORD + " ", "chosen": _text(length - 1), "rejected": _text(max(2, length - 2))}
+
+
+def _answer(length: int) -> dict[str, Any]:
+    return {"prompt": _WORD + " ", "completion": _text(length - 1)}
+
+
+def _prompt(length: int) -> dict[str, Any]:
+    return {"prompt": " ".join([_WORD] * length)}
+
+
+def _unscored(completions, **_) -> list[float]:
+    """A reward function, which is not called."""
+    return [0.0] * len(completions)
+
+
+@dataclass(frozen=True)
+class TrlTask:
+    """A task that TRL has a trainer for.
+
+    Attributes:
+        trainer, config: names of TRL's classes.
+        model: the task of tasks.TASKS whose model it trains.
+        row: makes a row of so many tokens a sequence.
+        reference: it keeps a reference model, unless there are adapters or its part is precomputed.
+        generates: it generates completions, and makes its reference model itself, unless beta is 0.
+    """
+
+    trainer: str
+    config: str
+    row: Callable[[int], dict[str, Any]]
+    model: str = "causal-lm"
+    reference: bool = False
+    generates: bool = False
+
+    @property
+    def config_class(self) -> type:
+        """TRL's class of arguments.
+
+        Raises:
+            InputError: TRL is not installed.
+        """
+        return _trl(self.config)
+
+
+TRL_TASKS = {
+    "sft": TrlTask("SFTTrainer", "SFTConfig", _texts),
+    "dpo": TrlTask("DPOTrainer", "DPOConfig", _pair, reference=True),
+    "kto": TrlTask("KTOTrainer", "KTOConfig", _answer, reference=True),
+    "reward": TrlTask("RewardTrainer", "RewardConfig", _pair, model="sequence-classification"),
+    "grpo": TrlTask("GRPOTrainer", "GRPOConfig", _prompt, generates=True),
+    "rloo": TrlTask("RLOOTrainer", "RLOOConfig", _prompt, generates=True),
+}
+
+
+def _trl(name: str) -> type:
+    try:
+        import trl
+    except ImportError as error:
+        raise InputError(f"trl cannot be imported ({error}): pip install 'hf_memopt[trl]'") from error
+    return getattr(trl, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlJob(TrainerJob):
+    """The job of a trainer that was made for an estimate: memory features are put on its copies."""
+
+    def at_depth(self, depth: int) -> TracedJob:
+        traced = super().at_depth(depth)
+
+        def make_with_levers():
+            model = traced.make_model()
+            if self.memory_args is not None:
+                apply_levers(model, self.memory_args)
+            return model
+
+        return dataclasses.replace(traced, make_model=make_with_levers)
+
+
+def describe_task(
+    model, args, seq_len: int, hardware: str | Hardware = "auto", *, task: str | None = None, **settings: Any
+) -> Job:
+    """estimator.job.describe(), and TRL's trainer around the job for a task of TRL_TASKS.
+
+    Raises:
+        InputError: an unknown model, or a job that cannot run or is not modelled.
+    """
+    row = TRL_TASKS.get(task)
+    if row is None:
+        return describe(model, args, seq_len, hardware, task=task, **settings)
+    _check(task, seq_len, settings)
+    config = load_config(model)
+    if row.model == "sequence-classification":
+        config.num_labels = 1  # a reward (trl 1.16, RewardTrainer)
+    if isinstance(args, dict):
+        args = _with_defaults(args)
+    if (args if isinstance(args, dict) else vars(args)).get("activation_offloading"):
+        # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
+        raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")
+    job = describe(config, args, seq_len, hardware, task=row.model, config_class=row.config_class, **settings)
+    if job.mesh is not None:
+        raise InputError(f"task={task} is not modelled where transformers shards the model: use ddp, fsdp2 or zero3")
+    return _around_trainer(row, job)
+
+
+def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:
+    """Refuse what TRL's head and batches leave no place for."""
+    if settings.get("memory_args") is not None:
+        check_with_trl(settings["memory_args"], f"task={task}")
+    if settings.get("video") is not None:
+        raise InputError(f"task={task} is estimated for texts: leave the settings of videos out")
+    if settings.get("packed"):
+        raise InputError(f"packed=true goes without task={task}: set packing=true with task=sft")
+    if isinstance(seq_len, int) and seq_len < 8:
+        raise InputError(f"seq_len={seq_len} must be at least 8 with task={task}: a sample has a prompt and an answer")
+
+
+def _with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """TrainingArguments fields under the defaults of TRL's classes (trl 1.16, _BaseConfig)."""
+    old = fields.get("gradient_checkpointing", True)
+    return {"bf16": not fields.get("fp16"), "activation_checkpointing": old, **fields}
+
+
+def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
+    """The Job of TRL's trainer on the model of another Job."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        quiet(),
+        process_state_kept(),
+        without_precomputing(),
+        as_input_error(f"{row.trainer}", ValueError, TypeError, NotImplementedError),
+    ):
+        trainer = _make_trainer(row, job, folder)
+        check_held(trainer, job.engine, job.fields)
+        made = describe_trainer(trainer, job.device, 1, None)
+    own = {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}
+    if row.generates:
+        steps = _steps_per_generation(job)
+        own["seq_len"] = job.seq_len
+        own["inputs"] = made.inputs[-steps * job.fields["per_device_train_batch_size"] :]
+        fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
+        job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
+    kept = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
+    return TrlJob(**own | {name: getattr(job, name) for name in kept})
+
+
+def _make_trainer(row: TrlTask, job: Job, folder: str):
+    """TRL's trainer on fake models."""
+    fields = {name: value for name, value in job.fields.items() if name not in _NOT_OF_TRAINER}
+    half = bool(job.fields.get("bf16") or job.fields.get("fp16"))
+    whole = fields.get("padding_free") and not fields.get("packing")  # which TRL takes without a limit alone
+    there = {"use_cpu": True, "report_to": "none", "fp16": False, "bf16": half}
+    if row.generates:  # of all processes at once: the generation batch has to hold whole groups
+        fields.pop("generation_batch_size", None)
+        there["steps_per_generation"] = _steps_per_generation(job) * job.world_size
+    else:
+        there["max_length"] = None if whole else job.seq_len
+    args = row.config_class(output_dir=folder, **fields | there)
+    own = {item.name: getattr(job, item.name) for item in dataclasses.fields(ModelSettings)}
+    settings = ModelSettings(**own | {"peft_config": None, "memory_args": None})
+    more = {}
+    with fake_models() as mode, contextlib.ExitStack() as stack:
+        with mode:
+            model = make_model(settings)
+            alone = job.peft_config is None and not fields.get("precompute_ref_log_probs")
+            if row.reference and alone:
+                more["ref_model"] = make_model(settings)
+        if job.peft_config is not None:
+            adapters = adapters_for(dataclasses.replace(settings, peft_config=job.peft_config), model)
+            if row.model == "sequence-classification":
+                adapters.task_type = "SEQ_CLS"  # so that the score layer is trained, too
+            more["peft_config"] = adapters
+        if row.generates:
+            more["reward_funcs"] = _unscored
+            stack.enter_context(without_engine(lambda: make_model(settings), mode))
+        return _trl(row.trainer)(
+            model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **more
+        )
+
+
+# Fields that make_arguments() changes for a trace, too: engines, and what asks for the device.
+_NOT_OF_TRAINER = {
+    *("deepspeed", "fsdp", "fsdp_config", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "use_liger_kernel"),
+    *("eval_strategy", "eval_steps", "eval_on_start", "do_eval", "load_best_model_at_end", "push_to_hub"),
+}
+
+
+def _rows(row: TrlTask, job: Job):
+    """Twice as many rows as a micro-batch has, for KTO of both kinds."""
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    length = job.seq_len - _completion(row, job) if row.generates else job.seq_len
+    rows = [row.row(length) for _ in range(2 * job.fields["per_device_train_batch_size"])]
+    if job.fields.get("packing"):  # several texts a sample
+        lengths = (job.seq_len - job.seq_len // 3, job.seq_len // 3)
+        rows = [row.row(length) for _ in rows for length in lengths]
+    if row is TRL_TASKS["kto"]:
+        rows = [{**each, "label": number % 2 == 0} for number, each in enumerate(rows)]
+    return Dataset.from_list(rows)
+
+
+def _steps_per_generation(job: Job) -> int:
+    """Micro-batches that are generated at once.
+
+    Raises:
+        InputError: a generation batch that is not made of whole micro-batches.
+    """
+    micro = job.fields["per_device_train_batch_size"] * job.world_size
+    batch = job.fields.get("generation_batch_size")
+    if batch is None:
+        return job.fields.get("steps_per_generation") or job.fields["gradient_accumulation_steps"]
+    if "steps_per_generation" in job.fields or batch % micro:
+        raise InputError(
+            f"generation_batch_size={batch} must be a multiple of the {micro} samples of a micro-batch on all "
+            "devices, and steps_per_generation left out"
+        )
+    return batch // micro
+
+
+def _completion(row: TrlTask, job: Job) -> int:
+    """The longest completion, which is a part of the sample's tokens.
+
+    Raises:
+        InputError: it leaves no token for a prompt.
+    """
+    length = job.fields.get("max_completion_length", row.config_class.max_completion_length)
+    if not 0 < length < job.seq_len:
+        raise InputError(
+            f"max_completion_length={length} must be from 1 to {job.seq_len - 1}: seq_len={job.seq_len} is the prompt "
+            "and the completion"
+        )
+    return length
+
+
+def _tokenizer():
+    """A tokenizer of one word: which token stands where has no effect on memory."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"<pad>": 0, _END: 1, _WORD: 2}, unk_token=_WORD))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token=_END, unk_token=_WORD)

@@ -1,0 +1,77 @@
+"""Names of devices as people and drivers write them, matched with the catalog's."""
+
+import re
+from collections.abc import Mapping
+
+from hf_memopt.errors import InputError, choose
+
+# What a vendor or driver adds to a product's name, or leaves out of it.
+_BRANDS = {
+    "nvidia",
+    "geforce",
+    "tesla",
+    "amd",
+    "radeon",
+    "instinct",
+    "intel",
+    "gpu",
+    "graphics",
+    "edition",
+    "generation",
+}
+_SIZE = re.compile(r"(\d+)[\s_-]*g(?:i?b)\b")
+
+
+def tokens(name: str) -> frozenset[str]:
+    """The parts of a product's name that tell it from others: "RTX 4060Ti 16GB" -> rtx, 4060, ti, 16gb."""
+    text = re.sub(r"\((?:r|tm)\)", " ", name.lower()).replace("_", " ")
+    sizes = {f"{size}gb" for size in _SIZE.findall(text)}
+    parts = re.findall(r"[a-z]+|\d+", _SIZE.sub(" ", text))
+    return frozenset(sizes | (set(parts) - _BRANDS))
+
+
+def product(name: str) -> frozenset[str]:
+    """The tokens of a label or reported name without memory sizes and what is in parentheses."""
+    bare = re.sub(r"\((?!R\)|TM\))[^)]*\)", " ", name)
+    return frozenset(token for token in tokens(bare) if not re.fullmatch(r"\d+gb", token))
+
+
+def short_name(name: str) -> str:
+    """The catalog's spelling: "PRO 6000 Blackwell Max-Q Workstation Edition" -> pro_6000_max_q_workstation."""
+    bare = re.sub(r"\([^)]*\)|\b(?:Blackwell|Edition)\b", " ", name)
+    return "_".join(re.sub(r"(\d+) GB", r"\1gb", bare).replace("-", " ").lower().split())
+
+
+def match(name: str, known: Mapping) -> str:
+    """The catalog's name for a name as people write it.
+
+    Args:
+        known: catalog name -> Hardware.
+
+    Raises:
+        InputError: no device has such a name, or several have.
+    """
+    closest = candidates(name, known)
+    if not closest:
+        raise InputError(
+            f"{choose('hardware', name, [*known, 'auto'])} Another device can be described: see docs/plans.md."
+        )
+    if len(closest) > 1:
+        raise InputError(f"hardware={name} could be {', '.join(closest[:-1])} or {closest[-1]}: say which")
+    return closest[0]
+
+
+def candidates(name: str, known: Mapping) -> list[str]:
+    """The catalog's names that a name may stand for: those with all its tokens and the fewest others."""
+    wanted = tokens(name)
+    distances = {
+        key: _distance(tokens(key) - wanted)
+        for key, device in known.items()
+        if wanted and wanted <= tokens(f"{key} {device.label}")
+    }
+    return sorted(key for key, distance in distances.items() if distance == min(distances.values()))
+
+
+def _distance(missing: frozenset[str]) -> float:
+    """How far a name is from a device's; a size left out counts less than a "Ti" or "Laptop"."""
+    return sum(0.5 if token.endswith("gb") else 1 for token in missing)

@@ -1,0 +1,149 @@
+"""What a plan did not choose: the plain settings, other methods, and kinds of settings with the reason for each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.search import Search, summarize
+from hf_memopt.units import gib
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Settings that do not fit or work, and why."""
+
+    settings: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Other settings beside a profile's.
+
+    Attributes:
+        method: full, lora or qlora.
+        settings: in one line.
+        device_bytes: predicted.
+        estimated: by a whole estimate, not a sketch.
+        fits: the memory of the profile that it stands beside.
+        relative_time: for as many tokens, to the profile's.
+        tokens_per_second: of all devices together; None where the device's speed is unknown.
+    """
+
+    method: str
+    settings: str
+    device_bytes: int
+    estimated: bool
+    fits: bool
+    relative_time: float
+    tokens_per_second: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return {
+            **vars(self),
+            "relative_time": round(self.relative_time, 3),
+            "tokens_per_second": self.tokens_per_second and round(self.tokens_per_second, 1),
+        }
+
+
+def plain_alternative(request, search: Search, rung) -> Alternative | None:
+    """The fastest settings with every layer checkpointed and without host memory and rounding; of those that do not
+    fit, the smallest. None where the profile itself is so, and where the user's settings leave none."""
+    plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1.0]
+    budget = int(request.memory * rung.share)
+    fitting = [choice for choice in plain if search.fits(choice, budget)]
+    if not plain or rung.choice in plain:
+        return None
+    best = min(fitting, key=search.seconds.__getitem__) if fitting else min(plain, key=search.needs)
+    return _alternative(request, search, best, bool(fitting), rung)
+
+
+def method_alternative(request, search: Search | None, rung) -> Alternative | None:
+    """What a method would take of a profile's share of the memory: for the profile's own method the profile, for
+    another by its sketch what is plain, if anything plain fits. None where nothing fits."""
+    if search is None:
+        return None
+    if request.preset.method == rung.preset.method:
+        return _alternative(request, search, rung.choice, True, rung)
+    budget = int(request.memory * rung.share)
+    for condition in (search.is_plain, lambda choice: not choice.offloads, lambda choice: True):
+        fitting = [choice for choice in filter(condition, search.choices) if search.fits(choice, budget)]
+        if fitting:
+            best = min(fitting, key=search.seconds.__getitem__)
+            return _alternative(request, search, best, True, rung)
+    return None
+
+
+def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> Alternative:
+    samples = request.effective_batch_size / rung.preset.effective_batch_size  # of a step: methods' presets differ
+    relative_time = search.seconds[choice] / samples / rung.seconds
+    return Alternative(
+        method=request.preset.method,
+        settings=summarize(choice),
+        device_bytes=int(search.needs(choice)),
+        estimated=bool(search.found.get(choice)),
+        fits=fits,
+        relative_time=relative_time,
+        tokens_per_second=rung.tokens_per_second and rung.tokens_per_second / relative_time,
+    )
+
+
+def left_out(request, search: Search, chosen: list[Choice]) -> Iterator[Rejected]:
+    """Kinds of settings that are faster than what was chosen, or simpler, and what they would need."""
+    families: dict[str, list[Choice]] = {}
+    for choice in (*search.choices, *search.short_of_host):
+        for family in _families(choice):
+            families.setdefault(family, []).append(choice)
+    for family, members in families.items():
+        if not any(choice in members for choice in chosen):
+            yield Rejected(family, _reason(request, search, members, chosen))
+
+
+def _reason(request, search: Search, members: list[Choice], chosen: list[Choice]) -> str:
+    budget = request.memory_budget
+    if fitting := [choice for choice in members if search.fits(choice, budget)]:
+        fastest = min(chosen, key=search.seconds.__getitem__)
+        best = min(fitting, key=search.seconds.__getitem__)
+        return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
+    least = min(members, key=search.needs)
+    about = "" if search.found.get(least) else "about "
+    if search.needs(least) > budget:
+        return f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}"
+    least = min((one for one in members if search.needs(one) <= budget), key=search.host_bytes)
+    host = request.host_memory
+    return (
+        f"needs about {gib(search.host_bytes(least))} of host memory for each process, of {gib(host.bytes)} "
+        f"({host.source}; --host-memory sets the limit)"
+    )
+
+
+def _comparison(relative_time: float, best: Choice, fastest: Choice) -> str:
+    """Why settings that fit were left out, though they may be faster."""
+    text = f"predicted to take {relative_time:.2f} × the time of the fastest profile"
+    if relative_time >= 1:
+        return text
+    costs = []
+    if best.offloads and not fastest.offloads:
+        costs.append("depending on host memory")
+    if best.approximations > fastest.approximations:
+        costs.append("rounding")
+    return f"{text}: too small a gain for {' and '.join(costs) or 'more features'}"
+
+
+def _families(choice: Choice) -> list[str]:
+    if choice.strategy != "none":
+        return [choice.strategy]
+    named = []
+    if not choice.levers:
+        named.append("no memory feature")
+    if not choice.checkpointed and not choice.compressed and not choice.activations_offloaded:
+        named.append("all activations kept")
+    if choice.compressed:
+        named.append("8-bit activations")
+    if choice.activations_offloaded or choice.inputs_offloaded:
+        named.append("activations in host memory")
+    if choice.optimizer_offloaded:
+        named.append("optimizer states in host memory")
+    return named

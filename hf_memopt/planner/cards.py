@@ -1,0 +1,604 @@
+"""which_card(): the cards, and boxes of them, on which a job trains, from a few traces for all of them.
+
+A card changes what fits and how fast it is, not what a step allocates. So each method is traced once (full fine-tuning
+twice: engines compute with 16-bit weights), every card gets a sketch from these traces, and full estimates are made
+only of what decides the answer.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.duration import duration
+from hf_memopt.estimator.job import Job, longest_sample
+from hf_memopt.estimator.speed import peak_rate
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.catalog import catalog
+from hf_memopt.hardware.measured import constant, measured_value
+from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.plan import Question, Request, ask
+from hf_memopt.planner.prices import Prices, read_prices
+from hf_memopt.planner.search import Search, summarize
+from hf_memopt.planner.sketch import Sketch, sketch_of, traced_jobs
+from hf_memopt.presets import METHODS
+from hf_memopt.presets.catalog import nearest_preset, preset_for
+from hf_memopt.units import GIB
+
+SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
+NEAR = 0.05  # of the limit: what a full estimate may change of a sketch
+_SHARES = [share for _, share in RUNGS.values()]
+_BALANCED = list(RUNGS).index("balanced")
+_MOST_ESTIMATES = 6
+# Sketches have neither the allocator's reserve nor fp16's gradient scaler, until an estimate of the same kind of card
+# corrects them. Of Qwen3-1.7B and 4B, full, LoRA and QLoRA, on 19 cards and boxes they were low by 1 to 9 % (bf16), up
+# to 14 % (fp16) and up to 17 % (MPS).
+_CAUTION, _CAUTION_FP16, _CAUTION_MPS = 1.06, 1.15, 1.18
+_QUICK_ENGINES = ("none", "ddp")  # an estimate under the others takes several times as long
+_ROUNDS = 3
+_FAILURES = 3
+_ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as much
+_LARGEST_BOX = 8
+_DESKTOP_BOX = 12 * GIB  # nobody builds or rents boxes of cards with less
+_REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits, an engine, discrete memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A card, or several of one kind, on which the job trains.
+
+    Attributes:
+        device, devices: the card, and how many.
+        choice: the settings of the profile `balanced`; of `maximum` where only that fits.
+        share: of the device's memory that the profile may fill.
+        device_bytes, host_bytes: predicted, for each device.
+        estimated: by a full estimate; else by the sketch.
+        tokens_per_second: of all devices; None where the card's FLOP/s are not published.
+        price: of all devices for an hour.
+        tokens: that are trained on, for `hours` and `cost`.
+    """
+
+    device: Hardware
+    devices: int
+    method: str
+    choice: Choice
+    share: float
+    device_bytes: int
+    host_bytes: int
+    estimated: bool
+    tokens_per_second: float | None
+    price: float | None = None
+    tokens: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As `--hardware` takes it."""
+        return _name(self.device, self.devices)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all devices, as printed on their boxes."""
+        return self.device.nominal_memory * self.devices
+
+    @property
+    def fills(self) -> float:
+        """The share of the device's memory that is predicted to be used."""
+        return self.device_bytes / self.device.memory
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the rest may be as small as a sketch's error, which is large for what goes to the host."""
+        return self.fills > self.share * (1 - NEAR) or bool(self.choice.offloads)
+
+    @property
+    def hours(self) -> float | None:
+        """For all tokens."""
+        if self.tokens is None or self.tokens_per_second is None:
+            return None
+        return duration(self.tokens, self.tokens_per_second).hours
+
+    @property
+    def cost(self) -> float | None:
+        """Of all tokens, by default of a million."""
+        if self.price is None or self.tokens_per_second is None:
+            return None
+        return duration(self.tokens or 10**6, self.tokens_per_second, self.price).cost
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "hardware": self.name,
+            "label": self.device.label,
+            "devices": self.devices,
+            "method": self.method,
+            "settings": summarize(self.choice),
+            "micro_batch": self.choice.micro_batch,
+            "accumulation": self.choice.accumulation,
+            "strategy": self.choice.strategy,
+            "profile": "balanced" if self.share == _SHARES[_BALANCED] else "maximum",
+            "device_bytes": self.device_bytes,
+            "capacity_bytes": self.device.memory,
+            "fills": round(self.fills, 4),
+            "near_limit": self.is_near,
+            "host_bytes": self.host_bytes,
+            "source": "estimate" if self.estimated else "sketch",
+            "tokens_per_second": self.tokens_per_second,
+            "hours": self.hours,
+            "price_per_hour": self.price,
+            "cost": self.cost,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardChoice:
+    """The answer of which_card().
+
+    Attributes:
+        prices, tokens: as asked.
+        fits: by method; the first of each is the answer.
+        instead: where nothing fits, what would: a card without a price, a more expensive one, another method.
+        least: where nothing fits, the card or box that comes nearest, the bytes that each device needs, the settings.
+    """
+
+    model: str
+    seq_len: int
+    effective_batch_size: int
+    prices: Prices | None
+    tokens: int | None
+    fits: dict[str, list[Fit]]
+    instead: list[Fit] = field(default_factory=list)
+    least: tuple[str, int, str] | None = None
+
+    def __iter__(self) -> Iterator[Fit]:
+        return itertools.chain.from_iterable(self.fits.values())
+
+    def fastest(self, method: str) -> Fit | None:
+        """Of the cards with known speeds."""
+        known = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
+        return max(known, key=lambda fit: fit.tokens_per_second, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        return {
+            "model": self.model,
+            "seq_len": self.seq_len,
+            "effective_batch_size": self.effective_batch_size,
+            "tokens": self.tokens,
+            "currency": None if self.prices is None else self.prices.currency,
+            "cards": [fit.to_dict() for fit in self],
+            "first": {method: fits[0].name for method, fits in self.fits.items() if fits},
+            "instead": [fit.to_dict() for fit in self.instead],
+            "least": None
+            if self.least is None
+            else dict(zip(("hardware", "bytes", "settings"), self.least, strict=True)),
+        }
+
+
+def _name(device: Hardware, devices: int) -> str:
+    return device.name if devices == 1 else f"{device.name}x{devices}"
+
+
+def boxes(device: Hardware) -> tuple[int, ...]:
+    """How many of a card people have in one machine."""
+    label = device.label
+    if not device.memory_apart or "Laptop" in label or "GH200" in label:
+        return (1,)
+    if "GB200" in label or "GB300" in label:  # trays of two superchips
+        return (1, 2, 4)
+    if re.search(r"GeForce|TITAN|Radeon (RX|VII)|Arc [AB]\d", label):
+        return (1, 2, 4) if device.nominal_memory >= _DESKTOP_BOX else (1,)
+    if re.search(r"Quadro|NVIDIA RTX|Radeon .*PRO|Arc Pro", label) and "Server" not in label:
+        return (1, 2, 4, 8) if device.nominal_memory >= 48 * GIB else (1, 2, 4)
+    return (1, 2, 4, 8)
+
+
+def typical_cards() -> list[Hardware]:
+    """The cards that have presets of their own, and the slowest card of each other kind."""
+    chosen: dict[tuple, Hardware] = {}
+    for device in sorted(_cards(), key=_typicality):
+        chosen.setdefault(_kind(device), device)
+    own = [device for device in _cards() if has_preset(device)]
+    return list({device.name: device for device in [*own, *chosen.values()]}.values())
+
+
+def has_preset(device: Hardware) -> bool:
+    """Whether the project tunes settings for this very card."""
+    return nearest_preset(device) == device.name
+
+
+def _kind(device: Hardware) -> tuple:
+    """What people compare cards by: the maker, the sort of machine, and the memory."""
+    machine = boxes(device)[-1] == _LARGEST_BOX if device.memory_apart else "unified"
+    return device.vendor, machine, device.nominal_memory
+
+
+def _typicality(device: Hardware) -> tuple:
+    # Laptops, and cards that torch's default wheels lack (compute capability below 7.5), are no one's first thought.
+    unusual = "Laptop" in device.label or 0 < device.capability < 7.5
+    return not has_preset(device), unusual, _flops(device) is None, _flops(device) or 0, device.name
+
+
+def _cards() -> list[Hardware]:
+    return [device for device in catalog().values() if device.backend != "cpu"]
+
+
+def _flops(device: Hardware) -> float | None:
+    return measured_value("matmul_flops_per_second", device) or peak_rate(device)
+
+
+class _SharedSketch(Sketch):
+    """A sketch whose bytes are worked out once for all cards; they do not depend on the card's speed or memory."""
+
+    def sharing(self, job: Job, known: dict[Choice, tuple[int, int]]) -> "_SharedSketch":
+        """The sketch of a job, with the bytes that are known already."""
+        sketch = _SharedSketch(job, self.kept, self.checkpointed, self.trained)
+        sketch.__dict__["known"] = known
+        return sketch
+
+    def device_bytes(self, choice: Choice) -> tuple[int, int]:
+        known = self.__dict__["known"]
+        if choice not in known:
+            known[choice] = super().device_bytes(choice)
+        return known[choice]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What cards with the same software settings share.
+
+    Attributes:
+        known: sketched bytes.
+        off, found: what a Search knows of the sketch's errors, and its estimates.
+    """
+
+    choices: list[Choice]
+    job: Job
+    known: dict[Choice, tuple[int, int]]
+    off: dict[tuple, tuple[int, int]]
+    found: dict[Choice, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A card or box, a method, and the search over its settings."""
+
+    request: Request
+    search: Search
+    group: _Group
+
+    @property
+    def name(self) -> str:
+        """As `--hardware` takes it."""
+        return _name(self.device, self.request.preset.processes)
+
+    @property
+    def device(self) -> Hardware:
+        return self.request.preset.hardware
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all devices, as printed on their boxes."""
+        return self.device.nominal_memory * self.request.preset.processes
+
+    @property
+    def least(self) -> Choice:
+        """The choice that needs the least memory, without the host's if it can."""
+        plain = [choice for choice in self.search.choices if not choice.offloads]
+        return min(plain or self.search.choices, key=self.search.needs)
+
+    @property
+    def caution(self) -> float:
+        """What sketches are multiplied by, as long as no estimate corrects them."""
+        if self.group.off:
+            return 1.0
+        if self.device.backend == "mps":
+            return _CAUTION_MPS
+        return _CAUTION if self.device.native_bf16 else _CAUTION_FP16
+
+    def pick(self) -> tuple[Choice, float] | None:
+        """The settings and the share of the memory that they may fill."""
+        for share in (_SHARES[_BALANCED], _SHARES[-1]):
+            if choice := self.search.sketched(int(self.request.memory * share / self.caution)):
+                return choice, share
+        return None
+
+    def fit(self, price: float | None, tokens: int | None) -> Fit | None:
+        """None where nothing fits."""
+        if (picked := self.pick()) is None:
+            return None
+        choice, share = picked
+        devices = self.request.preset.processes
+        trained = self.request.effective_batch_size * self.search.sketch.job.seq_len
+        return Fit(
+            device=self.device,
+            devices=devices,
+            method=self.request.preset.method,
+            choice=choice,
+            share=share,
+            device_bytes=int(self.search.needs(choice) * self.caution),
+            host_bytes=self.search.host_bytes(choice),
+            estimated=self.search.found.get(choice) is not None,
+            tokens_per_second=trained / self.search.seconds[choice] if _flops(self.device) else None,
+            price=None if price is None else price * devices,
+            tokens=tokens,
+        )
+
+
+@dataclass
+class _Market:
+    """The candidates of a question, each made when it is looked at.
+
+    Attributes:
+        refused: why cards that cannot run the job cannot.
+    """
+
+    question: Question
+    say: Callable[[str], None]
+    refused: list[InputError] = field(default_factory=list)
+    _sketches: dict[tuple, _SharedSketch] = field(default_factory=dict)
+    _known: dict[tuple, dict] = field(default_factory=dict)
+    _off: dict[tuple, dict] = field(default_factory=dict)
+    _groups: dict[tuple, _Group | None] = field(default_factory=dict)
+    _candidates: dict[tuple, _Candidate | None] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list[_Candidate]:
+        """Those that were looked at."""
+        return [candidate for candidate in self._candidates.values() if candidate is not None]
+
+    def candidate(self, device: Hardware, devices: int, method: str) -> _Candidate | None:
+        """None where the card cannot run the job, whatever its memory."""
+        key = (device.name, devices, method)
+        if key not in self._candidates:
+            try:
+                self._candidates[key] = self._build(device, devices, method)
+            except InputError as error:  # a setting that this card, or this number of them, does not take
+                self._candidates[key] = None
+                self.refused.append(error)
+                if len(self.refused) >= _FAILURES and not self.candidates:  # it is not the card
+                    raise
+        return self._candidates[key]
+
+    def _build(self, device: Hardware, devices: int, method: str) -> _Candidate | None:
+        request = self._request(device, devices, method)
+        if (group := self._group(request)) is None:
+            return None
+        sketch = self._sketch(request).sharing(replace(group.job, device=device), group.known)
+        search = Search(group.choices, sketch, request.job, self.say, request.host_memory, group.found, group.off)
+        return _Candidate(request, search, group) if search.choices else None
+
+    def _request(self, device: Hardware, devices: int, method: str) -> Request:
+        preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
+        return replace(self.question, hardware=preset).for_method(method)
+
+    def _group(self, request: Request) -> _Group | None:
+        preset, device = request.preset, request.preset.hardware
+        irrelevant = ("tf32", "activation_checkpointing", "activation_checkpointing_kwargs")  # the choice has its own
+        training = {name: value for name, value in preset.training.items() if name not in irrelevant}
+        context, workspace = (constant(f"{name}_bytes", device).value for name in ("context", "workspace"))
+        bytes_key = (preset.method, preset.processes, preset.dtype, training.get("optim"), context)
+        bytes_key += (self._architecture(device),)
+        key = (*bytes_key, device.backend, device.memory_apart, workspace, repr(sorted(training.items())))
+        if key not in self._groups:
+            choices = request.choices()
+            known = self._known.setdefault(bytes_key, {})
+            off = self._off.setdefault((preset.method, preset.processes, device.backend, device.native_bf16), {})
+            self._groups[key] = _Group(choices, request.baselines(choices)[0], known, off) if choices else None
+        return self._groups[key]
+
+    def _architecture(self, device: Hardware) -> str:
+        """The device's, where the job names kernels that not every card has."""
+        question = self.question
+        named = question.more.get("attn_implementation") or question.fields.get("use_liger_kernel")
+        quantized = getattr(question.config, "quantization_config", None) is not None
+        patterns = question.memory_args.sliding_window or question.memory_args.sparse_block_size
+        return device.architecture if named or quantized or patterns else ""
+
+    def _sketch(self, request: Request) -> _SharedSketch:
+        """The traces of a method: of the reference card's settings, where it takes the job."""
+        preset = request.preset
+        engines = preset.processes > 1 and preset.method == "full"
+        key = (preset.method, engines, self._architecture(preset.hardware))
+        if key not in self._sketches:
+            devices = " on several devices" if engines else ""
+            self.say(f"tracing {preset.method} training{devices}, with and without activation checkpointing")
+            if not key[-1]:
+                reference = self._request(catalog()[_REFERENCE], preset.processes, preset.method)
+                request = reference if reference.choices() else request
+            jobs = request.baselines(request.choices())
+            sketch = sketch_of(jobs, traced_jobs(jobs))
+            self._sketches[key] = _SharedSketch(sketch.job, sketch.kept, sketch.checkpointed, sketch.trained)
+        return self._sketches[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wish:
+    """What a user wants to see.
+
+    Attributes:
+        prices: of cards; None: cards are compared by memory.
+        most: for an hour of all devices.
+        every: every card and box, not the typical ones and of each the best box.
+    """
+
+    prices: Prices | None
+    most: float | None
+    every: bool
+    tokens: int | None
+
+    def cards(self) -> list[Hardware]:
+        if self.prices is not None:
+            return [catalog()[name] for name in self.prices.per_hour if catalog()[name].backend != "cpu"]
+        return _cards() if self.every else typical_cards()
+
+    def price(self, device: Hardware) -> float | None:
+        return None if self.prices is None else self.prices.per_hour.get(device.name)
+
+    def fits(self, market: _Market, method: str) -> list[Fit]:
+        """The cards and boxes that train with a method, the best first."""
+        return sorted((fit for device in self.cards() for fit in self._of_card(market, device, method)), key=_order)
+
+    def _of_card(self, market: _Market, device: Hardware, method: str) -> list[Fit]:
+        fits, price = [], self.price(device)
+        for devices in boxes(device):
+            if self.most is not None and price is not None and price * devices > self.most:
+                break
+            candidate = market.candidate(device, devices, method)
+            if fit := candidate and candidate.fit(price, self.tokens):
+                fits.append(fit)
+                if self.prices is None and not self.every and not fit.choice.offloads:
+                    break  # a larger box would train too, and be no answer to which is the least
+        return fits if self.every or not fits else [_best_box(fits)]
+
+
+def _best_box(fits: list[Fit]) -> Fit:
+    """Of the boxes of one card: the least of those that cost about as little as the cheapest, without host memory if
+    any does without. That devices speed each other up without loss is a prediction, too."""
+    fits = [fit for fit in fits if not fit.choice.offloads] or fits
+    best = min(fits, key=_order)
+    if best.cost is None:
+        return best
+    return min((fit for fit in fits if fit.cost <= _ABOUT * best.cost), key=lambda fit: fit.devices)
+
+
+def _order(fit: Fit) -> tuple:
+    """Cheap first, then small, then fast; without host memory before with; unknown speeds last."""
+    known = fit.tokens_per_second is not None
+    if fit.price is not None:
+        return not known, fit.cost or 0, fit.price, fit.hours or -(fit.tokens_per_second or 0)
+    return bool(fit.choice.offloads), fit.memory, not known, -(fit.tokens_per_second or 0), fit.name
+
+
+def which_card(
+    model,
+    effective_batch_size: int | None = None,
+    seq_len: int | None = None,
+    method: str = "any",
+    prices: str | Prices | None = None,
+    max_price: float | None = None,
+    every: bool = False,
+    tokens: int | None = None,
+    training: dict | None = None,
+    lora: dict | None = None,
+    memory_args: MemoryArguments | None = None,
+    quantization=None,
+    host_memory: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **more,
+) -> CardChoice:
+    """The cards of the catalog, and boxes of up to eight of a kind, on which a job trains.
+
+    Args:
+        model, method, training, lora, memory_args, quantization, host_memory, say, more: as for plan(). With
+            method="any" each method has its own list.
+        effective_batch_size, seq_len: by default 32 samples of 2048 tokens, within the model's positions.
+        prices: the user's prices, or the TOML file with them: then only these cards are compared, by cost.
+        max_price: of all devices for an hour.
+        every: every card and box; by default the typical cards, each in the least box in which it trains.
+        tokens: to be trained on, for hours and cost.
+
+    Raises:
+        InputError: unknown names, or a job that no card takes.
+    """
+    prices = read_prices(prices) if isinstance(prices, str) else prices
+    amounts = {"max_price": max_price, "tokens": tokens, "effective_batch_size": effective_batch_size}
+    for name, value in amounts.items():
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{name}={value!r} must be above 0, and finite")
+    if max_price is not None and prices is None:
+        raise InputError(f"max_price={max_price:g} needs prices: say what the cards cost, with --prices FILE")
+    config = load_config(model)
+    question = ask(
+        model,
+        method,
+        training=training,
+        lora=lora,
+        memory_args=memory_args,
+        more=more,
+        hardware="any",
+        effective_batch_size=SAMPLES if effective_batch_size is None else effective_batch_size,
+        seq_len=longest_sample(config, TOKENS) if seq_len is None else seq_len,
+        quantization=quantization,
+        host_memory=host_memory,
+    )
+    market = _Market(question, say)
+    wish = _Wish(prices=prices, most=max_price, every=every, tokens=tokens)
+    methods = METHODS if method == "any" else (method,)
+    fits = _settled(market, wish, methods)
+    if market.refused and not market.candidates:
+        raise market.refused[0]
+    nothing = not any(fits.values())
+    least = _least(market, methods[-1]) if nothing else None  # of the cards that were asked for, before others
+    return CardChoice(
+        model=str(model),
+        seq_len=question.seq_len,
+        effective_batch_size=question.effective_batch_size,
+        prices=prices,
+        tokens=tokens,
+        fits=fits,
+        instead=list(_instead(market, wish, methods)) if nothing else [],
+        least=least,
+    )
+
+
+def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str, list[Fit]]:
+    """The cards by method, after full estimates of the first of each method and of what is near its limit."""
+    made = 0
+    for _ in range(_ROUNDS):
+        fits = {method: wish.fits(market, method) for method in methods}
+        doubtful = {(id(one.group), choice): one for one, choice in _doubtful(market, fits)}
+        doubtful = list(doubtful.items())[: _MOST_ESTIMATES - made]
+        if not doubtful:
+            return fits
+        for (_, choice), candidate in doubtful:
+            candidate.search.estimate([choice])
+        made += len(doubtful)
+    return {method: wish.fits(market, method) for method in methods}
+
+
+def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_Candidate", Choice]]:
+    """Settings that a full estimate may move over the limit, or under it; the most important first."""
+    first = {method: rows[0] for method, rows in fits.items() if rows}
+    quick = [fit for rows in fits.values() for fit in rows if fit.choice.engine in _QUICK_ENGINES]
+    kinds: dict[tuple, Fit] = {}  # one of each that no estimate corrects yet
+    for fit in quick:
+        if not market.candidate(fit.device, fit.devices, fit.method).group.off:
+            kinds.setdefault((fit.method, fit.device.backend, fit.device.native_bf16), fit)
+    for fit in (*first.values(), *kinds.values(), *(fit for fit in quick if fit.is_near)):
+        if not fit.estimated:
+            yield market.candidate(fit.device, fit.devices, fit.method), fit.choice
+    for candidate in market.candidates:
+        least, best = candidate.least, first.get(candidate.request.preset.method)
+        over = candidate.search.needs(least) * candidate.caution / candidate.request.memory_budget
+        if not 1 < over <= 1 + NEAR or least.engine not in _QUICK_ENGINES or least in candidate.search.found:
+            continue
+        if best is None or candidate.memory < best.memory:  # it may be the answer
+            yield candidate, least
+
+
+def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator[Fit]:
+    """Where nothing fits: the best of the same methods whatever it costs, and of the other methods."""
+    anything = replace(wish, prices=None, most=None, every=False)
+    others = tuple(method for method in METHODS if method not in methods)
+    for wider, of_methods in (
+        (replace(wish, most=None), methods),
+        (anything, methods),
+        (wish, others),
+        (anything, others),
+    ):
+        for method in of_methods:
+            if rows := wider.fits(market, method):
+                yield rows[0]
+
+
+def _least(market: _Market, method: str) -> tuple[str, int, str] | None:
+    """Of the boxes that were looked at: the one that comes nearest, the bytes of each device, and the settings."""
+    candidates = [one for one in market.candidates if one.request.preset.method == method]
+    if not candidates:
+        return None
+    nearest = min(candidates, key=lambda one: one.search.needs(one.least) / one.request.memory_budget)
+    return nearest.name, int(nearest.search.needs(nearest.least)), summarize(nearest.least)

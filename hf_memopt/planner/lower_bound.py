@@ -1,0 +1,28 @@
+"""What a method takes at least, known without a trace: methods that are far too large are not searched."""
+
+import torch
+
+from hf_memopt.estimator.tracing.model import count_weights, resolve_dtype
+from hf_memopt.estimator.tracing.quantization import is_quantized
+from hf_memopt.estimator.tracing.tasks import infer_task
+
+
+def weights_alone(request) -> tuple[int, str] | None:
+    """Bytes of the weights, and of the gradients where every weight has one, and which of them these are.
+
+    Args:
+        request: a plan.Request.
+
+    Returns:
+        None where the device need not hold them all: sharded, offloaded or quantized.
+    """
+    preset, config = request.preset, request.config
+    quantized = is_quantized(config) or (request.quantization is not None and request.quantization(preset) is not None)
+    if preset.processes > 1 or preset.method == "qlora" or quantized or "deepspeed" in request.fields:
+        return None
+    dtype = resolve_dtype(config, preset.dtype)
+    size = count_weights(config, request.more.get("task") or infer_task(config)) * getattr(torch, dtype).itemsize
+    # A user's own optimizer may free a layer's gradients before the next layer has its own.
+    if preset.method == "full" and "optim" not in request.fields and not request.more.get("frozen"):
+        return 2 * size, "weights and gradients"
+    return size, "weights"

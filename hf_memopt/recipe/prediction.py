@@ -1,0 +1,161 @@
+"""What a recipe predicts: before it runs, the memory of its longest samples; afterwards, of the batch it measured."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_memopt.errors import one_line
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.presets.trl_configs import trl_trainer
+from hf_memopt.recipe.job import Job
+from hf_memopt.video.inputs import VideoInputs
+
+
+@dataclass(frozen=True)
+class PeakBatch:
+    """The batch at whose forward or backward a run's peak was measured.
+
+    Attributes:
+        tensors: what the model got; pixels on the meta device.
+        training: a training batch, not one of evaluation.
+        with_gradients: gradients of an earlier micro-batch were accumulating.
+        with_states: the optimizer had its states.
+    """
+
+    tensors: dict[str, Any]
+    training: bool = True
+    with_gradients: bool = True
+    with_states: bool = True
+
+    def on_host(self) -> "PeakBatch":
+        """The same in host memory, which the run does not need."""
+        return replace(self, tensors={name: _on_host(tensor) for name, tensor in self.tensors.items()})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Samples, and tokens of each."""
+        return tuple(self.tensors["input_ids"].shape)
+
+    @property
+    def label(self) -> str:
+        """The batch as people read it."""
+        samples, tokens = self.shape
+        return f"{'' if self.training else 'evaluation, '}{samples} × {tokens} tokens"
+
+
+def _on_host(tensor):
+    return tensor if tensor.device.type in ("meta", "cpu") else tensor.cpu()
+
+
+def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
+    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced.
+
+    Args:
+        about: further arguments of describe(): video, frozen; by default what the data set's columns say.
+    """
+    if job.preset.sequence_parallel > 1:
+        print("  memory  not predicted: sequence parallelism is not traced")
+        return None
+    try:
+        if trl_trainer(trainer):
+            from hf_memopt.estimator import estimate_trainer
+
+            return estimate_trainer(trainer, job.preset.hardware)
+        if not about:
+            length, about = _longest(trainer.train_dataset, length)
+        return _estimate(job, trainer, length, **about)
+    except Exception as error:
+        # The trace runs the model's own code, which may ask fake tensors for values. Training continues without it.
+        print(f"  memory  not predicted: {one_line(error)[:200]}")
+        return None
+
+
+def predict_batch(job: Job, trainer, limit: Estimate | None, batch: PeakBatch | None) -> Estimate | None:
+    """The Estimate of a batch that ran, in the state that training was in; None where there is none to compare.
+
+    Args:
+        limit: what predict() returned.
+    """
+    if limit is None or batch is None or trl_trainer(trainer):  # whose batches are not those of a language model
+        return None
+    length = batch.shape[1]
+    if hasattr(job.recipe, "frozen"):  # of videos, whose samples are padded
+        about = {"padded": True, "frozen": job.recipe.frozen}
+    else:
+        _, about = _longest(trainer.train_dataset, length)
+    try:
+        return _in_state(_estimate(job, trainer, length, batch, **about), batch)
+    except Exception as error:  # as in predict(): the run is over and its report must be written
+        print(f"the batch of the measured peak is not predicted: {one_line(error)[:200]}")
+        return None
+
+
+def _in_state(estimate: Estimate, batch: PeakBatch) -> Estimate:
+    """The estimate without what had not happened yet: an evaluation's is of evaluation and of the optimizer alone, and
+    the first step runs without the optimizer's states."""
+    phases = dict(estimate.phases)
+    if not batch.training:
+        del phases["forward"], phases["backward"]
+    elif not batch.with_states and estimate.phase in ("forward", "backward"):
+        states = estimate.breakdown.get("optimizer_states", 0)
+        phases |= {name: max(0, phases[name] - states) for name in ("forward", "backward")}
+    peak = max(phases.values())
+    missing = estimate.peak_allocated_bytes - peak
+    return replace(
+        estimate,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=estimate.peak_reserved_bytes - missing,
+        device_bytes=estimate.device_bytes - missing,
+        phases=phases,
+        phase=max(phases, key=phases.get),
+    )
+
+
+def _estimate(job: Job, trainer, length: int, batch: PeakBatch | None = None, **about) -> Estimate:
+    """The estimate of a recipe's job.
+
+    Args:
+        batch: in place of samples of `length` tokens.
+    """
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.job import describe
+    from hf_memopt.estimator.training_fields import read_trainer_fields
+
+    config = copy.deepcopy(trainer.model.config)
+    quantization = config.__dict__.pop("quantization_config", None)
+    config.__dict__.pop("distributed_config", None)
+    described = describe(
+        config,
+        read_trainer_fields(trainer),
+        length,
+        job.preset.hardware,
+        peft_config=job.peft_config,
+        dtype=job.preset.dtype,
+        attn_implementation=config._attn_implementation,
+        quantization_config=quantization,
+        world_size=job.args.world_size,
+        strategy=job.preset.strategy if job.preset.mesh else None,
+        memory_args=job.memory_args,
+        **about,
+    )
+    return estimate_job(described if batch is None else _with_batch(described, batch))
+
+
+def _with_batch(described, batch: PeakBatch):
+    """The estimator's job on a batch that ran."""
+    samples, tokens = batch.shape
+    fields = described.fields | {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples}
+    if batch.training and not batch.with_gradients:
+        fields["gradient_accumulation_steps"] = 1
+    sees = any(name.startswith("pixel_values") for name in batch.tensors)
+    video = VideoInputs(sample=batch.tensors) if sees else None
+    return replace(described, fields=fields, seq_len=tokens, real_batch=batch.tensors, video=video)
+
+
+def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
+    """The length of the longest sample, and how samples are laid out."""
+    columns = data.column_names or ()
+    if hasattr(data, "__len__"):
+        longest = max(map(len, data["input_ids"]))
+        length = min(length, -(-longest // 8) * 8)
+    return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}

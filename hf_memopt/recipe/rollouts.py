@@ -1,0 +1,103 @@
+"""What recipes/grpo.py adds to the other recipes: TRL's arguments, prompts with known answers, rewards for them."""
+
+import logging
+import random
+import re
+from dataclasses import dataclass, field
+
+from hf_memopt.errors import InputError
+from hf_memopt.recipe.arguments import RecipeArguments
+from hf_memopt.recipe.auto import plans_here
+from hf_memopt.recipe.job import Job, load_job_rows
+
+logger = logging.getLogger(__name__)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_SUMS = 400  # built-in questions
+
+
+@dataclass
+class RolloutArguments(RecipeArguments):
+    """The recipe's arguments; packing and streaming are refused, and nothing is held out unless asked for."""
+
+    held_out: float = field(default=0, metadata={"help": "Rows held out for evaluation, which generates, too."})
+
+    @staticmethod
+    def prepare(job: Job, training: dict, parsed, own_model: bool) -> dict:
+        """Refuse what prompts exclude. There is no plan: the planner's jobs do not generate.
+
+        Raises:
+            InputError: an argument that goes without prompts only.
+        """
+        for name in ("packing", "streaming"):
+            if getattr(job.recipe, name):
+                raise InputError(f"{name}=True: prompts are completed within a step; leave it out")
+        if job.recipe.config_name:
+            raise InputError("config_name starts from random weights: GRPO needs model_name_or_path")
+        if own_model and plans_here(job.recipe.preset):
+            logger.warning("no plan for GRPO: the sizes are those of the preset %s", job.preset.name)
+        return {}
+
+
+def load_prompts(job: Job):
+    """Prompts with their answers to train on, and held out (None where there are none).
+
+    Raises:
+        InputError: data without prompts and answers.
+    """
+    from datasets import Dataset
+
+    source = job.recipe.dataset_name
+    if source is None:
+        return Dataset.from_list(sums(_SUMS)), None
+    with job.args.main_process_first(desc="preparing data"):
+        train, held_out, _ = load_job_rows(job, source)
+    for rows in filter(None, (train, held_out)):
+        if not {"prompt", "completion"} <= set(rows.column_names):
+            raise InputError(
+                f"data set {source!r} has the columns {', '.join(rows.column_names)}; GRPO needs prompt, and "
+                "completion with the right answer"
+            )
+    return tuple(rows and rows.rename_column("completion", "answer") for rows in (train, held_out))
+
+
+def sums(count: int) -> list[dict[str, str]]:
+    """Questions of arithmetic, each with its answer."""
+    generator = random.Random(0)
+    pairs = [(generator.randrange(10), generator.randrange(10)) for _ in range(count)]
+    return [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
+
+
+def correct(completions, answer, **_) -> list[float]:
+    """1 where the last number of a completion is that of the answer."""
+    pairs = zip(_texts(completions), _texts(answer), strict=True)
+    return [float(_last_number(text) == _last_number(right) is not None) for text, right in pairs]
+
+
+def numeric(completions, **_) -> list[float]:
+    """The share of digits in a completion: a reward that a model without arithmetic can earn, too."""
+    return [sum(map(str.isdigit, text)) / max(1, len(text.strip())) for text in _texts(completions)]
+
+
+def show_rewards(job: Job, trainer) -> None:
+    """Print each reward's mean over the first and the last tenth of the steps."""
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    if job.args.process_index or not history:
+        return
+    part = max(1, len(history) // 10)
+    for name in trainer.reward_func_names:
+        first, last = (
+            sum(entry[f"rewards/{name}/mean"] for entry in entries) / part
+            for entries in (history[:part], history[-part:])
+        )
+        steps = history[part - 1]["step"], history[-1]["step"]
+        print(f"reward {name}: {first:.3f} at step {steps[0]} → {last:.3f} at step {steps[1]}")
+
+
+def _texts(completions) -> list[str]:
+    """The texts of completions or answers, which are messages where prompts are."""
+    return [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text.replace(",", ""))
+    return float(found[-1]) if found else None

@@ -1,0 +1,49 @@
+"""Time and cost of a training run, from its predicted speed."""
+
+import pytest
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.duration import Amount, duration, parse_count, time_text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("10M", 10**7), ("2.5B", 25 * 10**8), ("300k", 300_000), ("1e9", 10**9), ("1_000_000", 10**6), ("7", 7)],
+)
+def test_counts_are_read_as_people_write_them(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "M", "ten", "1e99", "0.5", "nan", "10 MB"])
+def test_what_is_no_count_is_refused(text):
+    with pytest.raises(InputError, match="must be a number such as"):
+        parse_count(text)
+
+
+def test_time_and_cost_are_tokens_over_speed():
+    found = duration(36_000_000, 1000, price=2.5, devices=4)
+    assert (found.seconds, found.hours, found.cost) == (36_000, 10, 100)
+    assert duration(1000, 10).cost is None
+
+
+def test_epochs_count_every_sample_at_full_length():
+    assert Amount(tokens=5).count_tokens(1024) == 5
+    assert Amount(samples=100).count_tokens(1024) == 102_400
+    assert Amount(samples=100, epochs=2.5).count_tokens(8) == 2000
+    assert Amount().count_tokens(1024) is None
+
+
+@pytest.mark.parametrize("amount", [{"tokens": 5, "epochs": 1}, {"epochs": 3}, {"price": 2.0}])
+def test_an_amount_that_is_said_twice_or_not_at_all_is_refused(amount):
+    with pytest.raises(InputError):
+        Amount(**amount)
+
+
+def test_times_are_written_in_the_unit_that_people_use():
+    assert [time_text(seconds) for seconds in (40, 700, 19_000, 270_000, 86400 * 1234)] == [
+        "40 s",
+        "12 min",
+        "5.3 h",
+        "3.1 days",
+        "1,200 days",
+    ]

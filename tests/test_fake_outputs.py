@@ -1,0 +1,93 @@
+"""Outputs that are remembered by shapes are what FakeTensorMode returns."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_memopt.estimator.accounting import fake_outputs
+from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
+
+F = torch.nn.functional
+
+
+def twice(run, ledger=None):
+    """What a function returns on fake tensors, twice, so that the second time it is remembered."""
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), ledger or FakeLedger(accelerator=True)
+    with mode, ledger:
+        return [run(torch.empty(4, 6, 8), torch.empty(8, 6, dtype=torch.bfloat16)) for _ in range(2)]
+
+
+CALLS = {
+    "elements": lambda a, b: [
+        a * 2,
+        a + a.transpose(0, 1)[:4, :4].new_zeros(()),
+        (a > 0),
+        a.sum((0, 2)),
+        a.mean(-1, True),
+    ],
+    "dtypes": lambda a, b: [b * 2.0, b * torch.ones(6), b.float() / 3, b.long() * 1.5, b.to(torch.float16)],
+    "strides": lambda a, b: [
+        a.transpose(0, 2) + 1,
+        a.transpose(0, 2).contiguous(),
+        a.expand(2, 4, 6, 8) * 1,
+        b.t() @ b,
+    ],
+    "views": lambda a, b: [
+        *a.split(2),
+        *a.unbind(1),
+        a.view(24, 8),
+        a[1:, ::2],
+        b.view(torch.int16),
+        a.as_strided((2,), (3,), 1),
+    ],
+    "several": lambda a, b: [*a.max(-1), *torch.topk(a, 3), *F.layer_norm(a, (8,)).sort(0)],
+    "in place": lambda a, b: [a.add_(1).mul_(2), b.zero_(), *torch._foreach_mul([a, a], 2.0)],
+    "constructors": lambda a, b: [
+        torch.zeros_like(a),
+        a.new_ones(3),
+        torch.empty_strided((2, 3), (4, 1)),
+        torch.arange(5),
+    ],
+}
+
+
+def described(out):
+    return [(t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes(), t.device) for t in out]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_are_those_of_the_fake_tensor_mode(name):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        truth = described(CALLS[name](torch.empty(4, 6, 8), torch.empty(8, 6, dtype=torch.bfloat16)))
+    first, second = twice(CALLS[name])
+    assert described(first) == described(second) == truth
+
+
+def test_views_and_changes_in_place_keep_their_storage():
+    for out in twice(lambda a, b: [a, a.view(-1), a.add_(1), a.split(2)[1], b, b.clone()]):
+        places = [tensor.untyped_storage()._cdata for tensor in out]
+        assert len(set(places[:4])) == 1
+        assert len(set(places[3:])) == 3
+
+
+def test_only_what_is_counted_differs_between_a_first_and_a_second_call():
+    """A remembered output is counted like a new one, and freed."""
+    ledger = FakeLedger(accelerator=True)
+    first, second = twice(lambda a, b: a * 2, ledger)
+    assert ledger._total == 2 * 1024  # 768 bytes each, in blocks of 512
+    del first, second
+    assert ledger._total == 0
+
+
+def test_values_are_not_remembered():
+    """Two masks of one shape whose values differ."""
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeLedger(accelerator=True):
+        sizes = [torch.ones(6, dtype=torch.long).cumsum(0)[:length].nonzero().shape for length in (2, 4)]
+        assert sizes == [(2, 1), (4, 1)]
+        assert [torch.tensor(value).item() for value in (3, 5)] == [3, 5]
+
+
+def test_the_memory_of_shapes_has_an_end(monkeypatch):
+    monkeypatch.setattr(fake_outputs, "_MOST", 3)
+    twice(lambda a, b: [a * number for number in range(9)])
+    assert len(fake_outputs._remembered) <= 3

@@ -1,0 +1,150 @@
+"""estimate() over model types that transformers trains: answered and right, or refused in a sentence.
+
+benchmarks/estimator_model_types.py runs all of them; here is a fixed sample, and every type that was wrong once.
+"""
+
+import sys
+
+import pytest
+from conftest import ROOT, slow
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from tiny_models import LENGTH, measured_peak, tiny_config
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.tracing import extrapolate
+from hf_memopt.estimator.tracing.tasks import TASKS, find_task, infer_task
+
+_MICRO = 2
+_SAMPLE = 40
+
+
+def _config(model_type: str, **changes):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return tiny_config(CONFIG_MAPPING[model_type], **changes)
+
+
+def _predicted(config, task: str) -> int:
+    fields = {"per_device_train_batch_size": _MICRO}
+    return estimate(config, fields, LENGTH, "cpu", task=task).peak_allocated_bytes
+
+
+# What was wrong: states of weights that the batch does not reach, gradients that a loop adds in place, missing token
+# ids, no vocabulary.
+@pytest.mark.parametrize(
+    ("task", "model_type"),
+    [
+        slow("causal-lm", "mamba"),
+        ("causal-lm", "whisper"),
+        ("seq2seq-lm", "t5"),
+        slow("sequence-classification", "llama"),
+        slow("image-classification", "vit"),
+        slow("image-text-to-text", "aya_vision"),
+        slow("image-text-to-text", "fuyu"),
+        slow("speech-seq2seq", "whisper"),
+        slow("multiple-choice", "bert"),
+        slow("causal-lm", "deepseek_v3"),
+        slow("masked-lm", "deberta-v2"),
+        slow("causal-lm", "jamba"),
+    ],
+)
+def test_within_one_percent_of_a_real_step(task, model_type):
+    config = _config(model_type)
+    assert _predicted(config, task) == pytest.approx(measured_peak(config, task, _MICRO), rel=0.01)
+
+
+def _sample() -> list[tuple[str, str]]:
+    """Every n-th of all tasks and model types."""
+    import transformers
+
+    every = [
+        (task, kind.model_type)
+        for task, row in TASKS.items()
+        for kind in getattr(transformers, row.auto_class)._model_mapping
+    ]
+    return every[:: len(every) // _SAMPLE]
+
+
+@pytest.mark.slow
+def test_a_sample_of_model_types_is_answered_or_refused():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for task, model_type in _sample():
+        try:
+            config = tiny_config(CONFIG_MAPPING[model_type])
+        except Exception:  # its class has no defaults that go together
+            continue
+        try:
+            assert _predicted(config, task) > 0
+        except InputError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "t5", "jamba", "deepseek_v3", "mamba", "gemma3_text", "qwen3_next"])
+def test_shallow_models_extend_to_the_whole_one(model_type, monkeypatch):
+    config = _config(model_type, layers=16)
+    task = infer_task(config)
+    extended = _predicted(config, task)
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert _predicted(config, task) == pytest.approx(extended, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "task"),
+    [
+        ("text-generation", "llama", "causal-lm"),
+        ("summarization", "t5", "seq2seq-lm"),
+        ("automatic-speech-recognition", "whisper", "speech-seq2seq"),
+        ("automatic-speech-recognition", "wav2vec2", "ctc"),
+        ("AutoModelForTokenClassification", "bert", "token-classification"),
+        ("ctc", "hubert", "ctc"),
+    ],
+)
+def test_a_task_has_the_names_that_hugging_face_gives_it(name, model_type, task):
+    assert find_task(name, _config(model_type)) == task
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task"),
+    [
+        ("bert", "masked-lm"),
+        ("t5", "seq2seq-lm"),
+        ("whisper", "speech-seq2seq"),
+        ("vit", "image-classification"),
+        ("wav2vec2", "ctc"),
+        ("llava", "image-text-to-text"),
+        ("llama", "causal-lm"),
+    ],
+)
+def test_without_a_task_the_usual_one_of_the_model_type_counts(model_type, task):
+    assert infer_task(_config(model_type)) == task
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "reason"),
+    [
+        ("llama", "ctc", "no AutoModelForCTC of model type 'llama'; its tasks: causal-lm"),
+        ("llama", "wrong", "unknown task 'wrong'"),
+        ("pi0", "image-text-to-text", "takes state: a robot's joints"),
+        ("musicgen", "causal-lm", "'musicgen' cannot be estimated"),
+        ("instructblip", "image-text-to-text", "cannot be trained on pixel_values, input_ids, labels"),
+        ("pp_lcnet", "image-classification", "did not return a loss|takes no labels"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused_with_the_model_type_and_the_reason(model_type, task, reason):
+    with pytest.raises(InputError, match=reason):
+        _predicted(_config(model_type), task)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "batch"),
+    [("vit", "4 × pixel_values of "), ("hubert", "4 × input_values of "), ("bert", "4 × 32 tokens")],
+)
+def test_the_command_line_says_how_large_a_batch_is(model_type, batch, tmp_path, command):
+    _config(model_type).save_pretrained(tmp_path)
+    sizes = ("--seq-len", "32", "--set", "per_device_train_batch_size=4")
+    code, out, err = command("estimate", tmp_path, "--hardware", "rtx_4090", *sizes)
+    assert code == 0 and f", {batch}" in out, err

@@ -1,0 +1,73 @@
+"""The README's table of cards, `estimate` and `plan` give the same bytes for the same question."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_memopt import MemoryArguments
+from hf_memopt.cli.estimate import JobOptions, resolve_job
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.plan import Request
+from hf_memopt.presets import METHODS
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from cards import TOKENS, estimated  # noqa: E402
+from cards_docs import _cell  # noqa: E402
+
+MODEL, CARD = "llama-3.2-1b", "a100_80gb"
+
+
+def by_estimate(method: str) -> int:
+    """As a command line asks."""
+    dtype = ["dtype=bfloat16"] if method == "full" else []
+    settings = [
+        "per_device_train_batch_size=1",
+        "gradient_accumulation_steps=16",
+        "activation_checkpointing=true",
+        "optim=adamw_8bit",
+        "loss_chunk_size=512",
+        *dtype,
+    ]
+    _, job = resolve_job(JobOptions(model=MODEL, preset=CARD, method=method, seq_len=TOKENS, settings=settings))
+    return estimate_job(job).device_bytes
+
+
+def by_plan(method: str) -> int:
+    """The choice of a plan with the table's settings."""
+    preset = preset_of(CARD, method)
+    memory_args = MemoryArguments(loss_chunk_size=512)
+    request = Request(MODEL, load_config(MODEL), preset, preset.hardware.memory, TOKENS, 16, memory_args=memory_args)
+    return estimate_job(request.job(Choice("none", 1, 16, 1.0, "adamw_8bit", "bfloat16"))).device_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_table_estimate_and_plan_agree(method):
+    table = estimated("gpu", CARD, MODEL, method)["device_bytes"]
+    assert by_estimate(method) == table
+    assert by_plan(method) == table
+
+
+def test_what_the_table_calls_tight_is_what_no_plan_fills():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "cards.json").read_text())["rows"]
+    need = {(row["kind"], row["model"], row["method"]): row for row in rows if "model" in row}
+    models = dict.fromkeys(model for _, model, _ in need)
+    for card in (row for row in rows if "card" in row):
+        for model in models:
+            sizes = (need.get((card["kind"], model, method), {}).get("device_bytes") for method in METHODS)
+            largest = next((size for size in sizes if size and size <= card["capacity_bytes"]), 0)
+            tight = "(tight)" in _cell(card["kind"], model, card["capacity_bytes"], need)
+            assert tight == (largest > RUNGS["maximum"][1] * card["capacity_bytes"])
+    for page in ("README.md", "docs/quickstart.md"):
+        assert re.search(
+            r"tight means above\s<!-- =plans.fills -->.*<!-- = --> of the card", (ROOT / page).read_text()
+        )

@@ -1,0 +1,227 @@
+"""Plans prefer what an expert would set: plain settings, unless what costs complexity saves a tenth of the time."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from test_plan import config, least, request_for
+
+from hf_memopt import InputError, plan
+from hf_memopt.cli.plan import _host_memory, _print_methods, _print_profiles
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.hardware import list_hardware
+from hf_memopt.hardware.catalog import catalog_entry
+from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
+from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
+from hf_memopt.planner.choices import SearchSpace
+from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.plan import _safe_left_out
+from hf_memopt.units import GIB
+
+
+@pytest.fixture(scope="module")
+def request_and_search():
+    """On a card with host memory beside it: what depends on the host, rounds, or does neither."""
+    request = request_for(config(2), hardware="rtx_3060", batch=8)
+    request.fields.pop("optim")
+    search = request.search(lambda text: None)
+    # The sketches stand for the estimates: what is tested here is the choice between them.
+    for choice in search.choices:
+        size = int(search.needs(choice))
+        search.found[choice] = Estimate(size, size, size, 0, "forward", {}, {}, 2**40, {}, ())
+    return request, search
+
+
+def _budgets(search):
+    sizes = sorted({search.found[choice].device_bytes for choice in search.choices})
+    step = max(1, len(sizes) // 40)
+    for place in range(0, len(sizes), step):
+        # Most of what so small a model needs is the context, so shares of a memory would hold all choices or none.
+        yield [sizes[min(place + more, len(sizes) - 1)] for more in (0, 0, step, 2 * step)]
+
+
+def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(request_and_search):
+    _, search = request_and_search
+    plain = [choice for choice in search.choices if search.is_plain(choice)]
+    assert plain and len(plain) < len(search.choices)
+    for place, choice in enumerate(search.choices):
+        if choice.complexities and (slower := [one for one in search.choices[place:] if search.is_plain(one)]):
+            assert search.seconds[choice] < 0.9 * min(search.seconds[one] for one in slower), choice
+
+
+def test_safe_is_plain_where_anything_plain_fits(request_and_search):
+    _, search = request_and_search
+    plain, others = 0, 0
+    for budgets in _budgets(search):
+        safe, *rest = search.ladder(budgets)
+        fitting = [choice for choice in search.choices if search.fits(choice, budgets[0])]
+        if any(search.is_plain(choice) for choice in fitting):
+            assert search.is_plain(safe)
+            plain += 1
+        elif safe is not None and safe.offloads:
+            assert all(choice.offloads for choice in search.choices if search.fits(choice, budgets[-1]))
+            others += 1
+        if safe is None:
+            assert not any(choice and not choice.offloads for choice in rest) or all(one.offloads for one in fitting)
+    assert plain and others
+
+
+def test_a_larger_budget_is_never_slower(request_and_search):
+    _, search = request_and_search
+    for budgets in _budgets(search):
+        seconds = [search.seconds[choice] for choice in search.ladder(budgets) if choice is not None]
+        assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_plain_alternative_is_named_with_what_it_loses(request_and_search):
+    request, search = request_and_search
+    fast = search.choices[0]
+    rung = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset))
+    rung.seconds = search.seconds[fast]
+    rung.tokens_per_second = request.effective_batch_size * request.seq_len / rung.seconds
+    alternative = plain_alternative(request, search, rung)
+    assert "all layers checkpointed" in alternative.settings and "host" not in alternative.settings
+    assert alternative.fits and alternative.relative_time > 1
+    rung.choice = next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1)
+    assert plain_alternative(request, search, rung) is None
+
+
+def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(request_and_search):
+    request, search = request_and_search
+    slowest = max((one for one in search.choices if one.offloads), key=search.seconds.get)
+    for chosen in (slowest, next(one for one in search.choices if search.is_plain(one))):
+        for rejected in left_out(request, search, [chosen]):
+            if chosen.offloads:  # "too small a gain for depending on the host" beside a choice that depends on it
+                assert "depending on host" not in rejected.reason, rejected
+            if "too small a gain" in rejected.reason:
+                assert "predicted to take 0." in rejected.reason or "take 1.00" in rejected.reason
+
+
+def test_why_safe_depends_on_the_host_is_said():
+    choice = SimpleNamespace(offloads=1)
+    assert "every profile depends" in _safe_left_out([SimpleNamespace(name="safe", choice=choice)])[0].reason
+    assert "without host memory" in _safe_left_out([SimpleNamespace(name="balanced", choice=choice)])[0].reason
+
+
+# ---- tables
+
+
+def _made(*summaries: str, methods=(), host=None):
+    estimate = Estimate(1, 1, 3 * GIB, 5 * GIB, "forward", {"parameters": 2 * GIB}, {}, 2**40, {}, ())
+    rungs = [
+        SimpleNamespace(
+            name=name,
+            share=share,
+            choice=SimpleNamespace(text=text, offloads=0),
+            summary=text,
+            estimate=estimate,
+            tokens_per_second=1000.0,
+        )
+        for (name, (_, share)), text in zip(RUNGS.items(), summaries, strict=True)
+    ]
+    request = SimpleNamespace(host_memory=host, preset=SimpleNamespace(method="lora"))
+    return SimpleNamespace(ladder=rungs, plain=None, methods=list(methods), request=request)
+
+
+def _alternative(method: str) -> Alternative:
+    return Alternative(
+        method=method,
+        settings="micro-batch 1 × 8",
+        device_bytes=4 * GIB,
+        estimated=False,
+        fits=True,
+        relative_time=1.25,
+        tokens_per_second=800.0,
+    )
+
+
+def test_identical_profiles_are_one_row(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _print_profiles(_made("a", "a", "a", "a"))
+    out = capsys.readouterr().out
+    assert "safe = balanced = aggressive = maximum" in out and "85% 90% 92% 94%" in out
+    made = _made("a", "a", "b", "b")
+    made.plain = _alternative("lora")
+    _print_profiles(made)
+    out = capsys.readouterr().out
+    assert "safe = balanced " in out and "aggressive = maximum" in out
+    assert "plain alternative" in out and "about 4.00 GiB" in out and "1.25 × the time" in out
+
+
+def test_methods_stand_beside_each_other(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _print_methods(_made("a", "a", "a", "a", methods=[_alternative("lora"), _alternative("qlora")]))
+    out = capsys.readouterr().out
+    assert "lora (planned)" in out and "qlora " in out and "800" in out
+
+
+@pytest.mark.slow
+def test_any_shows_every_method_that_fits():
+    made = plan(config(2), "rtx_3060", 8, 128, "any")
+    assert made.request.preset.method == "full" == made.methods[0].method and made.methods[0].estimated
+    assert [one.method for one in made.methods] == ["full", "lora", "qlora"]
+    assert all(one.device_bytes and one.tokens_per_second for one in made.methods)
+    assert [one.to_dict()["estimated"] for one in made.methods] == [True, False, False]
+
+
+# ---- host memory
+
+
+def test_host_memory_is_assumed_small():
+    assert assumed_host_memory(catalog_entry("t4")).bytes == 12 * GIB  # free Colab has 12.7 GB
+    assert assumed_host_memory(catalog_entry("rtx_4090")).bytes < 32 * GIB
+    assert assumed_host_memory(catalog_entry("h100_80gb")).bytes <= 256 * GIB
+    for name in list_hardware():
+        host = assumed_host_memory(catalog_entry(name))
+        assert host.assumed and host.source and host.bytes <= 256 * GIB, name
+    server = assumed_host_memory(catalog_entry("a100_pcie_80gb"))
+    assert server == assumed_host_memory(catalog_entry("a100_80gb")) != assumed_host_memory(catalog_entry("l4"))
+
+
+def test_on_this_machine_it_is_asked(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=20 * GIB))
+    assert own_host_memory(1).bytes == 20 * GIB and not own_host_memory(1).assumed
+    assert own_host_memory(4).bytes == 5 * GIB and "free on this machine" in own_host_memory(4).source
+
+
+def test_the_plan_says_what_it_assumes_and_needs():
+    line = _host_memory(_made("a", "a", "a", "a", host=HostMemory(4 * GIB, "a small box")))
+    assert "5.00 GiB needed" in line and "4.00 GiB assumed (a small box)" in line and "--host-memory" in line
+
+
+@pytest.mark.parametrize("name", [name for name in list_hardware() if catalog_entry(name).unified_memory])
+def test_unified_memory_is_not_offloaded_to_itself(name):
+    for method in ("full", "lora"):
+        try:
+            preset = preset_of(name, method)
+        except InputError:
+            continue
+        space = SearchSpace(
+            preset=preset,
+            config=load_config("qwen3-0.6b"),
+            effective_batch_size=2,
+            seq_len=512,
+            memory_args=request_for(config(1)).memory_args,
+            task="causal-lm",
+            fixed={"per_device_train_batch_size": 1},
+        )
+        assert not any(choice.offloads for choice in space.choices())
+
+
+# ---- where nothing fits
+
+
+@pytest.mark.slow
+def test_where_no_single_change_fits_a_combination_is_found():
+    """LoRA alone does not fit, nor do shorter samples: both together do."""
+    small = config(2, hidden_size=256, intermediate_size=704, vocab_size=200)
+    both = least(request_for(small, "lora", 256))
+    alone = min(least(request_for(small, "full", 128)), least(request_for(small, "lora", 512)))
+    assert both < alone
+    fields = {"optim": "adamw_torch"}
+    made = plan(small, "cpu", 4, 512, "full", memory=int(both * 1.02 / 0.94), training=fields)
+    assert not made.ladder
+    assert any("--method lora and --seq-len 256" in change for change in made.nearest), made.nearest
+    assert not any(change.startswith("--seq-len 256:") for change in made.nearest)

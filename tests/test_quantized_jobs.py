@@ -1,0 +1,290 @@
+"""Estimates of quantized models against real runs on this CPU, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from conftest import slow
+from peft import LoHaConfig, LoraConfig
+from test_estimator import CHECKPOINTED, LENGTH, _config, _lora
+from transformers import BitsAndBytesConfig
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.accounting.ledger import _parts
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.tracing.trace import loaded_tensors
+
+
+def _load(folder, config, quantization, dtype=torch.bfloat16):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization)
+
+
+def _trainer(folder, model, fields):
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    args = TrainingArguments(
+        f"{folder}/out", use_cpu=True, max_steps=2, report_to="none", save_strategy="no", **fields
+    )
+    rows = [{"input_ids": [7] * LENGTH, "labels": [7] * LENGTH}] * 8
+    return Trainer(model, args, train_dataset=rows, data_collator=default_data_collator)
+
+
+def _measured(folder, config, quantization, fields) -> int:
+    """The allocator's peak of real training, with the weights. Loading is left out: on a CPU the checkpoint, mapped
+    into memory, would be the peak of so small a model."""
+    from hf_memopt.levers.adapters import add_adapters
+
+    model = _load(folder, config, quantization)
+    parts = [part.untyped_storage() for tensor in loaded_tensors(model) for part in _parts(tensor)]
+    loaded = {storage._cdata: storage.nbytes() for storage in parts}
+    return sum(loaded.values()) + allocator_peak(
+        lambda: _trainer(folder, add_adapters(model, _lora()), fields).train()
+    )
+
+
+@pytest.mark.parametrize("more", [{"bf16": True}, slow({"bf16": True, **CHECKPOINTED}), slow({})])
+def test_8_bit_weights_take_what_a_real_run_takes(more, tmp_path):
+    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    fields = {"per_device_train_batch_size": 2, **more}
+    predicted = estimate(_config(9), fields, LENGTH, "cpu", _lora(), "bfloat16", quantization_config=quantization)
+    measured = _measured(str(tmp_path), _config(9), quantization, fields)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
+
+
+def _torchao(name: str):
+    from torchao import quantization
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, name)())
+
+
+@pytest.mark.parametrize(
+    "name", ["Int8WeightOnlyConfig", slow("Float8WeightOnlyConfig"), slow("Int8DynamicActivationInt8WeightConfig")]
+)
+def test_torchaos_weights_take_what_a_real_run_takes(name, tmp_path):
+    fields = {"per_device_train_batch_size": 2, "bf16": True}
+    quantization = _torchao(name)
+    predicted = estimate(_config(9), fields, LENGTH, "cpu", _lora(), "bfloat16", quantization_config=quantization)
+    measured = _measured(str(tmp_path), _config(9), quantization, fields)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        slow(BitsAndBytesConfig(load_in_8bit=True)),
+        slow(BitsAndBytesConfig(load_in_4bit=True)),
+        slow("Int8WeightOnlyConfig"),
+    ],
+    ids=str,
+)
+def test_a_trainer_of_a_quantized_model_takes_what_its_configuration_takes(quantization, tmp_path):
+    from hf_memopt.estimator import estimate_trainer
+    from hf_memopt.levers.adapters import add_adapters
+
+    quantization = _torchao(quantization) if isinstance(quantization, str) else quantization
+    fields = {"per_device_train_batch_size": 2, "bf16": True}
+    model = add_adapters(_load(str(tmp_path), _config(9), quantization), _lora())
+    trainer = _trainer(str(tmp_path), model, fields)
+    first = estimate_trainer(trainer, "cpu").peak_allocated_bytes
+    wanted = estimate(_config(9), fields, LENGTH, "cpu", _lora(), "bfloat16", quantization_config=quantization)
+    assert first == pytest.approx(wanted.peak_allocated_bytes, rel=0.001)
+    trainer.evaluate(trainer.train_dataset)  # bitsandbytes' layers then keep their scales elsewhere
+    assert estimate_trainer(trainer, "cpu").peak_allocated_bytes == first
+
+
+def test_8_bit_weights_are_one_byte_and_a_scale_a_row():
+    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    job = (_config(4), {"bf16": True}, LENGTH, "rtx_4090", _lora(), "bfloat16")
+    estimated = estimate(*job, quantization_config=quantization)
+    layer = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 176
+    rows = 64 + 32 + 32 + 64 + 176 + 176 + 64
+    saved = estimate(*job).breakdown["parameters"] - estimated.breakdown["parameters"]
+    assert saved == pytest.approx(4 * (layer - 4 * rows), abs=4 * 7 * 2 * 512)  # 7 weights and scales a layer, rounded
+    assert not any("experts" in note for note in estimated.notes)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"quant_method": "mxfp4"}, r"Mxfp4Config\(dequantize=True\)"),
+        ({"quant_method": "hqq", "quant_config": {}, "skip_modules": []}, "does not load HQQ"),
+        ({"quant_method": "vptq", "config_for_layers": {}}, "is_trainable is False"),
+        ({"quant_method": "none_such"}, "none_such"),
+        ({}, "quant_method"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_sentence(block, message):
+    with pytest.raises(InputError, match=message):
+        estimate(_config(4, quantization_config=block), {}, 32, "h100_80gb", _lora(), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_config": LoHaConfig(target_modules=["q_proj"])}, "peft_type=LOHA is not modelled"),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], use_dora=True)}, "use_dora=True is not modelled"),
+        ({"world_size": 2, "strategy": "fsdp2"}, "not sharded: strategy ddp or zero2"),
+        ({"world_size": 2, "strategy": "zero3"}, "not sharded: strategy ddp or zero2"),
+    ],
+    ids=["LoHa", "DoRA", "fsdp2", "zero3"],
+)
+def test_what_quantized_layers_cannot_have_is_refused(settings, message):
+    config = _wide(quantization_config={"quant_method": "gptq", **CHECKPOINTS["gptq"][0]})
+    with pytest.raises(InputError, match=message):
+        estimate(config, {"bf16": True}, 32, "h100_80gb", dtype="bfloat16", **{"peft_config": _lora(), **settings})
+
+
+def test_full_fine_tuning_of_quantized_weights_is_refused():
+    with pytest.raises(InputError, match="attach trainable adapters"):
+        estimate(_config(4), {}, 32, "h100_80gb", quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "chosen", "device"),
+    [
+        ({"quant_method": "mxfp4", "dequantize": True}, None, "h100_80gb"),
+        ({"quant_method": "mxfp4"}, {"dequantize": True}, "h100_80gb"),
+        ({"quant_method": "mxfp4"}, None, "cpu"),  # no kernels: from_pretrained dequantizes
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None, "a100_80gb"),
+    ],
+)
+def test_dequantized_weights_are_those_of_the_unquantized_model(block, chosen, device):
+    job = ({}, 32, device, _lora(), "bfloat16")
+    dequantized = estimate(_config(4, quantization_config=block), *job, quantization_config=chosen)
+    assert dequantized.phases == estimate(_config(4), *job).phases
+    assert any("dequantized while they are loaded" in note for note in dequantized.notes)
+
+
+def test_experts_are_quantized_by_fp8_alone():
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
+
+    def estimated(method):
+        block = {"quant_method": method, **CHECKPOINTS[method][0]}
+        config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, vocab_size=1000, quantization_config=block)
+        lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return estimate(config, {"bf16": True}, 32, "h100_80gb", lora, "bfloat16")
+
+    wide, narrow = estimated("awq"), estimated("fp8")
+    assert any("experts stay in 16 bits" in note for note in wide.notes)
+    assert not any("experts" in note for note in narrow.notes)
+    experts = 2 * 8 * 3 * 128 * 128
+    assert wide.breakdown["parameters"] - narrow.breakdown["parameters"] == pytest.approx(experts, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("gptq", ["--method", "lora"], None),
+        ("awq", ["--method", "qlora"], None),
+        ("gptq", ["--method", "full"], "attach trainable adapters"),
+        (
+            "gptq",
+            ["--method", "lora", "--set", "quantization.load_in_8bit=true"],
+            "does not load as bitsandbytes_8bit",
+        ),
+        ("gptq", ["--method", "lora", "--set", "quantization.dequantize=true"], "gptq weights are not dequantized"),
+        ("fp8", ["--set", "quantization.dequantize=true"], None),
+    ],
+)
+def test_a_quantized_checkpoint_on_the_command_line(method, options, message, tmp_path, command):
+    _wide(quantization_config={"quant_method": method, **CHECKPOINTS[method][0]}).save_pretrained(tmp_path)
+    words = ("estimate", str(tmp_path), "--preset", "rtx_4090", "--seq-len", "32", "--json", *options)
+    code, out, err = command(*words)
+    if message is None:
+        assert json.loads(out)["peak_allocated_bytes"] > 0
+    else:
+        assert code == 2 and message in err
+
+
+def test_a_checkpoint_that_ignores_no_layer():
+    settings = {name: value for name, value in CHECKPOINTS["compressed-tensors"][0].items() if name != "ignore"}
+    config = _wide(quantization_config={"quant_method": "compressed-tensors", **settings})
+    assert estimate(config, {}, 32, "rtx_4090", LoraConfig(target_modules=["q_proj"])).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "lora", "--set", "quantization.load_in_8bit=true"], None),
+        (["--method", "qlora", "--set", "quantization.load_in_8bit=true"], None),
+        (["--set", "quantization.load_in_8bit=true"], "method=qlora only"),
+        (["--method", "lora", "--set", "quantization.bnb_4bit_quant_type=fp4"], "method=qlora only"),
+        (["--method", "lora", "--set", "quantization.dequantize=true"], "the checkpoint is not quantized"),
+    ],
+)
+def test_what_the_command_line_takes(options, message, tmp_path, command):
+    _config(4).save_pretrained(tmp_path)
+    code, out, err = command("estimate", str(tmp_path), "--preset", "rtx_4090", "--seq-len", "32", "--json", *options)
+    if message is None:
+        assert json.loads(out)["peak_allocated_bytes"] > 0
+    else:
+        assert code == 2 and message in err
+
+
+# What config.json holds of checkpoints whose packages are not installed here, and bytes for each weight.
+CHECKPOINTS = {
+    "gptq": ({"bits": 4, "group_size": 128}, 0.5 + 2.5 / 128),
+    "awq": ({"bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, 0.5 + 2.5 / 128),
+    "eetq": ({}, 1),
+    "aqlm": (
+        {
+            "in_group_size": 8,
+            "out_group_size": 1,
+            "num_codebooks": 1,
+            "nbits_per_codebook": 8,
+            "linear_weights_not_to_quantize": ["lm_head"],
+        },
+        1 / 8,
+    ),
+    "quanto": ({"weights": "int4"}, 0.5 + 4 / 128),
+    "fp8": ({"weight_block_size": [128, 128]}, 1),
+    "bitnet": ({"linear_class": "autobitlinear", "quantization_mode": "online"}, 2),
+    "compressed-tensors": (
+        {
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 128}}},
+        },
+        2 + 2 / 128,
+    ),
+}
+
+
+def _wide(**more):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=4,
+        vocab_size=1000,
+        max_position_embeddings=2048,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("method", CHECKPOINTS)
+def test_a_checkpoints_own_quantization(method):
+    """Its weights take the bytes that the method keeps; norms, embeddings and adapters are as they were."""
+    block, size = CHECKPOINTS[method]
+    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    job = ({"bf16": True, "per_device_train_batch_size": 1}, 64, "h100_80gb", lora, "bfloat16")
+    plain = estimate(_wide(), *job).breakdown["parameters"]
+    quantized = estimate(_wide(quantization_config={"quant_method": method, **block}), *job)
+    weights = 4 * (4 * 512 * 512 + 3 * 512 * 1024)
+    assert plain - quantized.breakdown["parameters"] == pytest.approx((2 - size) * weights, abs=0.01 * 2 * weights)
+    if method != "bitnet":
+        with pytest.raises(InputError, match="attach trainable adapters"):
+            estimate(_wide(quantization_config={"quant_method": method, **block}), {}, 64, "h100_80gb")

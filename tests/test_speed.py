@@ -1,0 +1,173 @@
+"""Predicted speed: the same in estimates and plans, off as docs say, and unknown where nothing is known."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import slow
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_memopt import MemoryArguments, estimate, estimate_trainer
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.duration import parse_count, run_duration, training_steps
+from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.throughput import speed_note, unknown_rates
+from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware.catalog import catalog
+from hf_memopt.hardware.constants import assumed
+from hf_memopt.planner.plan import plan
+from hf_memopt.presets import preset_by_name
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BF16 = {"per_device_train_batch_size": 2, "bf16": True}
+
+
+@pytest.fixture
+def config():
+    return LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, vocab_size=512
+    )
+
+
+def test_the_error_is_the_one_that_published_runs_show():
+    rows = json.loads((RESULTS / "speed_published.json").read_text())["rows"]
+    largest = max(abs(row["error"]) for row in rows if row["tier"] == "A" and not row["fitted"])
+    assert assumed("speed_error", get_hardware("a100_80gb")).value == math.ceil(largest * 20) / 20
+
+
+@pytest.mark.parametrize(
+    ("hardware", "strategy"), [("rtx_4090", None), slow("a100_80gbx4", "ddp"), slow("a100_80gbx4", "zero2")]
+)
+def test_estimate_and_plan_predict_the_same_speed(config, hardware, strategy):
+    made = plan(config, hardware, effective_batch_size=8, seq_len=128, method="full", strategy=strategy)
+    rung, request = made.ladder[0], made.request
+    again = estimate(
+        config,
+        {**rung.preset.settings(), **({"deepspeed": strategy} if strategy == "zero2" else {})},
+        128,
+        request.preset.hardware,
+        dtype=rung.preset.dtype,
+        memory_args=rung.memory_args,
+        world_size=request.preset.processes,
+        strategy=strategy,
+    )
+    assert again.tokens_per_second == pytest.approx(rung.tokens_per_second)
+    assert again.device_bytes == rung.estimate.device_bytes
+    # The sketch, by which choices are ranked, is close to what is shown.
+    assert 8 * 128 / rung.seconds == pytest.approx(rung.tokens_per_second, rel=0.05)
+
+
+def test_mfu_counts_the_models_own_flops(config):
+    """As torch counts them of a forward and a backward pass of the real model; checkpointing adds none, only time."""
+    model, ids = LlamaForCausalLM(config), torch.zeros(2, 128, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(input_ids=ids, labels=ids).loss.backward()
+    device = get_hardware("a100_80gb")
+    plain, checkpointed = (
+        estimate(config, {**BF16, "activation_checkpointing": on}, 128, device) for on in (False, True)
+    )
+    for found in (plain, checkpointed):
+        flops = found.mfu * found.step_seconds * device.bf16_flops
+        assert flops == pytest.approx(counter.get_total_flops(), rel=0.05)  # causal attention: half of it is masked
+    assert checkpointed.step_seconds > 1.1 * plain.step_seconds
+
+
+def test_speed_grows_with_devices_and_batches_cost_what_they_hold(config):
+    one, four = (
+        estimate(config, BF16, 128, "a100_80gb", world_size=ranks, strategy="ddp" if ranks > 1 else None)
+        for ranks in (1, 4)
+    )
+    assert 2 < four.tokens_per_second / one.tokens_per_second < 4
+    assert one.tokens_per_second == pytest.approx(2 * 128 / one.step_seconds)
+    accumulated = estimate(config, {**BF16, "gradient_accumulation_steps": 8}, 128, "a100_80gb")
+    assert 6 < accumulated.step_seconds / one.step_seconds < 8.5
+
+
+@pytest.mark.parametrize(
+    ("hardware", "fields", "reason"),
+    [
+        ("cpu", {}, "bf16_flops of CPU"),
+        ("rtx_5090_laptop", {"bf16": True}, "is unknown"),
+        ("arc_b580", {"bf16": True}, "is unknown"),
+        ("apple_m4_16gb", {"bf16": True}, "is unknown"),
+        ("rtx_4090", {}, "32-bit matmuls"),
+        ("t4", {"bf16": True}, "emulates bf16"),
+    ],
+)
+def test_no_figure_is_shown_where_the_speed_is_unknown(config, hardware, fields, reason):
+    found = estimate(config, fields, 64, hardware)
+    assert (found.step_seconds, found.tokens_per_second, found.mfu) == (None, None, None)
+    assert any(note.startswith("speed: ") and reason in note for note in found.notes)
+
+
+def test_every_device_has_a_speed_or_a_reason():
+    for device in catalog().values():
+        known = bool(device.bandwidth and (device.bf16_flops or device.fp16_flops))
+        assert (unknown_rates(device) is None) == known
+        assert known != ("A plan ranks as if" in speed_note(device))
+
+
+def test_what_is_offloaded_takes_longer(config):
+    preset_fields = {"per_device_train_batch_size": 8, "activation_checkpointing": False, "optim": "adamw_torch_fused"}
+    preset = preset_by_name("rtx_4090")
+    plain, offloaded, optimizer = (
+        estimate_job(preset_job(preset, config, seq_len=512, fields=preset_fields, memory_args=memory_args))
+        for memory_args in (
+            None,
+            MemoryArguments(activation_offload=True),
+            MemoryArguments(optimizer_cpu_offload=True),
+        )
+    )
+    assert plain.step_seconds < offloaded.step_seconds
+    assert plain.step_seconds < optimizer.step_seconds
+
+
+@pytest.mark.slow
+def test_the_command_line_shows_time_and_cost(config, tmp_path, command):
+    config.save_pretrained(tmp_path)
+    settings = ("--preset", "a100_80gb", "--method", "lora", "--seq-len", 64)
+    code, output, errors = command("estimate", tmp_path, *settings, "--tokens", "10M", "--price", 2, "--json")
+    assert code == 0, errors
+    found = json.loads(output)
+    took = found["duration"]
+    assert took["tokens"] == parse_count("10M") and took["seconds"] == pytest.approx(1e7 / found["tokens_per_second"])
+    assert took["cost"] == pytest.approx(2 * took["hours"]) and took["error"] == found["speed_error"]
+    code, output, errors = command("estimate", tmp_path, *settings, "--epochs", 2, "--samples", "1k")
+    assert code == 0 and "tokens/s" in output and "MFU" in output and "128,000 tokens: " in output, errors
+    code, output, _ = command("estimate", tmp_path, "--hardware", "cpu", "--seq-len", 64, "--tokens", "1M")
+    assert code == 0 and "tokens/s" not in output and "time and cost: unknown" in output
+    for wrong in (("--tokens", "many"), ("--epochs", 2), ("--price", 2), ("--tokens", 5, "--samples", 5)):
+        code, _, errors = command("estimate", tmp_path, *settings, *wrong)
+        assert code == 2 and errors.startswith("error: ") and "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_plan_shows_time_and_cost_of_every_profile(config, tmp_path, command):
+    config.save_pretrained(tmp_path)
+    settings = ("--hardware", "rtx_4090x2", "--method", "lora", "--seq-len", 64, "--effective-batch-size", 4)
+    code, output, errors = command("plan", tmp_path, *settings, "--tokens", "10M", "--price", 0.5, "--json")
+    assert code == 0, errors
+    made = json.loads(output)
+    assert made["durations"].keys() == {rung["profile"] for rung in made["ladder"]}
+    for rung in made["ladder"]:
+        took = made["durations"][rung["profile"]]
+        assert took["seconds"] == pytest.approx(1e7 / rung["estimate"]["tokens_per_second"])
+        assert took["cost"] == pytest.approx(2 * 0.5 * took["hours"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_steps": 7}, {"dataloader_drop_last": True}, {"num_train_epochs": 1.5}])
+def test_a_scripts_steps_are_those_that_its_trainer_counts(config, tmp_path, fields):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "bf16": True, **fields}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none", **settings)
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 15
+    trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows)
+    counted = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
+    assert training_steps(trainer, 1) == counted[-1]
+    found = estimate_trainer(trainer, "rtx_4090")
+    assert found.tokens_per_second == pytest.approx(3 * 2 * 4 / found.step_seconds)
+    assert run_duration(training_steps(trainer, 1), found.step_seconds, 3.6).cost == pytest.approx(
+        counted[-1] * found.step_seconds / 1000
+    )
