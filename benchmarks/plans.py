@@ -186,6 +186,7 @@ def _lora():
 
 def _video(title: str, guide: str, fields: dict, dtype: str, frames: int, lora) -> dict:
     from hf_memopt.video.inputs import VideoInputs
+    from hf_memopt.video.published import published_settings
 
     few = MemoryArguments(logits_to_keep=dtype != "float32")
     return guessed(
@@ -198,7 +199,9 @@ def _video(title: str, guide: str, fields: dict, dtype: str, frames: int, lora) 
         "rtx_3090",
         dtype=dtype,
         peft_config=lora,
-        video=VideoInputs(frames=frames, max_pixels_per_frame=224 * 224),
+        video=VideoInputs(
+            frames=frames, max_pixels_per_frame=224 * 224, settings=published_settings("qwen2.5-vl-3b")
+        ),
         frozen=("vision",),
         memory_args=few,
     )

@@ -1,11 +1,18 @@
 """Frames become the same pixels as in transformers' video processors, which need torchvision."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import videos
 from conftest import ROOT, run
+
+from hf_memopt.estimator import architectures
+from hf_memopt.video import published
+from hf_memopt.video.inputs import VideoInputs
+from hf_memopt.video.pixels import FAMILIES
+from hf_memopt.video.processor import read_video_settings
 
 TORCHVISION = Path(sys.prefix) / "torchvision"  # apart: a build that does not fit torch breaks transformers
 
@@ -19,7 +26,7 @@ def test_pixels_and_samples_equal_transformers_own(tmp_path):
     path = f"{TORCHVISION}:{ROOT}:{ROOT / 'tests'}"
     done = run(sys.executable, ROOT / "tests" / "video_parity.py", tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["168", "6"]
+    assert done.stdout.split() == ["168", "6", str(len(list(published._FOLDER.iterdir())))]
 
 
 def test_nothing_here_has_torchvision():
@@ -27,3 +34,27 @@ def test_nothing_here_has_torchvision():
     import importlib.util
 
     assert importlib.util.find_spec("torchvision") is None
+
+
+# ---- bundled models
+
+
+def test_every_bundled_video_model_has_its_checkpoints_settings():
+    configs = {path.stem: json.loads(path.read_text()) for path in architectures._FOLDER.glob("*.json")}
+    names = {name for name, config in configs.items() if config["model_type"] in FAMILIES}
+    assert {path.stem for path in published._FOLDER.iterdir()} == names
+    for name in sorted(names):
+        settings = read_video_settings(name)
+        repository, _, file = settings["source"].rpartition("/blob/main/")
+        assert configs[name]["source"] == f"{repository}/blob/main/config.json"
+        assert file in ("preprocessor_config.json", "video_preprocessor_config.json")
+        assert read_video_settings(architectures.hub_id(name)) == settings, "the hub cannot be reached here"
+
+
+def test_a_1080p_frame_is_not_shrunk_below_what_the_checkpoint_takes():
+    """Qwen2.5-VL takes 1932 × 1092; transformers' class defaults shrink it to 720 tokens per two frames."""
+    config, settings = architectures.load_config("qwen2.5-vl-7b"), read_video_settings("qwen2.5-vl-7b")
+    clip = VideoInputs(64, 1080, 1920, settings=settings).clip(config)
+    assert (clip.steps, clip.step_tokens) == (32, (1932 // 28) * (1092 // 28)) == (32, 2691)
+    small = VideoInputs(64, 224, 224, settings=settings).clip(config)
+    assert small.step_tokens == (224 // 28) ** 2, "nor a small one enlarged"

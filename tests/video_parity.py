@@ -18,13 +18,19 @@ for _name in ("nms", "qnms"):
 
 import transformers  # noqa: E402
 import video_models  # noqa: E402
-from transformers import AutoConfig, AutoProcessor  # noqa: E402
+from transformers import AutoConfig, AutoProcessor, AutoVideoProcessor  # noqa: E402
 
+from hf_memopt.estimator.architectures import load_config  # noqa: E402
+from hf_memopt.planner.video_tiers import bundled_video_models  # noqa: E402
 from hf_memopt.video.encoder import Encoder  # noqa: E402
+from hf_memopt.video.inputs import VideoInputs  # noqa: E402
 from hf_memopt.video.media import Limits  # noqa: E402
 from hf_memopt.video.pixels import FAMILIES, prepare_frames  # noqa: E402
-from hf_memopt.video.processor import _load_without_torchvision, load_processor  # noqa: E402
+from hf_memopt.video.processor import TorchVideoProcessor, _load_without_torchvision, load_processor  # noqa: E402
+from hf_memopt.video.published import published_settings  # noqa: E402
 
+# Clips of bundled models: frames, height, width. 1080p, and sizes at which the checkpoints' bounds begin to matter.
+CLIPS = ((2, 1080, 1920), (16, 224, 224), (64, 36, 64), (6, 20, 300))
 SIZES = ((120, 160), (360, 640), (641, 359), (20, 300))
 
 
@@ -89,6 +95,37 @@ def compare_samples(clips: Path) -> int:
     return len(video_models.FAMILIES)
 
 
+def compare_bundled() -> int:
+    """Estimates of bundled models: the pixels and shapes that the published checkpoint's video processor makes."""
+    names = bundled_video_models()
+    for name in names:
+        config, settings = load_config(name), published_settings(name)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps({"model_type": config.model_type}))
+            (Path(folder) / Path(settings["source"]).name).write_text(json.dumps(settings))
+            theirs = AutoVideoProcessor.from_pretrained(folder)
+        ours = TorchVideoProcessor(config.model_type, settings)
+        assert type(theirs).__name__ == ours.family.processor
+        for frames, height, width in CLIPS:
+            clip = torch.randint(0, 256, (frames, 3, height, width), dtype=torch.uint8)
+            wanted = dict(theirs([clip], return_tensors="pt", do_sample_frames=False))
+            wanted = {key: torch.as_tensor(value) for key, value in wanted.items() if key != "video_metadata"}
+            assert same(prepare_frames(ours.family, ours.settings, clip), wanted), (name, frames, height, width)
+            assert_estimated(VideoInputs(frames, height, width, settings=settings).clip(config), wanted, theirs)
+        if hasattr(theirs, "get_num_of_video_patches"):  # too many pixels to process here
+            found = VideoInputs(64, 1080, 1920, settings=settings).clip(config)
+            assert len(found.tensors["pixel_values_videos"]) == theirs.get_num_of_video_patches(64, 1080, 1920, {})
+    return len(names)
+
+
+def assert_estimated(found, wanted: dict, theirs) -> None:
+    for key, tensor in wanted.items():
+        assert found.tensors[key].shape == tensor.shape, key
+    if "video_grid_thw" in wanted:
+        tokens = int(wanted["video_grid_thw"].prod()) // theirs.merge_size**2
+        assert found.steps * found.step_tokens == tokens
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(compare_pixels(), compare_samples(Path(sys.argv[1])))
+    print(compare_pixels(), compare_samples(Path(sys.argv[1])), compare_bundled())

@@ -30,6 +30,7 @@ from hf_memopt.units import GIB
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.model_parts import not_quantized
 from hf_memopt.video.pixels import FAMILIES
+from hf_memopt.video.processor import read_video_settings
 
 EFFECTIVE_BATCH = 32
 SHARE = 0.90  # of a device's memory: what MemoryArguments.target_memory_utilization aims at
@@ -298,7 +299,8 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
 
     Args:
         preset: as video_preset() makes it.
-        changes: further arguments of estimator.preset_estimates.preset_job, over these.
+        changes: further arguments of estimator.preset_estimates.preset_job, over these; `video_settings`, of the
+            checkpoint's video processor, instead of `video`.
     """
     fields = {"activation_checkpointing": True, **changes.pop("fields", {})}
     if "per_device_eval_batch_size" not in fields:
@@ -306,7 +308,9 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
         fields["eval_strategy"] = "no"
     clip = _FIRST[0]
     job = {
-        "video": VideoInputs(clip.frames, clip.side, clip.side, clip.side**2),
+        "video": VideoInputs(
+            clip.frames, clip.side, clip.side, clip.side**2, settings=changes.pop("video_settings", {})
+        ),
         "frozen": ("vision",),
         "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
         "quantization_config": quantization(preset, config, changes.pop("quantization", {})),
@@ -329,7 +333,8 @@ def tier_row(preset: Preset, model: str, map_fn=on_all_cores) -> dict[str, Any]:
     """A preset's row of the file, for a bundled model: the tier, or why there is none."""
     row = {"preset": preset.name, "method": preset.method, "model": model, "capacity_bytes": preset.hardware.memory}
     try:
-        tier = choose_tier(tier_job(video_preset(preset), load_config(model)), Wish(), map_fn=map_fn)
+        job = tier_job(video_preset(preset), load_config(model), video_settings=read_video_settings(model))
+        tier = choose_tier(job, Wish(), map_fn=map_fn)
     except NothingFits as short:
         return row | {"max_frames": 0, "needed_bytes": short.needed}
     except InputError as error:  # 4-bit weights on a Mac

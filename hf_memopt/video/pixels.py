@@ -75,8 +75,8 @@ def _normalize(settings: Settings, frames: torch.Tensor) -> torch.Tensor:
 def _bounds(settings: Settings) -> tuple[int, int, int]:
     """The multiple of frame sides, and the bounds of the pixels."""
     size = settings["size"]
-    min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
-    max_pixels = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
+    min_pixels = size.get("shortest_edge") or size.get("min_pixels")
+    max_pixels = size.get("longest_edge") or size.get("max_pixels")
     return settings["patch_size"] * settings["merge_size"], min_pixels, max_pixels
 
 

@@ -1,5 +1,6 @@
 """A video model's processor: transformers' own with torchvision, else the same class around pixels.py."""
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers.utils import PushToHubMixin, cached_file, is_torchvision_avail
 
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.video.pixels import FAMILIES, prepare_frames
+from hf_memopt.video.published import published_settings
 
 _INSTALL = "install torchvision: pip install 'hf_memopt[video]'"
 _FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
@@ -61,14 +63,17 @@ def _load_without_torchvision(name: str, config, trust_remote_code: bool):
 
 
 def read_video_settings(name: str) -> dict[str, Any]:
-    """A checkpoint's video processor settings, from a folder or the hub; empty where it has none or is unreachable."""
-    if not Path(name).exists() and "/" not in str(name):
-        return {}
-    try:
-        whole, video, image = (_read_json(name, file) for file in _FILES)
-    except (OSError, ValueError):
-        return {}
-    return (whole or {}).get("video_processor") or video or image or {}
+    """A checkpoint's video processor settings, from a folder or the hub.
+
+    Returns:
+        What is bundled of a published checkpoint where the hub is unreachable, and for a bundled architecture's name;
+        empty where nothing is known.
+    """
+    whole = video = image = None
+    if Path(name).exists() or "/" in str(name):
+        with contextlib.suppress(OSError, ValueError):
+            whole, video, image = (_read_json(name, file) for file in _FILES)
+    return (whole or {}).get("video_processor") or video or image or published_settings(name)
 
 
 def lower_shortest_edge(processor, max_pixels: int | None) -> None:
@@ -87,6 +92,12 @@ def lower_shortest_edge(processor, max_pixels: int | None) -> None:
 def settings_dict(part) -> dict[str, Any]:
     """The settings of an image or video processor, to read and change: transformers' processors keep attributes."""
     return part.settings if isinstance(part, TorchVideoProcessor) else vars(part)
+
+
+def _with_pixel_bounds(settings: dict[str, Any]) -> dict[str, int]:
+    """`size` with the older `min_pixels` and `max_pixels` in it, as transformers' video processors put them there."""
+    bounds = {"shortest_edge": settings.pop("min_pixels", None), "longest_edge": settings.pop("max_pixels", None)}
+    return {**settings["size"], **{edge: pixels for edge, pixels in bounds.items() if pixels is not None}}
 
 
 def _chat_template(name: str, tokenizer) -> str | None:
@@ -119,12 +130,15 @@ class TorchVideoProcessor(PushToHubMixin):
 
     def __init__(self, model_type: str, settings: dict[str, Any]) -> None:
         self.family = FAMILIES[model_type]
-        settings = {**self.family.defaults, **{key: value for key, value in settings.items() if value is not None}}
+        given = {key: value for key, value in settings.items() if value is not None}
+        settings = {**self.family.defaults, **given}
         for key, required in _REQUIRED.items():
             if settings.get(key, required) != required:
                 raise InputError(f"the video processor says {key}={settings[key]}: {_INSTALL}")
-        if "video_sampling" in settings:
-            settings["size"] = settings["video_sampling"]["video_size"]
+        if "video_sampling" in given and "size" not in given:
+            # SmolVLM. transformers 5.23 (video_processing_smolvlm.py) prefers `size`, which is the images', too.
+            settings["size"] = given["video_sampling"]["video_size"]
+        settings["size"] = _with_pixel_bounds(settings)
         self.settings = settings
         self.merge_size = settings.get("merge_size", 1)
         self.temporal_patch_size = settings.get("temporal_patch_size", 1)
