@@ -49,6 +49,7 @@ def start(argv: list[str] | None):
             "activation_checkpointing": False,
             "freeze_vision": False,
             "max_frames": 8,
+            "video_fps": None,
             "held_out": 24,
         },
     )

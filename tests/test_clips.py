@@ -12,9 +12,9 @@ import videos
 from conftest import slow
 
 from hf_memopt.errors import InputError
-from hf_memopt.video.clips import FrameLimits, estimate_pixels, read_clip
+from hf_memopt.video.clips import estimate_pixels, read_clip
+from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.frame_sizes import capped_size
-from hf_memopt.video.frame_times import frame_count
 from hf_memopt.video.video_files import BadVideo
 
 CODECS = {
@@ -69,11 +69,13 @@ def test_how_many(frames, max_frames, tmp_path_factory):
 
 
 def test_frames_a_second():
-    assert frame_count(250, 10.0, 100, 2.0) == 20
-    assert frame_count(250, 10.0, 15, 2.0) == 15
-    assert frame_count(250, 10.0, None, 60.0) == 250
-    assert frame_count(3, 0.1, 100, 1.0) == 1
-    assert frame_count(250, 10.0, 15, multiple_of=2) == 14
+    assert FrameLimits(100, 2.0).count(250, 10.0) == 20
+    assert FrameLimits(15, 2.0).count(250, 10.0) == 15
+    assert FrameLimits(None, 60.0).count(250, 10.0) == 250
+    assert FrameLimits(100, 1.0).count(250, 1.0) == 4, "the shortest clips are not single frames"
+    assert FrameLimits(3, 1.0).count(250, 1.0) == 3, "max_frames holds nevertheless"
+    assert FrameLimits(100, 1.0).count(2, 0.1) == 2
+    assert FrameLimits(15, multiple_of=2).count(250, 10.0) == 14
 
 
 def test_a_variable_rate_is_sampled_in_time(tmp_path):
@@ -159,7 +161,8 @@ def test_no_more_frames_than_chosen_are_held(tmp_path):
     )
     script = (
         "import sys, av, numpy\n"
-        "from hf_memopt.video.clips import FrameLimits, read_clip\n"
+        "from hf_memopt.video.clips import read_clip\n"
+        "from hf_memopt.video.frame_limits import FrameLimits\n"
         "def high():\n"
         "    return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "before = high()\n"
@@ -242,7 +245,8 @@ def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
     path = videos.write(tmp_path / "long.mp4", videos.numbered(600, 720, 1280), options={"preset": "ultrafast"})
     script = (
         "import resource, sys, av, numpy, psutil\n"
-        "from hf_memopt.video.clips import FrameLimits, read_clip\n"
+        "from hf_memopt.video.clips import read_clip\n"
+        "from hf_memopt.video.frame_limits import FrameLimits\n"
         "from hf_memopt.video.video_files import BadVideo\n"
         "from hf_memopt.errors import InputError\n"
         "import av.video.reformatter\n"

@@ -8,13 +8,15 @@ import video_models
 import videos
 from transformers import AutoConfig, AutoTokenizer
 
+from hf_memopt.data.columns import CLIP_SAMPLING
 from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import IGNORED, answered, packed, packed_answers
 from hf_memopt.errors import InputError
-from hf_memopt.video.conversations import conversation
+from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.media import Limits
 from hf_memopt.video.processor import load_processor
+from hf_memopt.video.sampling import Sampling
 
 ASK = {"role": "user", "content": "Two plus two?"}
 SAY = {"role": "assistant", "content": "Four."}
@@ -274,17 +276,17 @@ def asked(*parts):
         (asked({"type": "image_url", "image_url": {"url": "a.png"}}), "'image_url'"),
         (asked({"type": "audio", "audio": "a.wav"}), "'audio'"),
         (asked({"type": "input_audio"}), "'input_audio'"),
-        (asked({"type": "video", "video": "a.mp4", "video_start": 1.0}), "'video_start'"),
-        (asked({"type": "video", "video": "a.mp4", "video_end": 2.0}), "'video_end'"),
-        (asked({"type": "video", "video": "a.mp4", "fps": 1.0}), "'fps'.*--video_fps"),
-        (asked({"type": "video", "video": "a.mp4", "nframes": 4}), "'nframes'.*--max_frames"),
-        (asked({"type": "video", "video": "a.mp4", "max_pixels": 5000}), "'max_pixels'.*--max_pixels_per_frame"),
-        (asked({"type": "image", "image": "a.png", "resized_height": 28}), "'resized_height'"),
-        ({**CLIP, "video_start": 1.0}, "video_start"),
-        ({**CLIP, "video_end": 1.0}, "video_end"),
-        ({**CLIP, "fps": 1.0}, "fps"),
-        ({**CLIP, "nframes": 4}, "nframes"),
-        ({**CLIP, "max_pixels": 4}, "max_pixels"),
+        (asked({"type": "video", "video": "a.mp4", "start": 1.0}), "'start'.*`video_start` and `video_end`"),
+        (asked({"type": "video", "video": "a.mp4", "fps": 0}), "fps=0 must be a number above 0"),
+        (asked({"type": "video", "video": "a.mp4", "fps": "two"}), "fps='two' must be a number"),
+        (asked({"type": "video", "video": "a.mp4", "nframes": 2.5}), "nframes=2.5 must be an integer"),
+        (asked({"type": "video", "video": "a.mp4", "nframes": 4, "fps": 2}), "leave one of them out"),
+        (asked({"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 2}), "video_end=2 must be above"),
+        (asked({"type": "image", "image": "a.png", "resized_height": 28}), "'resized_height'.*max_pixels"),
+        (asked({"type": "image", "image": "a.png", "fps": 2}), "'fps'"),
+        ({**CLIP, "clip_start": 1.0}, "clip_start"),
+        ({**CLIP, "num_frames": 4}, "num_frames.*`nframes`"),
+        ({**CLIP, "max_pixels": True}, "max_pixels=True"),
         ({**CLIP, "audios": ["a.wav"]}, "audios"),
         ({**CLIP, "objects": {"bbox": [[1, 2, 3, 4]]}}, "objects"),
         ({**CLIP, "rejected": "Five."}, "rejected"),
@@ -293,7 +295,7 @@ def asked(*parts):
         ({**CLIP, "videos": [["1.png", "2.png"]]}, "list.*frames"),
         ({**CLIP, "videos": [None]}, "names no file"),
         ({**CLIP, "videos": [3]}, "3"),
-        ({**CLIP, "videos": [{"path": "a.mp4", "video_start": 1.0}]}, "'video_start'"),
+        ({**CLIP, "videos": [{"path": "a.mp4", "speed": 2.0}]}, "'speed'"),
         (asked({"type": "video", "video": ["1.png", "2.png"]}), "list.*frames"),
         (asked({"type": "image", "image": "data:image;base64,AAAA"}), "data:.*"),
         ({**CLIP, "video_path": "b.mp4"}, "video_path"),
@@ -312,7 +314,22 @@ def test_tags_in_parts_of_text_are_tags():
     }
     messages, media = conversation(row, "row 0")
     assert messages[0]["content"] == [{"type": "video"}, {"type": "text", "text": "What?"}]
-    assert media == [("video", "/clips/a.mp4")]
+    assert media == [Medium("video", "/clips/a.mp4")]
+
+
+def test_a_clip_says_how_it_is_sampled():
+    """In its part, in its mapping, or for all of a row's clips in columns; what is nearer to the clip wins."""
+    part = {"type": "video", "video": "a.mp4", "fps": 1.0, "video_end": 4}
+    row = {**asked(part, {"type": "video"}), "videos": [{"path": "b.mp4", "max_frames": 6}]}
+    row |= {"nframes": 8, "max_frames": 12.0, "video_start": None, "fps": None}
+    _, media = conversation(row, "row 0")
+    assert media == [
+        Medium("video", "a.mp4", Sampling(fps=1.0, max_frames=12, video_end=4)),
+        Medium("video", "b.mp4", Sampling(nframes=8, max_frames=6)),
+    ]
+    _, (image,) = conversation(asked({"type": "image", "image": "a.png", "max_pixels": 5000}) | {"fps": 2.0}, "row 0")
+    assert image.sampling == Sampling(max_pixels=5000)
+    assert tuple(vars(Sampling())) == CLIP_SAMPLING
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,14 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.program import run
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import VideoCollator
-from hf_memopt.video.conversations import conversation
+from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.encoder import Encoder
-from hf_memopt.video.frame_times import frame_count
+from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.media import Limits, count_frames
 from hf_memopt.video.model_parts import take_videos_of_any_length
 from hf_memopt.video.processor import TorchVideoProcessor, load_processor
 from hf_memopt.video.samples import VideoSamples
+from hf_memopt.video.sampling import Sampling
 from hf_memopt.video.video_files import BadVideo
 
 FAMILIES = list(video_models.FAMILIES)
@@ -77,11 +78,23 @@ def test_the_tensors_hold_as_many_frames_as_the_formula_says(name, family, files
         encode = Encoder(processor, Limits(max_frames=max_frames), files)
         for length in LENGTHS if max_frames else (1, 5):
             sample = encode(row(f"{length}.mp4"))
-            wanted = frame_count(length, length / 25, max_frames, multiple_of=encode.media.temporal_patch_size)
+            limits = FrameLimits(max_frames, multiple_of=encode.media.temporal_patch_size)
+            wanted = limits.count(length, length / 25)
             wanted = max(
                 wanted, encode.media.temporal_patch_size
             )  # a single frame is shown as often as the model merges
             assert count_frames(sample, encode.media.temporal_patch_size) == wanted, (max_frames, length)
+
+
+def test_a_sample_has_the_frames_that_its_row_asks_for(family, files):
+    """150.mp4 lasts six seconds."""
+    encode = fresh(family, "qwen2_5_vl", files, max_frames=20, fps=2.0)
+    for asked, frames, step in (({}, 12, 1.0), ({"video_end": 2.96}, 6, 1.0), ({"nframes": 4}, 4, 3.0)):
+        sample = encode({**row("150.mp4"), **asked})
+        assert count_frames(sample, 2) == frames
+        assert sample["second_per_grid_ts"].tolist() == pytest.approx([step], rel=0.02)
+    whole, end = (Medium("video", "150.mp4", Sampling(video_start=start)) for start in (None, 4.0))
+    assert encode.media.estimate_pixels(whole) == 3 * encode.media.estimate_pixels(end)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -216,7 +229,7 @@ def test_formats_of_rows():
             {"role": "user", "content": parts},
             {"role": "assistant", "content": [{"type": "text", "text": "This."}]},
         ]
-        assert media == [("video", "a.mp4")]
+        assert media == [Medium("video", "a.mp4")]
 
 
 @pytest.mark.parametrize(

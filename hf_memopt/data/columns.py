@@ -42,21 +42,30 @@ _WEIGHTS = "every token of an answer counts the same"
 _OTHER_FORM = "it belongs to rows with `instruction` and `output`"
 _TEMPLATE = "it is not passed to the chat template"
 _TOKENIZED = "rows are tokenized here"
-_FRAMES = "frames are evenly spaced over the whole clip"
-# Per-clip sampling keys of qwen-vl-utils and others -> the option that sets them for all rows.
+# What a row may say of its clips, as qwen-vl-utils spells it: video/sampling.py.
+CLIP_SAMPLING = (
+    "fps",
+    "nframes",
+    "min_frames",
+    "max_frames",
+    "min_pixels",
+    "max_pixels",
+    "total_pixels",
+    "video_start",
+    "video_end",
+)
+# Other keys of a clip that tools have -> what to write instead.
 SAMPLING = {
-    **dict.fromkeys(("fps", "video_fps", "sample_fps"), f"{_FRAMES}: use --video_fps"),
-    **dict.fromkeys(("nframes", "num_frames", "max_frames", "min_frames"), f"{_FRAMES}: use --max_frames"),
+    **dict.fromkeys(("video_fps", "sample_fps"), "write `fps`, or use --video_fps for all rows"),
+    "num_frames": "write `nframes`, or use --max_frames for all rows",
+    **dict.fromkeys(("resized_height", "resized_width"), "write `min_pixels` and `max_pixels`"),
+    "max_tokens": "write `total_pixels`, or use --max_video_tokens for all rows",
     **dict.fromkeys(
-        ("max_pixels", "min_pixels", "resized_height", "resized_width"),
-        "frames have one limit for all rows: use --max_pixels_per_frame",
-    ),
-    **dict.fromkeys(("total_pixels", "max_tokens"), "clips have one limit for all rows: use --max_video_tokens"),
-    **dict.fromkeys(
-        ("video_start", "video_end", "start", "end", "start_time", "end_time", "clip_start", "clip_end"),
-        f"{_FRAMES}: cut the clip out of its file",
+        ("start", "end", "start_time", "end_time", "clip_start", "clip_end"),
+        "write `video_start` and `video_end`, in seconds",
     ),
 }
+_MEDIA_ROW = (*MEDIA, *CLIP_SAMPLING)
 # Columns that other trainers use -> why they are refused here.
 _REFUSED = {
     **dict.fromkeys(
@@ -117,7 +126,7 @@ def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) ->
         with_media: the recipe trains on videos and images.
     """
     refused = {**_REFUSED, **(SAMPLING if with_media else {})}
-    used = {*FORMS[form].needed, *FORMS[form].optional, *(MEDIA if with_media else ())}
+    used = {*FORMS[form].needed, *FORMS[form].optional, *(_MEDIA_ROW if with_media else ())}
     if form == "text":
         used |= {*_HARMLESS_FOR_TEXT}
     for other in FORMS.values():  # datasets that carry the same rows in two forms
@@ -128,7 +137,7 @@ def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) ->
 
 def find_unused(names: Iterable[str], form: str, with_media: bool = False) -> list[str]:
     """Columns that are neither used nor refused."""
-    used = {*FORMS[form].needed, *FORMS[form].optional, *(MEDIA if with_media else ())}
+    used = {*FORMS[form].needed, *FORMS[form].optional, *(_MEDIA_ROW if with_media else ())}
     return sorted(set(names) - used - find_refused(tuple(names), form, with_media).keys())
 
 

@@ -40,6 +40,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
     "maximum_performance": {
         "max_frames": None,
+        "video_fps": None,
         "per_device_train_batch_size": 8,
         "effective_batch_size": 32,
         "activation_checkpointing": False,
@@ -69,7 +70,13 @@ class VideoArguments(RecipeArguments):
             "as are predicted to fit the preset; 100 where that is not predicted."
         },
     )
-    video_fps: float | None = field(default=None, metadata={"help": "Frames a second, at most. Default: all."})
+    video_fps: float | None = field(
+        default=2.0,
+        metadata={
+            "help": "Frames a second, within max_frames; at least 4 of a clip. none: as many as max_frames allows. "
+            "A row's own `fps` or `nframes` goes over it."
+        },
+    )
     max_pixels_per_frame: int | None = field(
         default=None,
         metadata={

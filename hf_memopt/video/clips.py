@@ -1,19 +1,17 @@
 """Clips: the chosen frames of a video file, evenly spaced over all of it, decoded into one array."""
 
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy
 
 from hf_memopt.errors import InputError
-from hf_memopt.video.frame_sizes import capped_size
+from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.frame_times import (
     FrameTimes,
     average_rate,
     choose_frames,
     decoded_times,
-    frame_count,
     header_length,
     packet_length,
     packet_times,
@@ -41,9 +39,9 @@ class Clip:
     Attributes:
         frames: uint8, (frames, 3, height, width).
         indices: of the chosen frames within the file.
-        timestamps: seconds from the first frame.
-        total: number of frames in the file.
-        duration: seconds.
+        timestamps: seconds from the file's first frame.
+        total: frames in the file, or in the segment of it that was asked for.
+        duration: seconds of these.
     """
 
     frames: numpy.ndarray
@@ -56,34 +54,6 @@ class Clip:
     def rate(self) -> float:
         """The file's average frames per second."""
         return self.total / self.duration
-
-
-@dataclass(frozen=True)
-class FrameLimits:
-    """Which frames of a file to take, and how large.
-
-    Attributes:
-        max_frames: None for no limit.
-        fps: frames per second to take at most; None for all.
-        multiple_of: the model's temporal patch size; see frame_count().
-        max_pixels: height × width of a frame; larger frames are scaled down, nearly keeping their aspect ratio.
-        side_multiple: scaled sides are multiples of this.
-
-    Raises:
-        InputError: a limit that is not positive.
-    """
-
-    max_frames: int | None = 100
-    fps: float | None = None
-    multiple_of: int = 1
-    max_pixels: int | None = None
-    side_multiple: int = 2
-
-    def __post_init__(self) -> None:
-        limits = {"max_frames": self.max_frames, "fps": self.fps, "max_pixels_per_frame": self.max_pixels}
-        for name, value in limits.items():
-            if value is not None and value <= 0:
-                raise InputError(f"{name}={value} must be above 0, or None for no limit")
 
 
 def read_clip(source: VideoSource, limits: FrameLimits) -> Clip:
@@ -118,23 +88,48 @@ def estimate_pixels(source: VideoSource, limits: FrameLimits) -> float:
             stream = video_stream(container, source)
             rate = average_rate(stream)
             total, seconds = header_length(container, stream, rate) or packet_length(container, stream, rate)
-            count = frame_count(total, seconds, limits.max_frames, limits.fps)
-            return float(count * min(stream.height * stream.width, limits.max_pixels or math.inf))
+            share = _segment_seconds(seconds, limits) / seconds
+            count = limits.count(max(1, round(total * share)), seconds * share)
+            least, most = limits.pixel_bounds(count)
+            return float(count * max(least, min(stream.height * stream.width, most)))
     except DECODING_ERRORS as error:
         raise unreadable(source, error) from error
+
+
+def _segment_seconds(seconds: float, limits: FrameLimits) -> float:
+    """Of so many seconds, those between `video_start` and `video_end`."""
+    start, end = limits.sampling.video_start or 0.0, limits.sampling.video_end
+    return max(0.0, min(seconds if end is None else end, seconds) - start)
+
+
+def _segment(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> FrameTimes:
+    """The frames between `video_start` and `video_end`.
+
+    Raises:
+        BadVideo: there are none.
+    """
+    start, end = limits.sampling.video_start, limits.sampling.video_end
+    segment = times.between(start, end)
+    if not segment.seconds:
+        until = "" if end is None else f" and video_end={end}"
+        lasts = f"it lasts {times.duration:.2f} s"
+        raise BadVideo(f"{display_name(source)}: no frame between video_start={start or 0}{until}; {lasts}")
+    return segment
 
 
 def _decode(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> Clip | None:
     """The chosen frames; None where one of them does not decode."""
     if not times.seconds:
         return None
-    chosen = choose_frames(times, limits.max_frames, limits.fps, limits.multiple_of)
+    times = _segment(source, times, limits)
+    chosen = choose_frames(times, limits)
+    indices = tuple(times.first + position for position in chosen)
     buffer = _FrameBuffer(display_name(source), len(chosen), limits)
     with open_video(source) as container:
         stream = video_stream(container, source)
         buffer.check_host_memory(stream.height, stream.width)
         if times.stamps is None:
-            wanted = set(chosen)
+            wanted = set(indices)
             for index, frame in enumerate(decode_frames(container, stream)):
                 if index in wanted:
                     buffer.append(frame)
@@ -148,7 +143,7 @@ def _decode(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> Clip
     if buffer.filled < len(chosen):
         return None
     timestamps = tuple(times.seconds[index] for index in chosen)
-    return Clip(buffer.frames, tuple(chosen), timestamps, len(times.seconds), times.duration)
+    return Clip(buffer.frames, indices, timestamps, len(times.seconds), times.duration)
 
 
 def _seek_frames(container, stream, stamps: list[int], keys: list[int]):
@@ -188,7 +183,7 @@ class _FrameBuffer:
         """
         import psutil
 
-        height, width = capped_size(height, width, self.limits.max_pixels, self.limits.side_multiple)
+        height, width = self.limits.frame_size(height, width, self.count)
         frame_bytes, available = 3 * height * width, psutil.virtual_memory().available
         fitting = int(available * _HOST_SHARE) // max(1, frame_bytes)
         if self.count > fitting:
@@ -204,7 +199,7 @@ class _FrameBuffer:
         Raises:
             BadVideo: its size is not that of the frames before it.
         """
-        height, width = capped_size(frame.height, frame.width, self.limits.max_pixels, self.limits.side_multiple)
+        height, width = self.limits.frame_size(frame.height, frame.width, self.count)
         picture = self.scaler.reformat(frame, width, height, format="rgb24", threads=1).to_ndarray()
         if frame.rotation % 360:
             picture = numpy.rot90(picture, round(frame.rotation / 90))

@@ -1,18 +1,32 @@
 """Rows with videos and images, of any supported form, as chat messages and the media in their order."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_memopt.data.columns import FORMS, SAMPLING, check_columns, find_form, is_empty
+from hf_memopt.data.columns import CLIP_SAMPLING, FORMS, SAMPLING, check_columns, find_form, is_empty
 from hf_memopt.data.turns import read_messages
 from hf_memopt.errors import InputError
+from hf_memopt.video.sampling import IMAGE_SAMPLING, Sampling
 
 _TAGS = re.compile(r"(<video>|<image>)")
 _UNSUPPORTED_TAGS = re.compile(r"<audio>|<bbox>|<ref-object>")  # audio, and ms-swift's boxes
 _KINDS = ("video", "image")
 _SOURCE_KEYS = ("path", "url", "bytes")
+_SAMPLING_KEYS = {"video": CLIP_SAMPLING, "image": IMAGE_SAMPLING}
 
-Medium = tuple[str, Any]  # "video" or "image", and a path, bytes, or {"path": …, "bytes": …} as `datasets` keeps them
+
+class Medium(NamedTuple):
+    """A video or an image of a row.
+
+    Attributes:
+        kind: "video" or "image".
+        source: a path, bytes, or {"path": …, "bytes": …} as `datasets` keeps them.
+        sampling: what the row says of its frames and their size.
+    """
+
+    kind: str
+    source: Any
+    sampling: Sampling = Sampling()
 
 
 def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
@@ -40,10 +54,13 @@ def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
     _put_first(messages, listed)
     media = []
     for part in (part for message in messages for part in message["content"] if part["type"] in _KINDS):
-        kind, source = part["type"], part.pop("source", None)
+        kind, source, sampling = part["type"], part.pop("source", None), part.pop("sampling", {})
         if source is None and not listed[kind]:
             raise InputError(f"{where}: has more <{kind}> tags than {kind}s")
-        media.append((kind, _check_source(listed[kind].pop(0) if source is None else source, kind, where)))
+        source = listed[kind].pop(0) if source is None else source
+        sampling = sampling | (_sampling(source, kind) if isinstance(source, dict) else {})
+        common = row if kind == "video" else {}  # a row's columns are of its videos
+        media.append(Medium(kind, _check_source(source, kind, where), Sampling.read(common, sampling, where)))
     for kind, left in listed.items():
         if left:
             raise InputError(f"{where}: has {len(left)} {kind}(s) more than <{kind}> tags")
@@ -77,9 +94,14 @@ def _parts(part, where: str) -> list[dict]:
             f'{where}: unknown part {kind!r}. Write {{"type": "text", "text": …}}, {{"type": "video", '
             f'"video": "clips/door.mp4"}} or {{"type": "image", "image": "door.png"}}'
         )
-    _check_keys(part, ("type", kind, "path", "url"), where)
+    _check_keys(part, ("type", kind, "path", "url", *_SAMPLING_KEYS[kind]), where)
     source = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
-    return [{"type": kind} if source is None else {"type": kind, "source": source}]
+    medium = {"type": kind, "sampling": _sampling(part, kind)}
+    return [medium if source is None else {**medium, "source": source}]
+
+
+def _sampling(mapping: dict, kind: str) -> dict[str, Any]:
+    return {name: mapping[name] for name in _SAMPLING_KEYS[kind] if mapping.get(name) is not None}
 
 
 def _check_keys(part: dict, known: tuple[str, ...], where: str) -> None:
@@ -111,9 +133,9 @@ def _check_source(source, kind: str, where: str):
         InputError: anything else. (Not BadVideo: an unsupported row is never skipped as a bad file.)
     """
     if isinstance(source, dict):
-        _check_keys(source, _SOURCE_KEYS, where)
+        _check_keys(source, (*_SOURCE_KEYS, *_SAMPLING_KEYS[kind]), where)
         if source.get("bytes"):
-            return source
+            return {name: value for name, value in source.items() if name in _SOURCE_KEYS}
         source = source.get("path") or source.get("url")
     if isinstance(source, bytes) and source:
         return source

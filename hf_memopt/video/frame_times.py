@@ -2,15 +2,17 @@
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy
 
+from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.video_files import VideoSource, decode_frames, open_video, read_packets, video_stream
 
 _FALLBACK_RATE = 24  # frames per second, for streams that state none
 _JITTER = 0.3  # of a frame's duration: containers round the timestamps of evenly spaced frames by up to this
+_ROUNDING = 1e-6  # of seconds and of frames: sums of floating-point durations end a little beside the number meant
 
 
 @dataclass(frozen=True)
@@ -22,31 +24,52 @@ class FrameTimes:
         stamps: presentation timestamps in the file's time base; None where frames are known by index alone.
         keys: timestamps of key frames, at which decoding can start.
         last_duration: seconds the last frame is shown.
+        first: index of the first of these frames within the file.
     """
 
     seconds: list[float]
     stamps: list[int] | None
     keys: list[int]
     last_duration: float
+    first: int = 0
 
     @property
     def duration(self) -> float:
         """Seconds from the first frame to the end of the last."""
-        return self.seconds[-1] + self.last_duration
+        return self.seconds[-1] - self.seconds[0] + self.last_duration
 
+    @property
+    def step(self) -> float | None:
+        """Seconds between frames; None where the frame rate varies."""
+        begin, total = self.seconds[0], len(self.seconds)
+        step = (self.seconds[-1] - begin) / max(1, total - 1)
+        even = all(abs(second - begin - index * step) <= _JITTER * step for index, second in enumerate(self.seconds))
+        return step if even else None
 
-def frame_count(
-    total: int, duration: float, max_frames: int | None = None, fps: float | None = None, multiple_of: int = 1
-) -> int:
-    """How many frames to take: min(max_frames, total, duration × fps), at least one, rounded down.
+    def between(self, start: float | None, end: float | None) -> "FrameTimes":
+        """The frames shown from `start` to `end`, seconds; without frames where there are none.
 
-    Args:
-        duration: seconds.
-        multiple_of: the model's temporal patch size; a clip with fewer frames keeps all of them.
-    """
-    wanted = total if fps is None else max(1, math.floor(duration * fps + 1e-6))
-    count = min(total, wanted, total if max_frames is None else max_frames)
-    return count - count % multiple_of if count >= multiple_of else count
+        At a constant rate those of `calculate_video_frame_range` in qwen-vl-utils: from ceil(start × rate) to
+        floor(end × rate).
+        """
+        if start is None and end is None:
+            return self
+        start, end = start or 0.0, math.inf if end is None else end
+        if step := self.step:
+            first = math.ceil(start / step - _ROUNDING)
+            last = len(self.seconds) - 1 if end == math.inf else math.floor(end / step + _ROUNDING)
+        else:
+            first = bisect_left(self.seconds, start - _ROUNDING)
+            last = bisect_right(self.seconds, end + _ROUNDING) - 1
+        inside = slice(first, last + 1)
+        following = self.seconds[last + 1 : last + 2]
+        return FrameTimes(
+            self.seconds[inside],
+            self.stamps and self.stamps[inside],
+            self.keys,
+            following[0] - self.seconds[last] if following else self.last_duration,
+            first,
+        )
 
 
 def average_rate(stream) -> float:
@@ -113,20 +136,19 @@ def decoded_times(source: VideoSource) -> FrameTimes:
     return FrameTimes([time - times[0] for time in times], None, [], last)
 
 
-def choose_frames(times: FrameTimes, max_frames: int | None, fps: float | None, multiple_of: int) -> list[int]:
-    """Indices of the frames to take, evenly spaced from the first to the last."""
+def choose_frames(times: FrameTimes, limits: FrameLimits) -> list[int]:
+    """Positions of the frames to take, evenly spaced from the first to the last."""
     total = len(times.seconds)
-    count = frame_count(total, times.duration, max_frames, fps, multiple_of)
-    step = times.seconds[-1] / max(1, total - 1)
-    if all(abs(second - index * step) <= _JITTER * step for index, second in enumerate(times.seconds)):
+    count = limits.count(total, times.duration)
+    if times.step is not None:
         return numpy.linspace(0, total - 1, count).round().astype(int).tolist()
-    return _evenly_in_time(times.seconds, count)  # variable frame rate
+    return _evenly_in_time(times.seconds, count)
 
 
 def _evenly_in_time(seconds: list[float], count: int) -> list[int]:
     """The frame on screen at each of `count` evenly spaced times, no frame twice."""
     chosen: list[int] = []
-    for number, second in enumerate(numpy.linspace(0, seconds[-1], count)):
+    for number, second in enumerate(numpy.linspace(seconds[0], seconds[-1], count)):
         shown = bisect_right(seconds, second + 1e-9) - 1
         least = chosen[-1] + 1 if chosen else 0
         chosen.append(min(max(shown, least), len(seconds) - (count - number)))

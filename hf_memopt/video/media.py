@@ -9,9 +9,9 @@ import numpy
 import torch
 
 from hf_memopt.errors import InputError, one_line
-from hf_memopt.video.clips import Clip, FrameLimits, estimate_pixels, read_clip
+from hf_memopt.video.clips import Clip, estimate_pixels, read_clip
 from hf_memopt.video.conversations import Medium
-from hf_memopt.video.frame_sizes import capped_size
+from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.processor import lower_shortest_edge, settings_dict
 from hf_memopt.video.video_files import BadVideo, display_name, out_of_host_memory
 
@@ -101,23 +101,28 @@ class MediaEncoder:
         Raises:
             BadVideo: the file is missing or cannot be decoded.
         """
-        kind, source = medium
-        if kind == "image":
-            return self._encode_image(source)
-        return self._encode_clip(read_clip(self.open_source(source), self._frame_limits(max_frames)))
+        limits = self._frame_limits(medium, max_frames)
+        if medium.kind == "image":
+            return self._encode_image(medium.source, limits)
+        return self._encode_clip(read_clip(self.open_source(medium.source), limits))
 
-    def estimate_pixels(self, source) -> float:
+    def estimate_pixels(self, medium: Medium) -> float:
         """Roughly the pixels of a video's frames, from its header.
 
         Raises:
             BadVideo: the file is missing or no video.
         """
-        return estimate_pixels(self.open_source(source), self._frame_limits(self.limits.max_frames))
+        return estimate_pixels(self.open_source(medium.source), self._frame_limits(medium, self.limits.max_frames))
 
-    def _frame_limits(self, max_frames: int | None) -> FrameLimits:
+    def _frame_limits(self, medium: Medium, max_frames: int | None) -> FrameLimits:
         limits = self.limits
         return FrameLimits(
-            max_frames, limits.fps, self.temporal_patch_size, limits.max_pixels_per_frame, self.side_multiple
+            max_frames,
+            limits.fps,
+            self.temporal_patch_size,
+            limits.max_pixels_per_frame,
+            self.side_multiple,
+            medium.sampling,
         )
 
     def _encode_clip(self, clip: Clip) -> EncodedMedium:
@@ -140,7 +145,7 @@ class MediaEncoder:
         videos = [torch.from_numpy(frames)]
         return self._process("video", len(frames), videos=videos, video_metadata=[metadata], do_sample_frames=False)
 
-    def _encode_image(self, source) -> EncodedMedium:
+    def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
         from PIL import Image, ImageOps, UnidentifiedImageError
 
         source = self.open_source(source)
@@ -150,7 +155,7 @@ class MediaEncoder:
             raise out_of_host_memory(source, error) from error
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise BadVideo(f"{display_name(source)}: not a readable image ({one_line(error)})") from error
-        height, width = capped_size(image.height, image.width, self.limits.max_pixels_per_frame, self.side_multiple)
+        height, width = limits.frame_size(image.height, image.width, 1)
         return self._process("image", 0, images=[image.resize((width, height))])
 
     def _process(self, kind: str, frames: int, **media) -> EncodedMedium:

@@ -60,7 +60,7 @@ class VideoSamples(torch.utils.data.Dataset):
     def _estimate_pixels(self, index: int) -> float:
         try:
             _, media = conversation(self.rows[index], self.where(index))
-            return sum(self.encode.media.estimate_pixels(source) for kind, source in media if kind == "video")
+            return sum(self.encode.media.estimate_pixels(medium) for medium in media if medium.kind == "video")
         except BadVideo as error:
             self.bad.skip(error)
             return 0.0

@@ -1,0 +1,125 @@
+"""Frames a second, bounds and segments: the frames that qwen-vl-utils takes, by its rules written down here anew."""
+
+import math
+from fractions import Fraction
+
+import numpy
+import pytest
+import videos
+
+from hf_memopt.video.clips import estimate_pixels, read_clip
+from hf_memopt.video.frame_limits import FrameLimits
+from hf_memopt.video.sampling import Sampling
+from hf_memopt.video.video_files import BadVideo
+
+FILES = {"five.mp4": (125, 25), "short.mkv": (7, 10), "ntsc.mp4": (240, Fraction(30000, 1001)), "long.mp4": (600, 5)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for name, (frames, rate) in FILES.items():
+        videos.write(folder / name, videos.numbered(frames, 16, 16), rate=rate)
+    return folder
+
+
+def qwen_indices(frames: int, rate: float, asked: dict, factor: int = 2) -> list[int]:
+    """What `calculate_video_frame_range`, `smart_nframes` and the readers of qwen-vl-utils 0.0.14 do."""
+    lasts = frames / rate
+    first = math.ceil(max(0, min(asked.get("video_start", 0), lasts)) * rate)
+    last = min(math.floor(max(0, min(asked.get("video_end", lasts), lasts)) * rate), frames - 1)
+    total = last - first + 1
+    if "nframes" in asked:
+        count = round(asked["nframes"] / factor) * factor
+    else:
+        least = math.ceil(asked.get("min_frames", 4) / factor) * factor
+        most = math.floor(asked.get("max_frames", min(768, total)) / factor) * factor
+        count = min(max(total / rate * asked.get("fps", 2.0), least), most, total)
+        count = math.floor(count / factor) * factor
+    assert factor <= count <= total
+    return [round(first + (last - first) * Fraction(step, count - 1)) for step in range(count)]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"fps": 1.0},
+        {"fps": 0.3, "min_frames": 5},
+        {"fps": 8, "max_frames": 5},
+        {"nframes": 5},
+        {"nframes": 6},
+        {"video_start": 0.15},
+        {"video_end": 0.45},
+        {"video_start": 0.1, "video_end": 0.55, "fps": 10.0},
+        {"video_end": 1000.0, "max_frames": 16},
+    ],
+    ids=str,
+)
+def test_the_frames_are_those_of_qwen_vl_utils(name, asked, files):
+    frames, rate = FILES[name]
+    clip = read_clip(files / name, FrameLimits(768, 2.0, multiple_of=2, sampling=Sampling(**asked)))
+    wanted = qwen_indices(frames, float(rate), asked)
+    assert list(clip.indices) == wanted
+    assert len(clip.frames) == len(wanted)
+    numpy.testing.assert_allclose(clip.timestamps, [index / float(rate) for index in wanted], atol=2e-3)
+    segment = asked.keys() & {"video_start", "video_end"}
+    assert clip.total == frames if not segment else clip.total <= frames
+    assert clip.rate == pytest.approx(float(rate), rel=0.02)  # Matroska rounds to milliseconds
+
+
+def test_five_seconds_are_ten_frames_and_the_runs_limit_holds(files):
+    assert len(read_clip(files / "five.mp4", FrameLimits(100, 2.0, 2)).frames) == 10
+    assert len(read_clip(files / "five.mp4", FrameLimits(100, None, 2)).frames) == 100
+    for asked in ({"nframes": 50}, {"fps": 25.0}, {"max_frames": 60, "fps": 20}, {"min_frames": 40}):
+        limits = FrameLimits(7, 2.0, 2, sampling=Sampling(**asked))
+        assert len(read_clip(files / "five.mp4", limits).frames) == 6, asked
+    more_than_there_are = FrameLimits(100, 2.0, 2, sampling=Sampling(nframes=50))
+    assert len(read_clip(files / "short.mkv", more_than_there_are).frames) == 6, "not an error, as in qwen-vl-utils"
+
+
+def test_a_segment_of_a_variable_rate_is_one_in_time(tmp_path):
+    times = [index * 33 for index in range(30)] + [1000 + index * 500 for index in range(10)]
+    path = videos.write(tmp_path / "v.mp4", videos.numbered(40), milliseconds=times)
+    clip = read_clip(path, FrameLimits(None, sampling=Sampling(video_start=1.4, video_end=3.2)))
+    assert clip.indices == (31, 32, 33, 34) and clip.timestamps == pytest.approx((1.5, 2.0, 2.5, 3.0))
+    assert clip.duration == pytest.approx(2.0) and clip.rate == pytest.approx(2.0)
+
+
+def test_a_segment_without_frames_is_a_bad_video(files):
+    with pytest.raises(BadVideo, match=r"five.mp4: no frame between video_start=7.*lasts 5.00 s"):
+        read_clip(files / "five.mp4", FrameLimits(sampling=Sampling(video_start=7)))
+
+
+def test_a_segment_of_a_file_known_by_index_alone(tmp_path):
+    """A raw stream has no timestamps: its frames are counted while it is decoded."""
+    path = videos.write(tmp_path / "f.h264", videos.numbered(50), format="h264", rate=25)
+    clip = read_clip(path, FrameLimits(4, sampling=Sampling(video_start=1.0)))
+    assert clip.indices == (25, 33, 41, 49)
+    shades = [frame.mean() for frame in clip.frames]
+    whole = read_clip(path, FrameLimits(None))
+    assert shades == [whole.frames[index].mean() for index in clip.indices]
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [
+        ({"max_pixels": 50176}, (168, 280)),  # 16:9 within 224 × 224, in multiples of 28
+        ({"min_pixels": 602112, "max_pixels": 802816}, (588, 1036)),
+        ({"total_pixels": 4 * 50176 / 2}, (168, 280)),  # 4 frames are 2 steps in time
+        ({"max_pixels": 10**9}, (360, 640)),
+    ],
+    ids=str,
+)
+def test_sizes_are_those_of_qwen_vl_utils(asked, size, tmp_path):
+    path = videos.write(tmp_path / "l.mp4", videos.numbered(4, 360, 640))
+    limits = FrameLimits(4, multiple_of=2, side_multiple=28, sampling=Sampling(**asked))
+    assert read_clip(path, limits).frames.shape[2:] == size
+    assert estimate_pixels(path, limits) == pytest.approx(4 * size[0] * size[1], rel=0.1)
+    bounded = FrameLimits(4, multiple_of=2, max_pixels=20_000, side_multiple=28, sampling=Sampling(**asked))
+    height, width = read_clip(path, bounded).frames.shape[2:]
+    assert height * width <= 20_000, "the run's own limit holds"
