@@ -95,6 +95,16 @@ def _video_demo() -> dict:
     return results("video_demo")["rows"][0]
 
 
+def _tokens_of_1080p(model: str, frames: int) -> str:
+    """Tokens of a clip of 1920 × 1080 pixels for a bundled model."""
+    from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.video.inputs import VideoInputs
+    from hf_memopt.video.published import published_settings
+
+    clip = VideoInputs(frames, 1080, 1920, settings=published_settings(model)).clip(load_config(model))
+    return f"{clip.steps * clip.step_tokens:,}"
+
+
 def _video_error() -> float:
     """The largest error of the estimate, over frames and families."""
     return max(
@@ -239,6 +249,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "video.demo_last_loss": lambda: f"{list(_video_demo()['held_out_loss'].values())[-1]:.4f}",
     "training.all_logits": lambda: f"{_small_with_many_logits(None) / GIB:.1f} GiB",
     "training.chunks": lambda: f"{_small_with_many_logits(512) / GIB:.1f} GiB",
+    "video.qwen2_5_1080p": lambda: _tokens_of_1080p("qwen2.5-vl-7b", 64),
+    "video.qwen3_1080p": lambda: _tokens_of_1080p("qwen3-vl-8b", 64),
     "video.demo_seconds": lambda: f"{_video_demo()['seconds']:.0f} s",
     "levers.checkpointing": lambda: _share("activation_checkpointing (checkpoint_ratio=1)"),
     "levers.compression": lambda: _share("activation_compression=int8"),
