@@ -199,9 +199,7 @@ def _video(title: str, guide: str, fields: dict, dtype: str, frames: int, lora) 
         "rtx_3090",
         dtype=dtype,
         peft_config=lora,
-        video=VideoInputs(
-            frames=frames, max_pixels_per_frame=224 * 224, settings=published_settings("qwen2.5-vl-3b")
-        ),
+        video=VideoInputs(frames=frames, max_pixels_per_frame=224 * 224, settings=published_settings("qwen2.5-vl-3b")),
         frozen=("vision",),
         memory_args=few,
     )

@@ -53,10 +53,11 @@ CLIP_SAMPLING = (
     "total_pixels",
     "video_start",
     "video_end",
+    "sample_fps",
 )
 # Other keys of a clip that tools have -> what to write instead.
 SAMPLING = {
-    **dict.fromkeys(("video_fps", "sample_fps"), "write `fps`, or use --video_fps for all rows"),
+    "video_fps": "write `fps`, or use --video_fps for all rows",
     "num_frames": "write `nframes`, or use --max_frames for all rows",
     **dict.fromkeys(("resized_height", "resized_width"), "write `min_pixels` and `max_pixels`"),
     "max_tokens": "write `total_pixels`, or use --max_video_tokens for all rows",

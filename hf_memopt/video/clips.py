@@ -102,29 +102,29 @@ def _segment_seconds(seconds: float, limits: FrameLimits) -> float:
     return max(0.0, min(seconds if end is None else end, seconds) - start)
 
 
-def _segment(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> FrameTimes:
+def segment(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> FrameTimes:
     """The frames between `video_start` and `video_end`.
 
     Raises:
         BadVideo: there are none.
     """
     start, end = limits.sampling.video_start, limits.sampling.video_end
-    segment = times.between(start, end)
-    if not segment.seconds:
+    inside = times.between(start, end)
+    if not inside.seconds:
         until = "" if end is None else f" and video_end={end}"
         lasts = f"it lasts {times.duration:.2f} s"
         raise BadVideo(f"{display_name(source)}: no frame between video_start={start or 0}{until}; {lasts}")
-    return segment
+    return inside
 
 
 def _decode(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> Clip | None:
     """The chosen frames; None where one of them does not decode."""
     if not times.seconds:
         return None
-    times = _segment(source, times, limits)
+    times = segment(source, times, limits)
     chosen = choose_frames(times, limits)
     indices = tuple(times.first + position for position in chosen)
-    buffer = _FrameBuffer(display_name(source), len(chosen), limits)
+    buffer = FrameBuffer(display_name(source), len(chosen), limits)
     with open_video(source) as container:
         stream = video_stream(container, source)
         buffer.check_host_memory(stream.height, stream.width)
@@ -161,7 +161,7 @@ def _seek_frames(container, stream, stamps: list[int], keys: list[int]):
         yield stamp, frame
 
 
-class _FrameBuffer:
+class FrameBuffer:
     """One array for the chosen frames, filled frame by frame.
 
     All frames share one scaler: VideoFrame.reformat() makes one per frame, which takes 20 times as long
@@ -203,6 +203,14 @@ class _FrameBuffer:
         picture = self.scaler.reformat(frame, width, height, format="rgb24", threads=1).to_ndarray()
         if frame.rotation % 360:
             picture = numpy.rot90(picture, round(frame.rotation / 90))
+        self.add(picture)
+
+    def add(self, picture: numpy.ndarray) -> None:
+        """Add a picture, (height, width, 3).
+
+        Raises:
+            BadVideo: its size is not that of the frames before it.
+        """
         if self.frames is None:
             self.frames = numpy.empty((self.count, 3, *picture.shape[:2]), numpy.uint8)
         if self.frames.shape[2:] != picture.shape[:2]:

@@ -20,7 +20,7 @@ class Medium(NamedTuple):
 
     Attributes:
         kind: "video" or "image".
-        source: a path, bytes, or {"path": …, "bytes": …} as `datasets` keeps them.
+        source: a path, bytes, {"path": …, "bytes": …} as `datasets` keeps them, or the paths of a video's frames.
         sampling: what the row says of its frames and their size.
     """
 
@@ -139,8 +139,10 @@ def _check_source(source, kind: str, where: str):
         source = source.get("path") or source.get("url")
     if isinstance(source, bytes) and source:
         return source
+    if isinstance(source, list | tuple) and kind == "video":
+        return [_check_frame(frame, where) for frame in source] or _check_source(None, kind, where)
     if isinstance(source, list | tuple):
-        raise InputError(f"{where}: a {kind} is a list of {len(source)} frames or files: write them as one video file")
+        raise InputError(f"{where}: an image is a list of {len(source)} files: write one path for each <image>")
     if not source:
         raise InputError(f"{where}: a {kind} names no file")
     if not hasattr(source, "__fspath__") and not isinstance(source, str):
@@ -149,6 +151,12 @@ def _check_source(source, kind: str, where: str):
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://|data:", path):
         raise InputError(f"{where}: {path[:100]} is not a file: download it, and write the file's path")
     return path
+
+
+def _check_frame(frame, where: str) -> str:
+    if not isinstance(frame, str):
+        raise InputError(f"{where}: a frame of a video is {frame!r}, and must be a path")
+    return _check_source(frame, "frame", where)
 
 
 def _put_first(messages: list[dict], listed: dict[str, list]) -> None:

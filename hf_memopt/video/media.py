@@ -8,12 +8,14 @@ from typing import Any
 import numpy
 import torch
 
-from hf_memopt.errors import InputError, one_line
+from hf_memopt.errors import InputError
 from hf_memopt.video.clips import Clip, estimate_pixels, read_clip
 from hf_memopt.video.conversations import Medium
+from hf_memopt.video.frame_files import estimate_frame_pixels, frames_in, read_frames
 from hf_memopt.video.frame_limits import FrameLimits
+from hf_memopt.video.images import open_image
 from hf_memopt.video.processor import lower_shortest_edge, settings_dict
-from hf_memopt.video.video_files import BadVideo, display_name, out_of_host_memory
+from hf_memopt.video.video_files import BadVideo
 
 # What a processor returns beside a medium's own tensors.
 _TEXT_OUTPUTS = {
@@ -104,7 +106,9 @@ class MediaEncoder:
         limits = self._frame_limits(medium, max_frames)
         if medium.kind == "image":
             return self._encode_image(medium.source, limits)
-        return self._encode_clip(read_clip(self.open_source(medium.source), limits))
+        source = self._open_clip(medium)
+        clip = read_frames(source, limits) if isinstance(source, list) else read_clip(source, limits)
+        return self._encode_clip(clip)
 
     def estimate_pixels(self, medium: Medium) -> float:
         """Roughly the pixels of a video's frames, from its header.
@@ -112,7 +116,23 @@ class MediaEncoder:
         Raises:
             BadVideo: the file is missing or no video.
         """
-        return estimate_pixels(self.open_source(medium.source), self._frame_limits(medium, self.limits.max_frames))
+        source, limits = self._open_clip(medium), self._frame_limits(medium, self.limits.max_frames)
+        return estimate_frame_pixels(source, limits) if isinstance(source, list) else estimate_pixels(source, limits)
+
+    def _open_clip(self, medium: Medium) -> Path | io.BytesIO | list[Path]:
+        """A video file, or the files of its frames."""
+        if isinstance(medium.source, list):
+            return [self.open_source(file) for file in medium.source]
+        folder = self._path(medium.source) if isinstance(medium.source, str) else None
+        if folder is not None and folder.is_dir():
+            return frames_in(folder)
+        if medium.sampling.sample_fps is not None:
+            raise InputError(f"{medium.source}: sample_fps is of lists of frames; leave it out, or write fps")
+        return self.open_source(medium.source)
+
+    def _path(self, source: str) -> Path:
+        path = Path(source).expanduser()
+        return path if path.is_absolute() else self.folder / path
 
     def _frame_limits(self, medium: Medium, max_frames: int | None) -> FrameLimits:
         limits = self.limits
@@ -146,15 +166,7 @@ class MediaEncoder:
         return self._process("video", len(frames), videos=videos, video_metadata=[metadata], do_sample_frames=False)
 
     def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-
-        source = self.open_source(source)
-        try:
-            image = ImageOps.exif_transpose(Image.open(source)).convert("RGB")
-        except MemoryError as error:
-            raise out_of_host_memory(source, error) from error
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise BadVideo(f"{display_name(source)}: not a readable image ({one_line(error)})") from error
+        image = open_image(self.open_source(source))
         height, width = limits.frame_size(image.height, image.width, 1)
         return self._process("image", 0, images=[image.resize((width, height))])
 
@@ -176,8 +188,7 @@ class MediaEncoder:
             source = source.get("bytes") or source.get("path")
         if isinstance(source, bytes):
             return io.BytesIO(source)
-        path = Path(source).expanduser()
-        path = path if path.is_absolute() else self.folder / path
+        path = self._path(source)
         if not path.is_file():
             raise BadVideo(f"{path}: no such file")
         return path

@@ -26,6 +26,7 @@ class Sampling:
         min_pixels, max_pixels: height × width of a frame, or of an image.
         total_pixels: of all frames, counted once for each step in time.
         video_start, video_end: seconds; frames outside are not taken.
+        sample_fps: frames per second of a clip that is a list or a folder of frames.
 
     Raises:
         InputError: a value that is no number in range, or `fps` beside `nframes`.
@@ -40,6 +41,7 @@ class Sampling:
     total_pixels: float | None = None
     video_start: float | None = None
     video_end: float | None = None
+    sample_fps: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
