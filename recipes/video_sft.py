@@ -12,10 +12,11 @@ QLoRA of Qwen2.5-VL-7B on one RTX 4090, at most 64 frames of 224 × 224 pixels:
 
 A row has `messages` (or another format of recipes/sft.py) with <video> and <image> where they belong, and `videos`,
 `images`: paths relative to the data file. The loss is on the answers only. Frames are evenly spaced over the whole
-clip, two a second (--video_fps) within --max_frames; a sample that is too long loses frames first, then the end of its answer. By default the number of frames, their
-size and the micro-batch are chosen to fit the preset; --video_profile sets frames, batch and precision together. The
-vision tower stays frozen, and out of autograd, unless --no_freeze_vision. A run resumes from the last checkpoint in
-output_dir. Every field of TrainingArguments is an argument; --dry_run stops before training.
+clip, two a second (--video_fps) within --max_frames; a sample that is too long loses frames first, then the end of its
+answer. By default the number of frames, their size and the micro-batch are chosen to fit the preset; --video_profile
+sets frames, batch and precision together. The vision tower stays frozen, and out of autograd, unless
+--no_freeze_vision. A run resumes from the last checkpoint in output_dir. Every field of TrainingArguments is an
+argument; --dry_run stops before training.
 """
 
 import sys
