@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator import estimate
+from hf_memopt.estimator import estimate, list_architectures
 from hf_memopt.estimator.accounting.ledger import KINDS
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing import extrapolate
@@ -186,6 +186,13 @@ def test_a_configuration_of_something_else_is_refused():
         ("t5-3b", 2_851_598_336),
         ("bert-base", 109_514_298),
         ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("openai/gpt-oss-20b", 20_914_757_184),
+        ("llama-4-scout", 108_641_793_536),
+        ("deepseek-v3", 671_026_404_352),  # the 671,026,419,200 published include the router's bias, a buffer here
+        ("mistral-small-24b", 23_572_403_200),
+        ("mistral-large-2407", 122_610_069_504),
+        ("phi-4-mini", 3_836_021_760),
+        ("olmo-3-7b", 7_298_011_136),
     ],
 )
 def test_bundled_architectures_have_the_published_number_of_weights(model, weights):
@@ -199,8 +206,26 @@ def test_bundled_architectures_have_the_published_number_of_weights(model, weigh
     assert sum(weight.numel() for weight in made.parameters()) == weights
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("qwen3-0.7b", "'qwen3-0.6b'"),
+        ("Qwen/Qwen3-0.7B", "'qwen3-0.6b'"),  # a hub id that is not cached
+        ("gpt-oss-30b", "'gpt-oss-20b'"),
+        ("xyz", "a hub id, a folder or a config.json"),
+    ],
+)
+def test_an_unknown_model_gets_the_nearest_names_in_a_short_line(asked, named):
+    from hf_memopt.estimator.architectures import load_config
+
+    with pytest.raises(InputError) as error:
+        load_config(asked)
+    message = str(error.value)
+    assert named in message and len(message) < 400
+    assert sum(name in message for name in list_architectures()) <= 6  # a name can begin another
+
+
 def test_every_bundled_architecture_can_be_read():
-    from hf_memopt.estimator import list_architectures
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths
 
@@ -490,7 +515,7 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
         (["{model}", "--preset", "cpu", "--world-size", "0"], "at least 1"),
         (["{model}", "--preset", "cpu", "--set", "task=singing"], "unknown task"),
         (["{model}", "--preset", "cpu", "--plot", "memory.txt"], "must end in .png"),
-        (["llama-9", "--preset", "cpu"], "Bundled names: bert-base"),
+        (["llama-3.1-7b", "--preset", "cpu"], "did you mean 'llama-3.1-8b' or 'llama-3.1-70b'"),
     ],
 )
 def test_bad_input(arguments, message, model_folder, command):
