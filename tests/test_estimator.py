@@ -523,3 +523,41 @@ def test_bad_input(arguments, message, model_folder, command):
     assert code == 2, out + err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+@pytest.fixture
+def small_estimate():
+    """Of a job that takes some MiB, on a CPU, which has no caching allocator."""
+    from hf_memopt.estimator.result import Estimate
+
+    return Estimate(
+        peak_allocated_bytes=30 * 2**20,
+        peak_reserved_bytes=30 * 2**20,
+        device_bytes=30 * 2**20,
+        host_bytes=3 * 2**30,
+        phase="backward",
+        breakdown={"parameters": 10 * 2**20, "activations": 20 * 2**20 - 2048, "logits": 0, "other": 2048},
+        phases={"backward": 30 * 2**20},
+        capacity_bytes=16 * 2**30,
+        training_arguments={"learning_rate": 5e-5},
+        notes=("a note",),
+    )
+
+
+def test_a_printed_estimate_is_three_short_lines(small_estimate):
+    lines = str(small_estimate).splitlines()
+    assert lines == [
+        "30.0 MiB of 16.00 GiB predicted, fits",
+        "peak in backward: parameters 10.0 MiB, activations 20.0 MiB, other 2.0 KiB",
+        "allocated 30.0 MiB, reserved 30.0 MiB, host 3.00 GiB",
+    ]
+    assert "learning_rate" not in repr(small_estimate)
+
+
+def test_small_sizes_are_no_zeros_and_equal_totals_one_row(small_estimate, capsys):
+    from hf_memopt.cli.estimate import _print
+
+    _print("a job", small_estimate, [])
+    out = capsys.readouterr().out
+    assert "0.00 GiB" not in out and "2.0 KiB" in out
+    assert "peak allocated = peak reserved = device" in out and out.count("30.0 MiB") == 2  # the verdict and the row

@@ -6,10 +6,10 @@ from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError
 from hf_memopt.files import folder_for, user_path, write_whole
 from hf_memopt.reports.next_steps import suggest_next_steps
-from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import PAGE, compare_page, differences, figures, run_page
 from hf_memopt.terminal import plain
+from hf_memopt.units import size
 
 COMPARISON = "memory_comparison.html"
 

@@ -9,10 +9,11 @@ from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import speed, suggest_next_steps
-from hf_memopt.reports.page import render_page, size
+from hf_memopt.reports.page import render_page
 from hf_memopt.reports.run import Run, read_run
 from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
+from hf_memopt.units import size
 
 PAGE = "memory_report.html"
 # Fields of TrainingArguments that memory use depends on, shown first.
