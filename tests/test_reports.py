@@ -8,9 +8,9 @@ from runs import ENDED, RECOVERED, reading, report, write_run
 
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import suggest_next_steps
-from hf_memopt.units import size
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import compare_page, differences, run_page
+from hf_memopt.units import size
 
 READINGS = [reading(0, "eval", speed=None), *(reading(step) for step in range(10, 50, 10)), reading(40, "save")]
 
