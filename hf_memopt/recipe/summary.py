@@ -236,6 +236,9 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "data_wait_share": waited,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
+        "train_seconds": next(
+            (line["train_runtime"] for line in trainer.state.log_history if "train_runtime" in line), None
+        ),
         "events": trainer.memory_events,
     }
     if hasattr(trainer.train_dataset, "bad"):
