@@ -204,7 +204,7 @@ def _print_profiles(made) -> None:
             " = ".join(rung.name for rung in group),
             " ".join(f"{rung.share:.0%}" for rung in group),
             group[0].summary,
-            gib(group[0].estimate.device_bytes),
+            size(group[0].estimate.device_bytes),
             _speed(group[0].tokens_per_second),
         )
         for group in groups
@@ -224,7 +224,7 @@ def _print_profiles(made) -> None:
 def _plain_row(plain) -> tuple[str, ...]:
     """The row of the settings without host memory and rounding, and what they lose."""
     about = "" if plain.estimated else "about "
-    predicted = f"{about}{gib(plain.device_bytes)}"
+    predicted = f"{about}{size(plain.device_bytes)}"
     if not plain.fits:
         return "plain alternative", "", plain.settings, f"{predicted}: does not fit", ""
     speed = f"{_speed(plain.tokens_per_second)} ({plain.relative_time:.2f} × the time)"
@@ -239,7 +239,7 @@ def _print_methods(made) -> None:
         (
             f"{one.method} (planned)" if one.method == made.request.preset.method else one.method,
             one.settings,
-            f"{'' if one.estimated else 'about '}{gib(one.device_bytes)}",
+            f"{'' if one.estimated else 'about '}{size(one.device_bytes)}",
             _speed(one.tokens_per_second),
         )
         for one in made.methods
