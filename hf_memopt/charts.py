@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import write_whole
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, MIB
 
 COLOURS = {
     "parameters": "#4c78a8",
@@ -109,51 +109,52 @@ def over_time(
     axes, narrow: bool, readings, thresholds: dict[str, float], capacity: int, predicted: int | None, events
 ) -> None:
     """A run's memory against the minutes: what is held, the most so far, and what it is measured against."""
-    start = readings[0]["time"]
+    start, top = readings[0]["time"], max(one["peak_allocated"] for one in readings)
+    unit, name = _unit(top)
     minutes = [(one["time"] - start) / 60 for one in readings]
-    axes.plot(minutes, [one["peak_allocated"] / GIB for one in readings], color="#222222", lw=1, label="peak so far")
-    axes.fill_between(minutes, [one["allocated"] / GIB for one in readings], color="#4c78a8", alpha=0.25, lw=0)
+    axes.plot(minutes, [one["peak_allocated"] / unit for one in readings], color="#222222", lw=1, label="peak so far")
+    axes.fill_between(minutes, [one["allocated"] / unit for one in readings], color="#4c78a8", alpha=0.25, lw=0)
     for phase, colour in PHASES.items():
         there = [(at, one) for at, one in zip(minutes, readings, strict=True) if one.get("phase") == phase]
         if there:
             axes.plot(
                 [at for at, _ in there],
-                [one["allocated"] / GIB for _, one in there],
+                [one["allocated"] / unit for _, one in there],
                 "o",
                 ms=3,
                 color=colour,
                 label=f"allocated, {phase}",
             )
-    top = max(one["peak_allocated"] for one in readings)
     near = top > 0.4 * capacity
-    for name, share in thresholds.items():
+    for threshold, share in thresholds.items():
         if near:
-            colour = {"warning": "#b8860b", "critical": "#d2691e", "emergency": "#b22222"}.get(name, "#888888")
-            axes.axhline(share * capacity / GIB, color=colour, lw=0.9, ls="--", label=f"{name} {share:.0%}")
+            colour = {"warning": "#b8860b", "critical": "#d2691e", "emergency": "#b22222"}.get(threshold, "#888888")
+            axes.axhline(share * capacity / unit, color=colour, lw=0.9, ls="--", label=f"{threshold} {share:.0%}")
     if near:
-        axes.axhline(capacity / GIB, color="black", lw=1.2, label="capacity")
+        axes.axhline(capacity / unit, color="black", lw=1.2, label="capacity")
     if predicted:
-        axes.axhline(predicted / GIB, color="#7b2d8b", lw=1, ls=":", label="predicted peak")
+        axes.axhline(predicted / unit, color="#7b2d8b", lw=1, ls=":", label="predicted peak")
     by_step = {one["step"]: at for at, one in zip(minutes, readings, strict=True)}
     times = [by_step[min(by_step, key=lambda step: abs(step - at))] for at in events]
     if times:
         axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
-    axes.set(xlabel="minutes", ylabel="GiB", xlim=(0, max(minutes[-1], 0.01)))
-    axes.set_ylim(0, 1.05 * max([top, (predicted or 0), 1] + [capacity] * near) / GIB)
+    axes.set(xlabel="minutes", ylabel=name, xlim=(0, max(minutes[-1], 0.01)))
+    axes.set_ylim(0, 1.05 * max([top, (predicted or 0), 1] + [capacity] * near) / unit)
     _legend(axes, 2 if narrow else 4)
 
 
 def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, capacity: int | None = None) -> None:
     """A job's predicted memory, allocation after allocation, coloured by phase."""
-    heights = [size / GIB for _, size in timeline]
+    unit, name = _unit(peak)
+    heights = [size / unit for _, size in timeline]
     for phase, colour in JOB_PHASES.items():
         there = [one in ((phase,) if phase != "load" else ("load", "start")) for one, _ in timeline]
         if any(there):
             axes.fill_between(range(len(heights)), heights, where=there, color=colour, step="mid", lw=0, label=phase)
-    axes.axhline(peak / GIB, color="#222222", lw=0.8, ls=":", label="peak")
+    axes.axhline(peak / unit, color="#222222", lw=0.8, ls=":", label="peak")
     if capacity:
-        axes.axhline(capacity / GIB, color="#b22222", lw=0.8, ls="--", label="capacity")
-    axes.set(xlabel="allocations in order: load, two steps, evaluation", ylabel="GiB, predicted", xticks=[])
+        axes.axhline(capacity / unit, color="#b22222", lw=0.8, ls="--", label="capacity")
+    axes.set(xlabel="allocations in order: load, two steps, evaluation", ylabel=f"{name}, predicted", xticks=[])
     axes.set_xlim(0, max(1, len(heights) - 1))
     axes.set_ylim(bottom=0)
     _legend(axes, 3 if narrow else 7, below=0.12)
@@ -162,7 +163,8 @@ def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, cap
 def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], kinds) -> None:
     """Bytes by kind against seconds, on top of each other."""
     there = [kind for kind in kinds if any(sizes.get(kind) for _, sizes in timeline)]
-    rows = [[sizes.get(kind, 0) / GIB for _, sizes in timeline] for kind in there]
+    unit, name = _unit(max((sum(sizes.get(kind, 0) for kind in there) for _, sizes in timeline), default=0))
+    rows = [[sizes.get(kind, 0) / unit for _, sizes in timeline] for kind in there]
     if rows:
         axes.stackplot(
             [at for at, _ in timeline],
@@ -171,23 +173,29 @@ def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], ki
             colors=[COLOURS[kind] for kind in there],
             lw=0,
         )
-    axes.set(xlabel="seconds", ylabel="GiB")
+    axes.set(xlabel="seconds", ylabel=name)
     axes.set_ylim(bottom=0)
     _legend(axes, 2 if narrow else 4)
 
 
 def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
     """The memory that several runs held, each from its own beginning."""
+    unit, unit_name = _unit(max(one["peak_allocated"] for readings in runs.values() for one in readings))
     for name, readings in runs.items():
         start = readings[0]["time"]
         axes.plot(
             [(one["time"] - start) / 60 for one in readings],
-            [one["peak_allocated"] / GIB for one in readings],
+            [one["peak_allocated"] / unit for one in readings],
             label=name[:30],
         )
-    axes.set(xlabel="minutes", ylabel="GiB, peak so far")
+    axes.set(xlabel="minutes", ylabel=f"{unit_name}, peak so far")
     axes.set_ylim(bottom=0)
     _legend(axes, 1 if narrow else 3)
+
+
+def _unit(top: float) -> tuple[int, str]:
+    """The unit of an axis that ends at so many bytes."""
+    return (GIB, "GiB") if top >= GIB else (MIB, "MiB")
 
 
 def _legend(axes, columns: int, below: float = 0.2) -> None:

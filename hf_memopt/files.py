@@ -28,6 +28,14 @@ def shipped(folder: str) -> Path:
     raise FileNotFoundError(f"{folder}/ is missing from the installation of hf_memopt: reinstall it")
 
 
+def from_here(path: Path) -> str:
+    """A path as a command names it in the current folder: relative to it where it is below, else absolute."""
+    try:
+        return path.resolve().relative_to(Path.cwd()).as_posix()
+    except (ValueError, OSError):  # elsewhere, as an installed package is; or the current folder has been removed
+        return str(path)
+
+
 def cache_folder() -> Path:
     """Where what can be made again is kept: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt; it need not be there."""
     return Path(os.environ.get("HF_MEMOPT_CACHE") or os.path.expanduser("~/.cache/hf_memopt"))

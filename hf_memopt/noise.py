@@ -17,8 +17,15 @@ def quiet() -> None:
     """
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed 0.19.8 warns on every machine without a card, and sets its logger's level when it is imported.
+    if _says_more not in (deepspeed := logging.getLogger("DeepSpeed")).filters:
+        deepspeed.addFilter(_says_more)
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its readers log what they raise
     # TRL 1.16 and peft 0.21 call models by the old name of activation checkpointing.
     warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
     # DeepSpeed 0.19.8 calls torch's old names at every step; nothing that a user could change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def _says_more(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")

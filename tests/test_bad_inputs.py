@@ -214,7 +214,7 @@ def test_doctor_lists_every_fault_with_its_line(tmp_path, command):
     expected = [
         ("bad.yaml: line 2", "did you mean 'num_processes'"),
         ("bad.yaml: line 3", "mixed_precision"),
-        ("bad.yaml: line 5", "did you mean 'version'"),
+        ("bad.yaml: line 5", "did you mean 'fsdp_version'"),
         ("bad.json: line 3", "did you mean 'stage'"),
         ("bad.json: line 4", "stage"),
         ("bad.json: ", "neither train_batch_size nor train_micro_batch_size_per_gpu"),
@@ -224,3 +224,39 @@ def test_doctor_lists_every_fault_with_its_line(tmp_path, command):
         assert place in line and said in line
     code, out, _ = command("doctor", tmp_path / "bad.yaml", "--json")
     assert code == 2 and [fault["line"] for fault in json.loads(out)["faults"]] == [2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "distributed_type: FSPD\n", ["line 1: distributed_type='FSPD' is unknown: did you mean 'FSDP'?"]),
+        (
+            "b.yaml",
+            "distributed_type: MULTIGPU\nnum_proceses: 2\nmixed_precision: bf17\nfsdp_config:\n  fsdp_versoin: 2\n",
+            [
+                "line 1: distributed_type='MULTIGPU' is unknown: did you mean 'MULTI_GPU'?",
+                "did you mean 'num_processes'?",
+                "line 3: mixed_precision='bf17' is unknown: did you mean 'bf16'? valid are no, fp8, fp16, bf16",
+                "did you mean 'fsdp_version'?",
+            ],
+        ),
+        ("c.yaml", "a:\n   b: 1\n  c: 2\n", ["line 3: not readable as YAML: expected <block end>"]),
+        ("README.md", "# A title\n\n```\npip install it\n```\n", ["is neither an accelerate configuration (.yaml)"]),
+        ("notes.txt", "some words\n", ["is neither an accelerate configuration (.yaml)"]),
+    ],
+)
+def test_doctor_says_what_is_true_of_a_file(name, text, said, tmp_path):
+    from hf_memopt.compatibility.config_files import find_faults
+
+    (tmp_path / name).write_text(text)
+    faults = find_faults(tmp_path / name)
+    assert len(faults) == len(said)
+    for fault, part in zip(faults, said, strict=True):
+        assert part in str(fault)
+
+
+def test_a_configuration_may_have_any_name(tmp_path):
+    from hf_memopt.compatibility.config_files import find_faults
+
+    (tmp_path / "default").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\n")
+    assert find_faults(tmp_path / "default") == []

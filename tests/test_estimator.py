@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator import estimate
+from hf_memopt.estimator import estimate, list_architectures
 from hf_memopt.estimator.accounting.ledger import KINDS
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing import extrapolate
@@ -190,6 +190,11 @@ def test_a_configuration_of_something_else_is_refused():
         ("t5-3b", 2_851_598_336),
         ("bert-base", 109_514_298),
         ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("openai/gpt-oss-20b", 20_914_757_184),
+        ("llama-4-scout", 108_641_793_536),
+        ("deepseek-v3", 671_026_404_352),  # the 671,026,419,200 published include the router's bias, a buffer here
+        ("mistral-large-2407", 122_610_069_504),
+        ("olmo-3-7b", 7_298_011_136),
     ],
 )
 def test_bundled_architectures_have_the_published_number_of_weights(model, weights):
@@ -203,8 +208,26 @@ def test_bundled_architectures_have_the_published_number_of_weights(model, weigh
     assert sum(weight.numel() for weight in made.parameters()) == weights
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("qwen3-0.7b", "'qwen3-0.6b'"),
+        ("Qwen/Qwen3-0.7B", "'qwen3-0.6b'"),  # a hub id that is not cached
+        ("gpt-oss-30b", "'gpt-oss-20b'"),
+        ("xyz", "a hub id, a folder or a config.json"),
+    ],
+)
+def test_an_unknown_model_gets_the_nearest_names_in_a_short_line(asked, named):
+    from hf_memopt.estimator.architectures import load_config
+
+    with pytest.raises(InputError) as error:
+        load_config(asked)
+    message = str(error.value)
+    assert named in message and len(message) < 400
+    assert sum(name in message for name in list_architectures()) <= 6  # a name can begin another
+
+
 def test_every_bundled_architecture_can_be_read():
-    from hf_memopt.estimator import list_architectures
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths
 
@@ -494,7 +517,7 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
         (["{model}", "--preset", "cpu", "--world-size", "0"], "at least 1"),
         (["{model}", "--preset", "cpu", "--set", "task=singing"], "unknown task"),
         (["{model}", "--preset", "cpu", "--plot", "memory.txt"], "must end in .png"),
-        (["llama-9", "--preset", "cpu"], "Bundled names: bert-base"),
+        (["llama-3.1-7b", "--preset", "cpu"], "did you mean 'llama-3.1-8b' or 'llama-3.1-70b'"),
     ],
 )
 def test_bad_input(arguments, message, model_folder, command):
@@ -502,3 +525,41 @@ def test_bad_input(arguments, message, model_folder, command):
     assert code == 2, out + err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+@pytest.fixture
+def small_estimate():
+    """Of a job that takes some MiB, on a CPU, which has no caching allocator."""
+    from hf_memopt.estimator.result import Estimate
+
+    return Estimate(
+        peak_allocated_bytes=30 * 2**20,
+        peak_reserved_bytes=30 * 2**20,
+        device_bytes=30 * 2**20,
+        host_bytes=3 * 2**30,
+        phase="backward",
+        breakdown={"parameters": 10 * 2**20, "activations": 20 * 2**20 - 2048, "logits": 0, "other": 2048},
+        phases={"backward": 30 * 2**20},
+        capacity_bytes=16 * 2**30,
+        training_arguments={"learning_rate": 5e-5},
+        notes=("a note",),
+    )
+
+
+def test_a_printed_estimate_is_three_short_lines(small_estimate):
+    lines = str(small_estimate).splitlines()
+    assert lines == [
+        "30.0 MiB of 16.00 GiB predicted, fits",
+        "peak in backward: parameters 10.0 MiB, activations 20.0 MiB, other 2.0 KiB",
+        "allocated 30.0 MiB, reserved 30.0 MiB, host 3.00 GiB",
+    ]
+    assert "learning_rate" not in repr(small_estimate)
+
+
+def test_small_sizes_are_no_zeros_and_equal_totals_one_row(small_estimate, capsys):
+    from hf_memopt.cli.estimate import _print
+
+    _print("a job", small_estimate, [])
+    out = capsys.readouterr().out
+    assert "0.00 GiB" not in out and "2.0 KiB" in out
+    assert "peak allocated = peak reserved = device" in out and out.count("30.0 MiB") == 2  # the verdict and the row

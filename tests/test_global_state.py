@@ -300,3 +300,21 @@ def test_an_estimate_is_the_same_to_the_byte_after_others():
                 )
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_programs_leave_out_deepspeeds_guess_of_the_device_and_nothing_else():
+    import logging
+
+    from hf_memopt.noise import quiet
+
+    logger = logging.getLogger("DeepSpeed")
+    before = list(logger.filters)
+    try:
+        quiet()
+        quiet()
+        assert len(logger.filters) == len(before) + (len(before) == 0)
+        for message, shown in (("Setting accelerator to CPU. If you have GPU …", False), ("out of blocks", True)):
+            record = logger.makeRecord("DeepSpeed", logging.WARNING, "", 0, message, (), None)
+            assert bool(logger.filter(record)) == shown
+    finally:
+        logger.filters[:] = before

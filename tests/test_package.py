@@ -40,6 +40,17 @@ def test_the_claims_of_the_video_page_hold():
         assert both["losses"] == plain["losses"] and 3 * both["measured_bytes"] <= plain["measured_bytes"]
 
 
+def test_type_checkers_read_the_annotations():
+    """PEP 561: a marker file, which the wheel takes along."""
+    from configparser import ConfigParser
+
+    assert (ROOT / "hf_memopt" / "py.typed").is_file()
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert "py.typed" in settings["options.package_data"]["hf_memopt"]
+    assert "Typing :: Typed" in settings["metadata"]["classifiers"]
+
+
 def test_unknown_attribute_is_an_attribute_error():
     import hf_memopt
 
@@ -112,7 +123,7 @@ def test_wheel_holds_every_shipped_file(installed):
     code = {
         path.relative_to(ROOT / "hf_memopt")
         for path in (ROOT / "hf_memopt").rglob("*")
-        if path.suffix in (".py", ".json", ".html", ".toml")
+        if path.suffix in (".py", ".json", ".html", ".toml", ".typed")
     }
     assert not code - {path.relative_to(package) for path in package.rglob("*")}
     for folder in ("accelerate_configs", "recipes"):

@@ -430,6 +430,19 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     )
 
 
+@pytest.mark.parametrize(
+    ("hardware", "method", "strategy"), [("rtx_4090", "lora", None), ("a100_80gbx8", "lora", "zero3")]
+)
+def test_the_launch_command_works_from_another_folder(hardware, method, strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    preset = preset_of(hardware, method, strategy)
+    choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype)
+    request = Request("smollm2-135m", None, preset, 2**40, 256, 64)
+    rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), None, 1.0, 1.0)
+    named = [word for word in shlex.split(launch_command(request, rung)) if word.endswith((".py", ".json", ".yaml"))]
+    assert len(named) == 2 and all(Path(name).is_file() for name in named)
+
+
 def test_files_for_several_machines(tmp_path):
     from hf_memopt.planner.launch import write_files
 

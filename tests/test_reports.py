@@ -8,9 +8,9 @@ from runs import ENDED, RECOVERED, reading, report, write_run
 
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import suggest_next_steps
-from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
-from hf_memopt.reports.run_report import compare_page, differences, run_page
+from hf_memopt.reports.run_report import compare_page, differences, figures, run_page
+from hf_memopt.units import size
 
 READINGS = [reading(0, "eval", speed=None), *(reading(step) for step in range(10, 50, 10)), reading(40, "save")]
 
@@ -165,3 +165,28 @@ def test_the_command_line(tmp_path, command, monkeypatch):
 )
 def test_sizes_for_people(value, told):
     assert size(value) == told
+
+
+def test_figures_have_units_and_the_training_time(tmp_path, command):
+    folder = write_run(tmp_path / "one", report(train_seconds=3725.0, data_wait_share=0.00584), READINGS)
+    _, output, _ = command("report", folder)
+    shown = dict(line.strip("│ ").split("│") for line in output.splitlines() if line.count("│") == 3)
+    shown = {name.strip(): value.strip() for name, value in shown.items()}
+    assert shown["data wait share"] == "1%" and shown["training time"] == "62 min"
+    assert all(len(value) < 16 for value in shown.values()), "no figure with sixteen digits"
+    assert "training time" in (folder / "memory_report.html").read_text()
+    alone = read_run(write_run(tmp_path / "alone", readings=READINGS))
+    assert figures(alone)["training_time_seconds"] == 40.0  # what the readings span
+
+
+@pytest.mark.parametrize(("peak", "unit"), [(0.2, "MiB"), (18.0, "GiB")])
+def test_axes_have_the_unit_of_the_job(peak, unit, tmp_path):
+    readings = [reading(step, allocated=peak / 2, peak=peak) for step in range(0, 40, 10)]
+    text = run_page(read_run(write_run(tmp_path, readings=readings)))
+    assert f">{unit}</text>" in text
+
+
+def test_no_header_is_empty_or_keeps_a_table_wide(tmp_path):
+    text = run_page(read_run(write_run(tmp_path, report(), READINGS)))
+    assert 'scope="col"></th>' not in text and 'class="number"></th>' not in text
+    assert "th.number { text-align: right; white-space: nowrap" not in text

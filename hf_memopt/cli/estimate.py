@@ -10,7 +10,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware import get_hardware
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
-from hf_memopt.units import gib
+from hf_memopt.units import size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,21 +228,28 @@ def _print(job: str, estimate, savings, took=None, amount: AmountOptions = Amoun
     from hf_memopt.estimator.accounting.ledger import ROLLOUT_PHASES
 
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
-    print(f"{job}: {gib(estimate.device_bytes)} of {gib(estimate.capacity_bytes)} predicted, {verdict}")
+    print(f"{job}: {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted, {verdict}")
     print_speed(estimate, took, amount)
     if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
-        rows = [(phase.replace("_", " "), gib(size)) for phase, size in estimate.phases.items() if size]
+        rows = [(phase.replace("_", " "), size(peak)) for phase, peak in estimate.phases.items() if peak]
         print_table("phases, one after the other", ("phase", "peak"), rows)
-    rows = [(kind.replace("_", " "), gib(size)) for kind, size in estimate.breakdown.items() if size]
+    rows = [(kind.replace("_", " "), size(part)) for kind, part in estimate.breakdown.items() if part]
     print_table(f"at the peak, in {estimate.phase}", ("memory", "predicted"), rows)
-    names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes")
-    totals = [(name.removesuffix("_bytes").replace("_", " "), gib(getattr(estimate, name))) for name in names]
-    print_table("in total", ("memory", "predicted"), totals)
+    print_table("in total", ("memory", "predicted"), _totals(estimate))
     if savings:
         fits = {True: "yes", False: "no", None: ""}
-        rows = [(saving.change, gib(saving.saved_bytes), fits[saving.fits]) for saving in savings]
+        rows = [(saving.change, size(saving.saved_bytes), fits[saving.fits]) for saving in savings]
         print_table("changes that save most", ("change", "predicted saving", "then fits"), rows)
     if estimate.fits is False and not any(saving.fits for saving in savings):
         print("no combination of changes fits: `hf-memopt plan` looks for other models and more devices")
     for note in estimate.notes:
         print(f"note: {note}")
+
+
+def _totals(estimate) -> list[tuple[str, str]]:
+    """The totals, equal ones in one row: a CPU has no caching allocator and no context of its own."""
+    names: dict[int, list[str]] = {}
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"):
+        label = name.removesuffix("_bytes").replace("_", " ")
+        names.setdefault(getattr(estimate, name), []).append(label)
+    return [(" = ".join(labels), size(value)) for value, labels in names.items()]

@@ -14,8 +14,8 @@ from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.monitor.device_usage import Device, read_devices
 from hf_memopt.monitor.monitor import status_at
 from hf_memopt.oom.events import describe_event
-from hf_memopt.reports.page import size
 from hf_memopt.reports.run import LOG, Run, read_run
+from hf_memopt.units import size
 
 _LARGEST_LOG = 4 * 2**20  # bytes of a log's end; the last readings are shown, every few seconds anew
 _RECENT = 600  # seconds: a log that was written to since then is of a running job

@@ -14,7 +14,7 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.presets.quantization import check_4bit
-from hf_memopt.units import GIB, gib
+from hf_memopt.units import GIB, gib, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def _print_profiles(made) -> None:
             " = ".join(rung.name for rung in group),
             " ".join(f"{rung.share:.0%}" for rung in group),
             group[0].summary,
-            gib(group[0].estimate.device_bytes),
+            size(group[0].estimate.device_bytes),
             _speed(group[0].tokens_per_second),
         )
         for group in groups
@@ -217,18 +217,18 @@ def _print_profiles(made) -> None:
         kind for kind in first[0].estimate.breakdown if any(rung.estimate.breakdown[kind] > 2**20 for rung in first)
     ]
     rows = [("phase", *(rung.estimate.phase for rung in first))]
-    rows += [(kind.replace("_", " "), *(gib(rung.estimate.breakdown[kind]) for rung in first)) for kind in kinds]
+    rows += [(kind.replace("_", " "), *(size(rung.estimate.breakdown[kind]) for rung in first)) for kind in kinds]
     print_table("at the peak", ("memory", *(" = ".join(rung.name for rung in group) for group in groups)), rows)
 
 
 def _plain_row(plain) -> tuple[str, ...]:
     """The row of the settings without host memory and rounding, and what they lose."""
     about = "" if plain.estimated else "about "
-    size = f"{about}{gib(plain.device_bytes)}"
+    predicted = f"{about}{size(plain.device_bytes)}"
     if not plain.fits:
-        return "plain alternative", "", plain.settings, f"{size}: does not fit", ""
+        return "plain alternative", "", plain.settings, f"{predicted}: does not fit", ""
     speed = f"{_speed(plain.tokens_per_second)} ({plain.relative_time:.2f} × the time)"
-    return "plain alternative", "", plain.settings, size, speed
+    return "plain alternative", "", plain.settings, predicted, speed
 
 
 def _print_methods(made) -> None:
@@ -239,7 +239,7 @@ def _print_methods(made) -> None:
         (
             f"{one.method} (planned)" if one.method == made.request.preset.method else one.method,
             one.settings,
-            f"{'' if one.estimated else 'about '}{gib(one.device_bytes)}",
+            f"{'' if one.estimated else 'about '}{size(one.device_bytes)}",
             _speed(one.tokens_per_second),
         )
         for one in made.methods

@@ -6,9 +6,8 @@ from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError
 from hf_memopt.files import folder_for, user_path, write_whole
 from hf_memopt.reports.next_steps import suggest_next_steps
-from hf_memopt.reports.page import size
 from hf_memopt.reports.run import read_run
-from hf_memopt.reports.run_report import PAGE, compare_page, differences, figures, run_page
+from hf_memopt.reports.run_report import PAGE, compare_page, differences, figure_texts, figures, run_page
 from hf_memopt.terminal import plain
 
 COMPARISON = "memory_comparison.html"
@@ -55,11 +54,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _print(run) -> None:
-    rows = [
-        (name.removesuffix("_bytes").replace("_", " "), size(value) if name.endswith("_bytes") else value)
-        for name, value in figures(run).items()
-        if value is not None
-    ]
-    print_table(str(run.folder), ["figure", "value"], rows)
+    print_table(str(run.folder), ["figure", "value"], figure_texts(run))
     for one in suggest_next_steps(run):
         print(f"  next: {one}")

@@ -6,10 +6,11 @@ from hf_memopt import charts
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
-from hf_memopt.reports.page import render_page, size
+from hf_memopt.reports.page import render_page
 from hf_memopt.reports.snapshot_analysis import Snapshot, analyze_snapshot
 from hf_memopt.reports.snapshot_recording import KINDS
 from hf_memopt.terminal import plain
+from hf_memopt.units import size
 
 
 def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:

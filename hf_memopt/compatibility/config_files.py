@@ -32,6 +32,10 @@ _DECIDED_BY_JSON = {
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 }
+_ENDINGS = (".yaml", ".yml", ".json")
+_NEITHER = (
+    "is neither an accelerate configuration (.yaml) nor a DeepSpeed configuration (.json), the files that are checked"
+)
 _FSDP_ON_CPU = "accelerate starts no FSDP on a CPU, and trains under DDP without saying so"
 _DEEPSPEED_TOP = {
     "zero_optimization",
@@ -102,13 +106,18 @@ def find_faults(path: str | Path) -> list[Fault]:
         text = read_text(path, "")
         content = _parsed_json(text) if kind_of(path) == "deepspeed" else read_yaml(text, "")
     except InputError as error:
-        return [Fault(path, None, str(error).removeprefix(": "))]
+        return [Fault(path, None, str(error).removeprefix(": ") if _by_its_ending(path) else _NEITHER)]
     if not isinstance(content, dict):
-        return [Fault(path, None, f"holds no settings, but {brief(content)}")]
+        return [Fault(path, None, f"holds no settings, but {brief(content)}" if _by_its_ending(path) else _NEITHER)]
     lines = _Lines(text)
     find = _deepspeed_faults if kind_of(path) == "deepspeed" else _accelerate_faults
     faults = [Fault(path, lines.line_of(keys), said) for keys, said in find(path, content)]
     return sorted(faults, key=lambda fault: fault.line or math.inf)  # of the whole file: last
+
+
+def _by_its_ending(path: Path) -> bool:
+    """Whether a file may be a configuration; one that cannot be read at all says so itself."""
+    return path.suffix.lower() in _ENDINGS or not path.is_file()
 
 
 def difference_here(path: str | Path) -> str | None:
@@ -169,6 +178,7 @@ def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
     hints = hints_of(SageMakerConfig if sagemaker else ClusterConfig)
     found = list(_unknown_keys((), dict(zip(content, content, strict=True)), {*hints, *_OLD_KEYS}))
     found += _wrong_values({name: value for name, value in content.items() if value is not None}, hints)
+    found += _wrong_names(content, sagemaker)
     options = {action.dest for action in launch_command_parser()._actions} | _READ_WITHOUT_OPTION
     for section in _SECTIONS:
         prefix = _AUTO_PREFIX.get(section, "")
@@ -200,6 +210,30 @@ def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
             fit(hints, {name: value})
         except InputError as error:
             yield (name,), str(error)
+
+
+def _wrong_names(content: dict[str, Any], sagemaker: bool) -> _Found:
+    """Names that accelerate's enums lack: its own error names neither the key nor the valid values."""
+    from accelerate.utils.dataclasses import (
+        ComputeEnvironment,
+        DistributedType,
+        PrecisionType,
+        SageMakerDistributedType,
+    )
+
+    kinds = {
+        "compute_environment": ComputeEnvironment,
+        "distributed_type": SageMakerDistributedType if sagemaker else DistributedType,
+        "mixed_precision": PrecisionType,
+    }
+    for name, kind in kinds.items():
+        value, known = content.get(name), [str(item.value) for item in kind]
+        # The launcher reads the precision in lower case (accelerate.utils.launch); another type is a wrong value.
+        if not isinstance(value, str) or value in known or (kind is PrecisionType and value.lower() in known):
+            continue
+        close = closest(value, known)
+        hint = f"did you mean {close!r}? " if close else ""
+        yield (name,), f"{name}={brief(value)} is unknown: {hint}valid are {', '.join(known)}"
 
 
 def _engine_faults(content: dict[str, Any]) -> _Found:
@@ -299,6 +333,8 @@ def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[
             continue
         ending = next((name for name in known if name.endswith(f"_{looked_up}")), None)
         close = ending or closest(looked_up, known)
+        if close and (prefix := str(written).removesuffix(looked_up)):
+            close = prefix + close
         hint = f": did you mean {close!r}?" if close else ""
         where = f"{'.'.join(keys)} has an unknown key" if keys else "unknown key"
         yield (*keys, written), f"{where} {brief(written)}, which would be ignored{hint}"

@@ -1,5 +1,6 @@
 """A model's configuration from a hub id, a path or the name of a bundled architecture."""
 
+import difflib
 import re
 from pathlib import Path
 
@@ -110,4 +111,12 @@ def hub_id(model: str) -> str:
 
 
 def _unknown(model, reason: str) -> InputError:
-    return InputError(f"model {str(model)!r}: {reason[:200]}. Bundled names: {', '.join(list_architectures())}")
+    sentence = reason.split(". ")[0].rstrip(".")[:200]
+    near = " or ".join(repr(name) for name in _nearest_names(str(model))) or "a hub id, a folder or a config.json"
+    return InputError(f"model {brief(str(model))}: {sentence}; did you mean {near}?")
+
+
+def _nearest_names(model: str) -> list[str]:
+    """At most three bundled names that look like a name: a hub id by what follows its owner."""
+    asked = model.lower().split("/")[-1][:100]
+    return difflib.get_close_matches(asked, list_architectures(), n=3, cutoff=0.6)

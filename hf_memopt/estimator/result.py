@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hf_memopt.units import size
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -34,7 +36,7 @@ class Estimate:
     breakdown: dict[str, int]
     phases: dict[str, int]
     capacity_bytes: int | None
-    training_arguments: dict[str, Any]
+    training_arguments: dict[str, Any] = field(repr=False)
     notes: tuple[str, ...]
     reserved_bytes: dict[str, int] = field(default_factory=dict)
     step_seconds: float | None = None
@@ -42,6 +44,17 @@ class Estimate:
     mfu: float | None = None
     speed_error: float | None = None
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
+        parts = ", ".join(f"{kind.replace('_', ' ')} {size(part)}" for kind, part in self.breakdown.items() if part)
+        speed = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
+        return (
+            f"{size(self.device_bytes)} of {size(self.capacity_bytes)} predicted, {verdict}{speed}\n"
+            f"peak in {self.phase}: {parts}\n"
+            f"allocated {size(self.peak_allocated_bytes)}, reserved {size(self.peak_reserved_bytes)}, "
+            f"host {size(self.host_bytes)}"
+        )
 
     @property
     def fits(self) -> bool | None:

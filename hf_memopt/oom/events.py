@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_memopt.units import gib
+from hf_memopt.units import size
 
 _LONGEST = 1000  # characters of an unknown event's fields
 
@@ -70,7 +70,7 @@ def _list_shapes(shapes: dict[str, list[int]]) -> str:
 
 
 def _end(report: dict[str, Any]) -> str:
-    held = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in report["held_bytes"].items())
+    held = ", ".join(f"{name.replace('_', ' ')} {size(held)}" for name, held in report["held_bytes"].items())
     lines = [
         f"out of memory in {report['stage']} of step {report['step'] + 1}, and {report['why_not_smaller']}: "
         f"{report['cause']} ({report['message'][:300]})",
@@ -80,10 +80,10 @@ def _end(report: dict[str, Any]) -> str:
     ]
     if report.get("predicted_breakdown"):
         parts = report["predicted_breakdown"].items()
-        predicted = ", ".join(f"{kind.replace('_', ' ')} {gib(size)}" for kind, size in parts if size)
+        predicted = ", ".join(f"{kind.replace('_', ' ')} {size(part)}" for kind, part in parts if part)
         lines.append(f"  predicted for one sample: {predicted}")
     for change in report["next"]:
-        saved = f", predicted to save {gib(change['saved_bytes'])}" if change.get("saved_bytes") else ""
+        saved = f", predicted to save {size(change['saved_bytes'])}" if change.get("saved_bytes") else ""
         lines.append(f"  try: {change['change']}{saved}")
     if report.get("checkpoint"):
         lines.append(f"  saved: {report['checkpoint']}; the same command resumes from there")

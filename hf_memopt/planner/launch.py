@@ -3,12 +3,13 @@
 import json
 import logging
 import shlex
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hf_memopt.estimator.architectures import hub_id
-from hf_memopt.files import folder_for, shipped, write_folder
+from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.presets import preset_by_name
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
@@ -55,7 +56,7 @@ def memory_settings(rung) -> dict[str, Any]:
 
 
 def launch_command(request, rung) -> str:
-    """The command that starts a profile from the repository's root."""
+    """The command that starts a profile from the current folder, with the recipes of this installation."""
     return " ".join([*launcher_command(rung), *recipe_command(request, rung)])
 
 
@@ -73,8 +74,8 @@ def launcher_command(rung) -> list[str]:
     preset = rung.preset
     file = shipped("accelerate_configs") / config_name(preset)
     if file.is_file() and yaml.safe_load(file.read_text()) == accelerate_config(rung):
-        return ["accelerate", "launch", "--config_file", f"accelerate_configs/{file.name}"]
-    config = accelerate_config(rung, f"accelerate_configs/deepspeed/{preset.strategy}.json")
+        return ["accelerate", "launch", "--config_file", shlex.quote(from_here(file))]
+    config = accelerate_config(rung, from_here(file.parent / "deepspeed" / f"{preset.strategy}.json"))
     argv = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
     argv += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
         config["distributed_type"]
@@ -84,7 +85,7 @@ def launcher_command(rung) -> list[str]:
     if "mixed_precision" in config:
         argv += ["--mixed_precision", config["mixed_precision"]]
     for key, value in {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}.items():
-        argv += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+        argv += [f"--{key}", as_word(value)]
     argv += ["--num_machines", str(config["num_machines"])]
     return argv + machine_words(preset)
 
@@ -112,7 +113,7 @@ def write_files(request, rung, directory: str) -> list[str]:
     comment = f"{rung.preset.name}, profile {rung.name}: {rung.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
     argv = recipe_command(request, rung)
-    argv[0] = shlex.quote(str(shipped("recipes").parent / argv[0]))
+    argv[0] = shlex.quote(str(_recipe(request)))
     files |= scripts(rung.preset, folder, argv)
     write_folder(folder, files)
     return [str(folder / file) for file in sorted(files)]
@@ -125,8 +126,7 @@ def _json(value: dict) -> str:
 def recipe_command(request, rung) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
     preset = rung.preset
-    recipe = "video_sft" if request.more.get("video") is not None else "sft"
-    argv = [f"recipes/{recipe}.py", "--preset", preset.name, "--method", preset.method]
+    argv = [shlex.quote(from_here(_recipe(request))), "--preset", preset.name, "--method", preset.method]
     argv += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
     argv += _length_arguments(request)
     argv += ["--effective_batch_size", str(request.effective_batch_size)]
@@ -148,6 +148,11 @@ def recipe_command(request, rung) -> list[str]:
     return argv + [
         word for key, value in without_secrets(request.lora).items() for word in (f"--lora.{key}", as_word(value))
     ]
+
+
+def _recipe(request) -> Path:
+    """The recipe's file in this installation."""
+    return shipped("recipes") / ("video_sft.py" if request.more.get("video") is not None else "sft.py")
 
 
 def _length_arguments(request) -> list[str]:

@@ -22,9 +22,9 @@ from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch
 from hf_memopt.redaction import redact_argv
-from hf_memopt.reports.page import size
 from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
+from hf_memopt.units import size
 
 logger = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
@@ -236,6 +236,9 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "data_wait_share": waited,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
+        "train_seconds": next(
+            (line["train_runtime"] for line in trainer.state.log_history if "train_runtime" in line), None
+        ),
         "events": trainer.memory_events,
     }
     if hasattr(trainer.train_dataset, "bad"):

@@ -170,6 +170,7 @@ REPORT = objects(
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
     held_out_loss=mappings(LOSS),
     global_step=COUNT,
+    train_seconds=SECONDS,
     data_wait_share=FRACTION,
     events=lists(EVENT),
 )

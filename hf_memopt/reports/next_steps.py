@@ -6,7 +6,7 @@ from typing import Any
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.reports.run import Run
 from hf_memopt.reports.slow import HALF_EMPTY, larger_batch, used_share, why_slow
-from hf_memopt.units import gib
+from hf_memopt.units import size
 
 
 def suggest_next_steps(run: Run) -> list[str]:
@@ -54,7 +54,7 @@ def suggest_next_steps(run: Run) -> list[str]:
 
 def _describe_change(change: dict[str, Any]) -> str:
     saved = change.get("saved_bytes")
-    return f"{change.get('change')}" + (f": predicted to save {gib(saved)}." if saved else ".")
+    return f"{change.get('change')}" + (f": predicted to save {size(saved)}." if saved else ".")
 
 
 def _smallest_chunk(events) -> int | None:

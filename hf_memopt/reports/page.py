@@ -3,15 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-
-def size(value: float | None) -> str:
-    """Bytes as text: in GiB, MiB or KiB."""
-    if value is None:
-        return "unknown"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= factor:
-            return f"{value / factor:,.{2 if unit == 'GiB' else 1}f} {unit}"
-    return f"{value:.0f} B"
+from hf_memopt.units import size
 
 
 def render_page(template: str, **content: Any) -> str:

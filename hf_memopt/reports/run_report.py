@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt import charts
+from hf_memopt.estimator.duration import time_text
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import speed, suggest_next_steps
-from hf_memopt.reports.page import render_page, size
+from hf_memopt.reports.page import render_page
 from hf_memopt.reports.run import Run, read_run
 from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
+from hf_memopt.units import size
 
 PAGE = "memory_report.html"
 # Fields of TrainingArguments that memory use depends on, shown first.
@@ -115,17 +117,14 @@ def compare_page(runs: list[Run]) -> str:
     return render_page(
         "runs",
         names=names,
-        figures=[
-            [key.removesuffix("_bytes").replace("_", " ")] + [_cell(key, row[key]) for row in rows.values()]
-            for key in known
-        ],
+        figures=[[_label(key)] + [_cell(key, row[key]) for row in rows.values()] for key in known],
         differences=[[key, *map(str, values)] for key, values in differences(runs).items()],
         chart_of_all=chart,
     )
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """The figures that runs are compared by: bytes, tokens a second, losses, event counts; None where unknown."""
+    """What runs are compared by: seconds, bytes, tokens a second, losses, event counts; None where unknown."""
     report, measured = run.report, run.report.get("measured", {})
     estimate = report.get("estimate_of_measured_batch") or report.get("estimate") or {}
     losses = report.get("held_out_loss", {})
@@ -133,6 +132,7 @@ def figures(run: Run) -> dict[str, Any]:
     counts = Counter(event.get("event") for event in run.events) + run.left_out
     return {
         "steps": report.get("global_step") or (run.readings[-1]["step"] if run.readings else None),
+        "training_time_seconds": _training_seconds(run),
         "predicted_peak_allocated_bytes": estimate.get("peak_allocated_bytes"),
         "peak_allocated_bytes": measured.get("peak_allocated_bytes"),
         "peak_reserved_bytes": measured.get("peak_reserved_bytes"),
@@ -143,6 +143,22 @@ def figures(run: Run) -> dict[str, Any]:
         "recovered_out_of_memory": counts["oom_recovered"],
         "ended_out_of_memory": counts["out_of_memory"],
     }
+
+
+def _training_seconds(run: Run) -> float | None:
+    """What the Trainer measured; of a run that wrote no report, the time that its readings span."""
+    if seconds := run.report.get("train_seconds"):
+        return seconds
+    return run.readings[-1]["time"] - run.readings[0]["time"] if len(run.readings) > 1 else None
+
+
+def figure_texts(run: Run) -> list[tuple[str, str]]:
+    """The known figures of a run, named and with their units."""
+    return [(_label(key), _cell(key, value)) for key, value in figures(run).items() if value is not None]
+
+
+def _label(key: str) -> str:
+    return key.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
@@ -172,6 +188,8 @@ def _cell(key: str, value: Any) -> str:
         return "unknown"
     if key.endswith("_bytes"):
         return size(value)
+    if key.endswith("_seconds"):
+        return time_text(value)
     if key.endswith("_share"):
         return f"{value:.0%}"
     return f"{value:,.4g}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
@@ -217,6 +235,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("share of step time waiting for data", "data_wait_share"),
         ("held-out loss", "held_out_loss"),
         ("steps", "steps"),
+        ("training time", "training_time_seconds"),
     ]
     facts = [(title, _cell(key, measured[key])) for title, key in titles if measured[key] is not None]
     return facts + ([("device memory", size(capacity))] if capacity else [])
