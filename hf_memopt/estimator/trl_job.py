@@ -113,6 +113,11 @@ class TrlJob(TrainerJob):
         return dataclasses.replace(traced, make_model=make_with_levers)
 
 
+def model_task(task: str) -> str:
+    """The task of tasks.TASKS whose model a task trains."""
+    return TRL_TASKS[task].model if task in TRL_TASKS else task
+
+
 def describe_task(
     model, args, seq_len: int, hardware: str | Hardware = "auto", *, task: str | None = None, **settings: Any
 ) -> Job:

@@ -68,7 +68,16 @@ class Cost:
         """One optimizer step."""
         micro = self._micro(choice)
         moved = self._offloaded(choice)
-        return self.steps.seconds(self.computed(choice, micro + moved))
+        return self.steps.seconds(self.computed(choice, micro + moved)) + self._generating(choice)
+
+    def _generating(self, choice: Choice) -> float:
+        """Seconds in which a step's completions are written, at least: every token of a group that grows together
+        reads all weights once. What their caches take is the same for all choices, and left out."""
+        if not choice.trl.passes:
+            return 0.0
+        job = self.sketch.job
+        tokens = job.trainer.max_completion_length
+        return choice.trl.passes * tokens * self.sketch.loaded / memory_rate(job.device)
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
         """What a step of a choice computes.
