@@ -209,12 +209,13 @@ def _print_start(request, rung) -> None:
     if has_recipe(request):
         print(f"{rung.name}:\n  {launch_command(request, rung)}")
         return
+    print(f"{rung.name}, for your own script:")
     for name, fields in (
         (request.trl.row.config, training_arguments(request, rung)),
         ("MemoryArguments", memory_settings(rung)),
     ):
         values = ", ".join(f"{key}={value!r}" for key, value in sorted(fields.items()))
-        print(f"{rung.name}, for your own script:\n  {name}({values})")
+        print(f"  {name}({values})")
 
 
 def _by_settings(ladder) -> list[list]:

@@ -105,7 +105,7 @@ class Cost:
             (1 - choice.checkpointed, self.sketch.kept),
             (choice.checkpointed, self.sketch.checkpointed),
         ):
-            seconds += share * self._line(pair, choice.micro_batch)
+            seconds += share * self._line(pair, self.sketch.samples(choice))
         if choice.compressed:
             if device.backend == "cpu":
                 seconds *= 1 + COMPRESSION_ON_CPU
@@ -113,7 +113,7 @@ class Cost:
                 seconds += 4 * self.sketch.activations(choice) / memory_rate(device)
         return seconds
 
-    def _line(self, pair: tuple[Traced, Traced], samples: int) -> float:
+    def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
         """Seconds of a micro-batch, by the line through one sample and two."""
         one, two = (self._times[id(traced)][0] for traced in pair)
         return max(one, one + (two - one) * (samples - 1))
@@ -126,8 +126,8 @@ class Cost:
         """
         if not (choice.activations_offloaded or choice.inputs_offloaded):
             return 0.0
-        kept = self._line(self.sketch.kept, choice.micro_batch)
-        forward = max(0.0, self._line(self.sketch.checkpointed, choice.micro_batch) - kept)  # what is computed again
+        kept = self._line(self.sketch.kept, self.sketch.samples(choice))
+        forward = max(0.0, self._line(self.sketch.checkpointed, self.sketch.samples(choice)) - kept)  # what is computed again
         if choice.inputs_offloaded:
             passes = forward, kept  # of which the layers' second forward is a part
         else:

@@ -114,6 +114,11 @@ class Request:
         """What TRL's trainer of the task leaves open; None for other tasks."""
         return trl_space(self.more.get("task"), self.preset.method, self.preset.processes, self.fields)
 
+    @property
+    def fewest_samples(self) -> int:
+        """Of a micro-batch."""
+        return 1 if self.trl is None else self.trl.fewest_samples
+
     def job(self, choice: Choice) -> Job:
         """The job of a choice, for the estimator."""
         configured = choice.configured(self.preset)
@@ -190,7 +195,7 @@ class Request:
             kept = {name: value for name, value in job.fields.items() if name not in dropped}
             return dataclasses.replace(job, fields={**kept, **checkpointing})
 
-        return baselines(build, any(choice.checkpointed for choice in choices))
+        return baselines(build, any(choice.checkpointed for choice in choices), self.fewest_samples)
 
 
 @dataclass(frozen=True)
@@ -461,6 +466,8 @@ class Question:
         trl = TRL_TASKS.get(task)
         fields = fit(hints_of(trl.config_class if trl else TrainingArguments), self.fields)
         space = trl_space(task, method, preset.processes, fields)
+        if space is not None and (reason := space.refused(preset.strategy)):
+            raise InputError(f"strategy={preset.strategy} with task={task}: {reason}")
         batch, fields = self._batch(preset, fields, space)
         memory = preset.hardware.memory if self.memory is None else self.memory
         if memory <= 0:

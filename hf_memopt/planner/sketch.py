@@ -84,8 +84,9 @@ class Sketch:
     """Four traced jobs and what follows from them.
 
     Attributes:
-        job: with no layer checkpointed, one sample.
-        kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two.
+        job: with no layer checkpointed, of the first trace.
+        kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two (or, where
+            a micro-batch needs two, of two and four).
         trained: number of parameters that are trained.
     """
 
@@ -127,11 +128,15 @@ class Sketch:
         rest, layer = self.job.elements()
         return (rest + layer * count_layers(self.job.config)) * getattr(torch, self.job.dtype).itemsize
 
+    def samples(self, choice: Choice) -> float:
+        """Of a choice's micro-batch, in those of the first trace."""
+        return choice.micro_batch / self.job.fields["per_device_train_batch_size"]
+
     def _samples(self, name: str, choice: Choice) -> float:
-        """Of a segment, in micro-batches of one sample: those that are generated at once are several."""
+        """samples() of a segment: of several micro-batches, where these are generated at once."""
         if name.startswith(GENERATION) and choice.trl.steps_per_generation:
-            return choice.micro_batch * choice.trl.steps_per_generation / self.job.fields["steps_per_generation"]
-        return choice.micro_batch
+            return self.samples(choice) * choice.trl.steps_per_generation / self.job.fields["steps_per_generation"]
+        return self.samples(choice)
 
     def host_bytes(self, choice: Choice) -> int:
         """Bytes that a choice moves to the host from each device."""
@@ -228,7 +233,7 @@ class Sketch:
         growing = 0.0
         for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
             samples = [max(found.growing.values(), default=0) for found in (one, two)]
-            growing += share * (samples[1] - samples[0]) * choice.micro_batch
+            growing += share * (samples[1] - samples[0]) * self.samples(choice)
         return growing
 
 
@@ -241,13 +246,15 @@ def _line(one: dict[str, int], two: dict[str, int], samples: float) -> dict[str,
     return found
 
 
-def baselines(build: Callable[..., Job], checkpointing: bool = True) -> list[Job]:
+def baselines(build: Callable[..., Job], checkpointing: bool = True, fewest: int = 1) -> list[Job]:
     """The four jobs to trace; two of a model without activation checkpointing.
 
     Args:
         build: makes the job of a number of samples, with all layers checkpointed or none.
+        fewest: samples that a micro-batch may have; the larger ones have twice as many.
     """
-    return [build(samples, checkpointed) for checkpointed in (False, True)[: 1 + checkpointing] for samples in (1, 2)]
+    both = (False, True)[: 1 + checkpointing]
+    return [build(samples, checkpointed) for checkpointed in both for samples in (fewest, 2 * fewest)]
 
 
 def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:

@@ -116,10 +116,18 @@ class TrlSpace:
     @property
     def keeps_reference(self) -> bool:
         """Whether a reference model is beside the trained one, unless its part is computed before."""
-        return self.row.reference and self.method == "full"
+        needed = self.setting("beta") if self.row.generates else self.row.reference
+        return bool(needed) and self.method == "full"
+
+    @property
+    def fewest_samples(self) -> int:
+        """Of a micro-batch: KTO's KL term pairs each prompt with another's answer (trl 1.16, KTOTrainer)."""
+        return 2 if self.task == "kto" else 1
 
     def choices(self, strategy: str, micro_batch: int, accumulation: int) -> Iterator[TrlChoice]:
         """TRL's part of the choices with a micro-batch."""
+        if micro_batch < self.fewest_samples or self.refused(strategy):
+            return
         if not self.row.generates:
             for precomputed in self._precomputed(strategy):
                 there = self.keeps_reference and not self.fixed.get("precompute_ref_log_probs")
@@ -128,10 +136,20 @@ class TrlSpace:
         for steps in self._steps(micro_batch, accumulation):
             yield TrlChoice(steps_per_generation=steps, generations=max(1, accumulation // steps))
 
+    def refused(self, strategy: str) -> str | None:
+        """Why a strategy cannot be planned, as estimator.trainer_job refuses it; None where it can."""
+        if self.row.generates and strategy.startswith("zero3"):
+            return f"what {self.row.trainer} gathers to generate is not modelled: plan it with ddp, zero2 or fsdp2"
+        precomputes = not self.row.generates and self.fixed.get("precompute_ref_log_probs", True)
+        if _shards(strategy) and self.keeps_reference and not precomputes:
+            remedy = "set beta=0" if self.row.generates else "set precompute_ref_log_probs=true"
+            return f"a reference model beside a sharded one is not modelled: {remedy}, or plan it with ddp or zero2"
+        return None
+
     def _precomputed(self, strategy: str) -> list[bool]:
         if not self.keeps_reference or self.fixed.get("precompute_ref_log_probs"):
             return [False]
-        if strategy == "fsdp2" or strategy.startswith("zero3"):  # estimator.trainer_job.check_held
+        if _shards(strategy):
             return [True]
         return [False] if "precompute_ref_log_probs" in self.fixed else [False, True]
 
@@ -250,6 +268,10 @@ def trl_space(task: str | None, method: str, devices: int, fixed: dict[str, Any]
     if task not in TRL_TASKS:
         return None
     return TrlSpace(task=task, method=method, devices=devices, fixed=fixed)
+
+
+def _shards(strategy: str) -> bool:
+    return strategy == "fsdp2" or strategy.startswith("zero3")
 
 
 def _rounded_up(share: float) -> float:
