@@ -96,7 +96,7 @@ def test_the_rest_of_the_share_is_a_cache():
 
 
 def test_a_share_smaller_than_the_weights_is_refused():
-    with pytest.raises(InputError, match="vllm_gpu_memory_utilization=0.1 is .*raise it, or vllm_tensor_parallel_size"):
+    with pytest.raises(InputError, match=r"utilization=0.1 is .*raise it, or vllm_tensor_parallel_size"):
         with_engine(vllm_gpu_memory_utilization=0.1)
     with pytest.raises(InputError, match="the memory of a card is not known"):
         add_engine(peaks(), Job({"use_vllm": True}, device=SimpleNamespace(memory=None, label="a card")))

@@ -1,6 +1,7 @@
 """plan(task=…): TRL's trainers, with the reference's part, groups of completions and vLLM's share as choices."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from test_plan import config, request_for
@@ -53,11 +54,12 @@ def test_vllm_gets_the_weights_and_the_cache_of_its_completions():
     """Arithmetic: 4 layers × 2 heads of 16, keys and values of 2 bytes are 512 bytes a token."""
     made, weights = request("grpo", use_vllm=True), 6 * GIB
     (choice, *_) = (one for one in made.choices() if one.micro_batch == 16)
-    job = dataclasses.make_dataclass("Job", ["config", "seq_len", "device"])(config(4), 2**16, get_hardware("rtx_4090"))
+    job = SimpleNamespace(config=config(4), seq_len=2**16, device=get_hardware("rtx_4090"))
     shares = {(one.trl.waves, one.trl.share, one.trl.sleeps) for one in made.trl.with_shares(choice, job, weights)}
     cache = 16 * 2**16 * 512
     for waves, share, _ in shares:
-        assert 1.1 * (weights + cache / waves) <= share * job.device.memory <= 1.1 * (weights + cache / waves) + 1.2 * GIB
+        least = 1.1 * (weights + cache / waves)
+        assert least <= share * job.device.memory <= least + 1.2 * GIB
     assert {sleeps for *_, sleeps in shares} == {False, True} and min(shares)[0] == 1
     fixed = space(use_vllm=True, vllm_gpu_memory_utilization=0.25, vllm_enable_sleep_mode=True)
     assert [one.trl.share for one in fixed.with_shares(choice, job, weights)] == [0.25]

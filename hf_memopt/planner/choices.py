@@ -25,7 +25,7 @@ from hf_memopt.levers.changes import (
 )
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
-from hf_memopt.planner.trl_choices import TrlChoice, trl_space
+from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
@@ -67,7 +67,7 @@ class Choice:
     compressed: bool = False
     activations_offloaded: bool = False
     optimizer_offloaded: bool = False
-    trl: TrlChoice = TrlChoice()
+    trl: TrlChoice = NO_TRL
 
     @property
     def engine(self) -> str:

@@ -126,8 +126,9 @@ class Cost:
         """
         if not (choice.activations_offloaded or choice.inputs_offloaded):
             return 0.0
-        kept = self._line(self.sketch.kept, self.sketch.samples(choice))
-        forward = max(0.0, self._line(self.sketch.checkpointed, self.sketch.samples(choice)) - kept)  # what is computed again
+        samples = self.sketch.samples(choice)
+        kept = self._line(self.sketch.kept, samples)
+        forward = max(0.0, self._line(self.sketch.checkpointed, samples) - kept)  # what is computed again
         if choice.inputs_offloaded:
             passes = forward, kept  # of which the layers' second forward is a part
         else:

@@ -21,7 +21,8 @@ from hf_memopt.units import gib
 _NOT_CHANGES = ("padding_free", "use_liger_kernel")  # that others propose, and TRL 1.16's trainers gain nothing from
 _MOST_GENERATIONS = 8  # of an optimizer step
 _WAVES = (1, 2, 4, 8)  # in which vLLM writes the completions of a generation batch
-_OWN_MEMORY = 1.1  # vLLM's activations and CUDA graphs beside weights and cache: assumed, vLLM measures it when it starts
+# vLLM's activations and CUDA graphs beside weights and cache: assumed, vLLM measures them when it starts.
+_OWN_MEMORY = 1.1
 _STEP, _LARGEST = 0.05, 0.9  # of shares; 0.9 is vLLM's own default, for a card of its own
 _ROUNDED_DOWN = 1e-9
 
@@ -86,6 +87,9 @@ class TrlChoice:
         if self.share is not None and not self.sleeps:
             named.append("vLLM awake in training")
         return named
+
+
+NO_TRL = TrlChoice()  # of other tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,19 +250,20 @@ class TrlSpace:
             each = f"a group is split over {ceil(group / micro)} of them"
         generated = micro * part.steps_per_generation * self.devices
         notes = [
-            f"a step is {completions} completions, {completions // group} prompts × num_generations={group}: generated "
-            f"{generated} at once, trained in micro-batches of {micro}, {choice.accumulation} on each device; {each}"
+            f"a step is {completions} completions, {completions // group} prompts × num_generations={group}: "
+            f"generated {generated} at once, trained in micro-batches of {micro}, {choice.accumulation} on each device; "
+            f"{each}"
         ]
         if part.share is not None:
             share = part.share * device.memory
-            left = "which leaves the whole card to the training step" if part.sleeps else (
-                f"which leaves {gib(int(device.memory - share))} to training"
-            )
-            when = "while it generates" if part.sleeps else "all the time"
+            if part.sleeps:
+                when = "while it generates, which leaves the whole card to the training step"
+            else:
+                when = f"all the time, which leaves {gib(int(device.memory - share))} to training"
+            held = "all completions" if part.waves == 1 else f"1 of {part.waves} completions"
             notes.append(
-                f"vLLM takes {gib(int(share))} of the card {when}, {left}; its cache holds "
-                f"{'all completions' if part.waves == 1 else f'1 of {part.waves} completions'} of a generation at once, "
-                "by arithmetic"
+                f"vLLM takes {gib(int(share))} of the card {when}; its cache holds {held} of a generation at once, by "
+                "arithmetic"
             )
         return notes
 
