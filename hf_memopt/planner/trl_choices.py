@@ -251,8 +251,8 @@ class TrlSpace:
         generated = micro * part.steps_per_generation * self.devices
         notes = [
             f"a step is {completions} completions, {completions // group} prompts × num_generations={group}: "
-            f"generated {generated} at once, trained in micro-batches of {micro}, {choice.accumulation} on each device; "
-            f"{each}"
+            f"generated {generated} at once, trained in micro-batches of {micro}, {choice.accumulation} on each "
+            f"device; {each}"
         ]
         if part.share is not None:
             share = part.share * device.memory
