@@ -31,4 +31,21 @@ def trainers() -> str:
     )
 
 
-TABLES = {"trl trainers": trainers}
+def published() -> str:
+    """Peaks that TRL's pull requests and notebooks state, beside predictions for the installed version."""
+    rows = [
+        [
+            f"{row['task']}: {row['model']}, {row['gpu']}",
+            row["versions"],
+            row["inferred"],
+            f"{row['peak_bytes'] / GIB:.1f} {row['metric'].split('_')[1]}",
+            f"{row['predicted_bytes'] / GIB:.1f}",
+            f"{row['above_bytes_per_logit']:.1f}",
+        ]
+        for row in results("trl_published")["rows"]
+    ]
+    heads = ["job", "measured with", "inferred", "published (GiB)", "predicted (GiB)"]
+    return table([*heads, "published above predicted (bytes a logit)"], rows)
+
+
+TABLES = {"trl trainers": trainers, "trl published": published}

@@ -135,10 +135,16 @@ def test_every_phase_is_predicted_as_measured(case, tmp_path, saved):
         assert predicted.phases[phase] == pytest.approx(size, rel=0.03), phase
 
 
+@pytest.mark.slow
 def test_a_trainer_stays_as_it_was(tmp_path):
-    trainer = make(tmp_path)
+    """And its reward functions are not called, which may ask a server."""
+
+    def judge(**_):
+        raise AssertionError
+
+    trainer = make(tmp_path, rewards=judge)
     before = dict(vars(trainer))
-    estimate_trainer(trainer, "cpu")
+    assert estimate_trainer(trainer, "cpu").phases["rewards"] > 0
     assert vars(trainer) == before
 
 
@@ -149,6 +155,7 @@ def test_evaluation_generates_too(tmp_path):
     assert estimate_trainer(trainer, "cpu").phases["eval"] > 0
 
 
+@pytest.mark.slow
 def test_an_engine_of_vllm_is_left_alone(tmp_path):
     """An object that cannot be copied stands for the engine, which is not here."""
 
@@ -161,15 +168,6 @@ def test_an_engine_of_vllm_is_left_alone(tmp_path):
     trainer.args.use_vllm = True
     phases = estimate_trainer(trainer, "a100_80gb").phases
     assert phases["generation"] > 0.3 * 2**30 and phases["log_probs"]
-
-
-def test_reward_functions_are_not_called(tmp_path):
-    """They may ask a server."""
-
-    def judge(**_):
-        raise AssertionError
-
-    assert estimate_trainer(make(tmp_path, rewards=judge), "cpu").phases["rewards"] > 0
 
 
 @pytest.mark.slow
@@ -214,6 +212,7 @@ def test_states_of_the_optimizer_are_there_while_it_generates():
         assert phases["generation"] > phases["between"] * 0.74, fields  # which holds gradients, too
 
 
+@pytest.mark.slow
 def test_groups_may_be_spread_over_devices():
     """A sample a device, four of which are a group."""
     one = {"per_device_train_batch_size": 1}
@@ -222,8 +221,9 @@ def test_groups_may_be_spread_over_devices():
         task(**one)
 
 
+@pytest.mark.slow
 def test_vllm_takes_its_share_where_it_colocates():
-    """Arithmetic: vLLM is not here."""
+    """Arithmetic, as in test_colocation.py: vLLM is not here."""
     alone, server, awake, asleep = (
         task(**fields)
         for fields in (
@@ -250,7 +250,6 @@ def test_vllm_takes_its_share_where_it_colocates():
     [
         ({"max_completion_length": 64}, "max_completion_length=64 must be from 1 to 63: seq_len=64 is the prompt"),
         ({"generation_batch_size": 6}, "generation_batch_size=6 must be a multiple of the 4 samples"),
-        ({"use_vllm": True, "vllm_gpu_memory_utilization": 1e-6}, "vllm_gpu_memory_utilization=1e-06 is .*raise it"),
         ({"num_generation": 4}, "unknown GRPOConfig field 'num_generation'"),
     ],
 )

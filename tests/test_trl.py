@@ -219,7 +219,7 @@ class MemoryGRPO(MemoryTrainerMixin, trl.GRPOTrainer):
     pass
 
 
-def generating(folder, kind, most: int, **fields):
+def generating(folder, kind, most: int, memory_args=None, **fields):
     """A trainer whose generate() runs out of memory with more prompts than `most`, and the sizes that it was asked
     for."""
 
@@ -230,9 +230,8 @@ def generating(folder, kind, most: int, **fields):
     usual = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 2}
     usual |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "beta": 0.0}
     args = config(str(folder), **usual | fields)
-    trainer = kind(
-        model=llama().float(), args=args, reward_funcs=wide, train_dataset=rows("prompt"), processing_class=tokenizer()
-    )
+    given = {"reward_funcs": wide, "train_dataset": rows("prompt"), "processing_class": tokenizer()}
+    trainer = kind(model=llama().float(), args=args, memory_args=memory_args, **given)
     generate, sizes = trainer.model.generate, []
 
     def limited(input_ids, **kwargs):
@@ -262,6 +261,40 @@ def test_activation_checkpointing_stays_on_after_generation_ran_out(tmp_path):
     trainer, _ = generating(tmp_path, MemoryGRPO, most=4, activation_checkpointing=True)
     trainer.train()
     assert trainer.memory_events and trainer.model.is_activation_checkpointing
+
+
+class MemoryDPO(MemoryTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+def on_pairs(folder, memory_args, **fields):
+    args = trl.DPOConfig(
+        str(folder), max_steps=2, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, **fields
+    )
+    given = {"train_dataset": rows(*PAIRS), "processing_class": tokenizer(), "memory_args": memory_args}
+    return MemoryDPO(model=llama().float(), args=args, peft_config=LoraConfig(r=2, target_modules=["q_proj"]), **given)
+
+
+def on_prompts(folder, memory_args, **fields):
+    trainer, _ = generating(folder, MemoryGRPO, most=4, num_iterations=2, memory_args=memory_args, **fields)
+    return trainer
+
+
+@pytest.mark.parametrize("make", [on_pairs, slow(on_prompts)])
+@pytest.mark.parametrize(
+    ("memory_args", "kwargs", "checkpointed"),
+    [
+        (MemoryArguments(), {"every_n_layers": 2}, [True, False]),
+        slow(MemoryArguments(checkpoint_ratio=0.5), {}, [False, True]),
+    ],
+)
+def test_the_same_layers_are_checkpointed_after_trl_switched_it_off(make, memory_args, kwargs, checkpointed, tmp_path):
+    """TRL 1.16 does so for log-probabilities and generation, and hands what chooses layers to torch's checkpoint()."""
+    fields = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False, **kwargs}}
+    trainer = make(tmp_path, memory_args, **fields)
+    trainer.train()
+    layers = trainer.accelerator.unwrap_model(trainer.model).get_decoder().layers
+    assert [layer.gradient_checkpointing for layer in layers] == checkpointed
 
 
 def test_generation_of_one_completion_that_does_not_fit_is_explained(tmp_path):

@@ -202,7 +202,8 @@ def estimate(
     epilog="Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
     "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
     "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max · "
-    "hf-memopt plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M"
+    "hf-memopt plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M · "
+    "hf-memopt plan qwen3-8b --hardware rtx_4090 --task grpo --seq-len 768 --set max_completion_length=512"
 )
 def plan(
     model: Annotated[
@@ -240,6 +241,13 @@ def plan(
             metavar="GIB",
             callback=_positive,
             help="GiB of host memory for each device. Default: what is free here, or a usual box's.",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="What the model is trained for; dpo, kto, reward, grpo, rloo or sft with TRL's trainer, whose fields "
+            "--set takes. Default: what the model is for."
         ),
     ] = None,
     settings: Settings = None,
@@ -287,6 +295,8 @@ def plan(
         cards.refuse()
     elif frames is not None:
         raise InputError("--frames max is counted for one card: name it with --hardware")
+    if frames is not None and task is not None:
+        raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
     if frames is not None:
         asked = FramesOptions(model=model, frames=frames, hardware=hardware, method=method, settings=settings)
         raise typer.Exit(run_frames(asked, json))
@@ -303,6 +313,7 @@ def plan(
         export=export,
         profile=profile,
         amount=AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price),
+        task=task,
     )
     if hardware.lower() == ANY:
         raise typer.Exit(run_which_card(options, cards, json))

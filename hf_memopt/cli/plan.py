@@ -29,6 +29,7 @@ class PlanOptions:
         export: folder to write a profile's files to.
         profile: the one to write: safe, balanced, aggressive or maximum.
         amount: how much is trained, for time and cost.
+        task: None for what the model is for.
     """
 
     model: str
@@ -43,6 +44,7 @@ class PlanOptions:
     export: str | None = None
     profile: str = "balanced"
     amount: AmountOptions = field(default_factory=AmountOptions)
+    task: str | None = None
 
 
 def run_which_card(options: PlanOptions, cards: CardOptions, as_json: bool) -> int:
@@ -52,8 +54,12 @@ def run_which_card(options: PlanOptions, cards: CardOptions, as_json: bool) -> i
     for name in (name for name, value in single.items() if value is not None):
         raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
     import_libraries()
+    from hf_memopt.estimator.tracing.tasks import TRL
+
     settings = parse_settings(options.settings)
     _check_quantization(settings, options.method)
+    if (task := _task(options, settings).get("task")) in TRL:
+        raise InputError(f"task={task} is planned for one card: name it with --hardware")
     arguments = {
         "model": options.model,
         "effective_batch_size": options.effective_batch_size,
@@ -64,6 +70,7 @@ def run_which_card(options: PlanOptions, cards: CardOptions, as_json: bool) -> i
         "lora": settings.lora,
         "say": _log,
         **_model_arguments(options.model, settings),
+        **_task(options, settings),
     }
     return run_cards(arguments, cards, as_json)
 
@@ -98,7 +105,7 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
         training=settings.training,
         lora=settings.lora,
         say=_log,
-        **_model_arguments(options.model, settings),
+        **_model_arguments(options.model, settings) | _task(options, settings),
     )
     written = _export(made, options.export, options.profile) if options.export and made.ladder else []
     if as_json:
@@ -106,6 +113,12 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
     else:
         _print_plan(made, written, options.amount)
     return 0 if made.ladder else 1
+
+
+def _task(options: PlanOptions, settings: JobSettings) -> dict[str, str]:
+    """The task that an option or a setting names."""
+    task = options.task or settings.own.get("task")
+    return {"task": task} if task else {}
 
 
 def _model_arguments(model: str, settings: JobSettings) -> dict[str, Any]:
@@ -178,17 +191,31 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
             "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in made.rejected]
         )
     if made.ladder:
-        from hf_memopt.planner.launch import launch_command
         from hf_memopt.planner.plan import usual_profile
 
-        best = usual_profile(made.ladder)
-        print(f"{best.name}:\n  {launch_command(request, best)}")
+        _print_start(request, usual_profile(made.ladder))
     else:
         _print_nearest(made)
     for note in made.notes:
         print(f"note: {note}")
     if written:
         print(f"wrote {', '.join(written)}")
+
+
+def _print_start(request, rung) -> None:
+    """The command that starts a profile; where there is no recipe, the fields for a script of one's own."""
+    from hf_memopt.planner.launch import has_recipe, launch_command, memory_settings, training_arguments
+
+    if has_recipe(request):
+        print(f"{rung.name}:\n  {launch_command(request, rung)}")
+        return
+    print(f"{rung.name}, for your own script:")
+    for name, fields in (
+        (request.trl.row.config, training_arguments(request, rung)),
+        ("MemoryArguments", memory_settings(rung)),
+    ):
+        values = ", ".join(f"{key}={value!r}" for key, value in sorted(fields.items()))
+        print(f"  {name}({values})")
 
 
 def _by_settings(ladder) -> list[list]:

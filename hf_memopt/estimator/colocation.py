@@ -40,7 +40,7 @@ def add_engine(peaks: dict[str, Peak], job) -> None:
     peaks[GENERATION], peaks[WEIGHT_SYNC] = copy.deepcopy(waiting), copy.deepcopy(waiting)
     if not colocates(job.fields):
         return
-    share, weights = _share(job), _weights(job, peaks)
+    share, weights = engine_share(job), engine_weights(job, peaks)
     if weights > share:
         raise InputError(
             f"vllm_gpu_memory_utilization={_utilization(job)} is {gib(share)}, and vLLM's copy of the weights takes "
@@ -60,10 +60,10 @@ def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
         return []
     if not colocates(job.fields):
         return ["vLLM's server has cards of its own, which are not in these figures"]
-    share, weights = _share(job), _weights(job, peaks)
+    share, weights = engine_share(job), engine_weights(job, peaks)
     sleeps = job.fields.get("vllm_enable_sleep_mode")
     there = "while it generates: it sleeps at level 2 otherwise" if sleeps else "all the time"
-    tokens = int((share - weights) / _cache_bytes(job.config))
+    tokens = int((share - weights) / cache_bytes(job.config))
     return [
         f"vLLM: arithmetic, not measured: {gib(share)} ({_utilization(job)} of {gib(job.device.memory)}) {there}, "
         f"with {gib(weights)} of weights and a KV cache of at most {tokens:,} tokens, less vLLM's own activations and "
@@ -80,13 +80,18 @@ def _utilization(job) -> float:
     return job.fields.get("vllm_gpu_memory_utilization", _SHARE)
 
 
-def _share(job) -> int:
+def engine_share(job) -> int:
+    """Bytes of the card that vLLM takes.
+
+    Raises:
+        InputError: the card's memory is not known.
+    """
     if job.device.memory is None:
         raise InputError(f"use_vllm=True: the memory of {job.device.label} is not known, of which vLLM takes a share")
     return int(job.device.memory * _utilization(job))
 
 
-def _weights(job, peaks: dict[str, Peak]) -> int:
+def engine_weights(job, peaks: dict[str, Peak]) -> int:
     """Bytes of the engine's own copy of the weights, on one of its cards."""
     cards = job.fields.get("vllm_tensor_parallel_size", 1)
     if job.quantization_config is not None:
@@ -95,8 +100,8 @@ def _weights(job, peaks: dict[str, Peak]) -> int:
     return (rest + layer * count_layers(job.config)) * _BYTES // cards
 
 
-def _cache_bytes(config) -> int:
-    """Keys and values of a token in 16 bits."""
+def cache_bytes(config) -> int:
+    """Bytes of the keys and values of a token, in 16 bits."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -148,7 +148,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     engine = engine_name(fields, strategy, world_size)
     check_held(trainer, engine, fields)
     if generates(trainer):
-        _check_sharded_generation(trainer, engine, fields)
+        check_sharded_generation(trainer, engine, fields)
     layer_lists = _layer_lists(model)
     inputs = largest_batch(trainer)
     tensors = list(tensors_in_batch(inputs))
@@ -199,7 +199,7 @@ def check_held(trainer, engine: str, fields: dict[str, Any]) -> None:
         )
 
 
-def _check_sharded_generation(trainer, engine: str, fields: dict[str, Any]) -> None:
+def check_sharded_generation(trainer, engine: str, fields: dict[str, Any]) -> None:
     """Refuse engines under which TRL gathers weights itself before it generates (trl 1.16, models/utils.py)."""
     sharded = {
         "deepspeed": "ZeRO-3" if zero_stage(fields) == 3 else None,

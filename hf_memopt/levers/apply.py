@@ -38,9 +38,10 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
         from hf_memopt.levers.answer_logits import keep_answer_logits
 
         keep_answer_logits(model)
-    if memory_args.checkpoint_ratio is not None or memory_args.checkpoint_keeps is not None:
-        from hf_memopt.levers.selective_checkpointing import checkpoint_in_part
+    from hf_memopt.levers.selective_checkpointing import checkpoint_in_part, keep_chosen_layers
 
+    keep_chosen_layers(model)
+    if memory_args.checkpoint_ratio is not None or memory_args.checkpoint_keeps is not None:
         checkpoint_in_part(model, memory_args.checkpoint_ratio, memory_args.checkpoint_keeps)
     if memory_args.activation_offload:
         from hf_memopt.levers.activation_offload import offload_activations

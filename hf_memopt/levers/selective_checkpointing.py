@@ -33,6 +33,32 @@ def is_checkpointed(layer: int, ratio: float) -> bool:
     return (layer + 1) * share // 1 > layer * share // 1
 
 
+# Keys of activation_checkpointing_kwargs that transformers' Trainer takes out and passes by their names.
+_OF_TRAINER = ("every_n_layers", "offload")
+
+
+def keep_chosen_layers(model: torch.nn.Module) -> None:
+    """Have a model take activation_checkpointing_kwargs as TrainingArguments has them, for whoever enables
+    checkpointing again.
+
+    TRL 1.16 does so after log-probabilities and generation (models/utils.py, disable_gradient_checkpointing) and hands
+    over the whole mapping, of which transformers 5.23 passes every_n_layers and offload to torch's checkpoint(), which
+    refuses them. Without effect once TRL takes them out itself.
+    """
+    inner = inner_model(model)
+    enable = getattr(inner, "activation_checkpointing_enable", None)
+    if enable is None:
+        return
+
+    @functools.wraps(enable)
+    def enable_with(activation_checkpointing_kwargs=None, **kwargs):
+        settings = dict(activation_checkpointing_kwargs or {})
+        kwargs = {name: settings.pop(name) for name in _OF_TRAINER if name in settings} | kwargs
+        enable(activation_checkpointing_kwargs={"use_reentrant": False, **settings}, **kwargs)
+
+    replace(inner, "activation_checkpointing_enable", enable_with)
+
+
 def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str | None) -> None:
     """Enable selective checkpointing, also for when the Trainer enables checkpointing again with its own settings.
 

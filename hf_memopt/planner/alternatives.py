@@ -146,4 +146,4 @@ def _families(choice: Choice) -> list[str]:
         named.append("activations in host memory")
     if choice.optimizer_offloaded:
         named.append("optimizer states in host memory")
-    return named
+    return named + choice.trl.families()

@@ -12,6 +12,7 @@ from typing import Any
 from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
 from hf_memopt.estimator.tracing.model import supports_checkpointing
+from hf_memopt.estimator.trl_job import model_task
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import (
     ACTIVATION_OFFLOAD,
@@ -24,6 +25,7 @@ from hf_memopt.levers.changes import (
 )
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
+from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
@@ -51,6 +53,7 @@ class Choice:
         compressed: activations in 8 bits.
         activations_offloaded: activations in host memory between forward and backward.
         optimizer_offloaded: optimizer states in host memory, one device.
+        trl: what TRL's trainer of a task adds.
     """
 
     strategy: str
@@ -64,6 +67,7 @@ class Choice:
     compressed: bool = False
     activations_offloaded: bool = False
     optimizer_offloaded: bool = False
+    trl: TrlChoice = NO_TRL
 
     @property
     def engine(self) -> str:
@@ -87,7 +91,7 @@ class Choice:
             self.optimizer_offloaded,
             "8bit" in self.optim,
         )
-        return sum(switches)
+        return sum(switches) + self.trl.levers
 
     @property
     def offloads(self) -> int:
@@ -157,6 +161,9 @@ class Choice:
         """The TrainingArguments fields of the configured preset that matter to an estimate."""
         fields: dict[str, Any] = dict(fixed or {})
         fields |= {"per_device_train_batch_size": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
+        fields |= self.trl.fields()
+        if "steps_per_generation" in fields:  # TRL refuses it beside the batch that follows from it
+            fields.pop("generation_batch_size", None)
         if preset.strategy == "fsdp2":
             fields["fsdp_config"] = {"activation_checkpointing": bool(self.checkpointed)}
         return fields
@@ -220,7 +227,16 @@ class SearchSpace:
                     configured = choice.configured(self.preset)
                     memory_args = memory_arguments(self.memory_args, choice)
                     if choice.refused(configured, memory_args, self.fixed) is None:
-                        yield choice
+                        yield from self._of_trl(choice)
+
+    def _of_trl(self, choice: Choice) -> Iterator[Choice]:
+        """The choice with all that TRL's trainer of the task leaves open."""
+        space = trl_space(self.task, self.preset.method, self.preset.processes, self.fixed)
+        if space is None:
+            yield choice
+            return
+        for part in space.choices(choice.strategy, choice.micro_batch, choice.accumulation):
+            yield replace(choice, trl=part)
 
     @property
     def _samples(self) -> int:
@@ -229,7 +245,7 @@ class SearchSpace:
 
     @functools.cached_property
     def _can_checkpoint(self) -> bool:
-        return supports_checkpointing(self.config, self.task)
+        return supports_checkpointing(self.config, model_task(self.task))
 
     def _micro_batches(self) -> list[int]:
         if micro := self.fixed.get("per_device_train_batch_size"):

@@ -68,7 +68,16 @@ class Cost:
         """One optimizer step."""
         micro = self._micro(choice)
         moved = self._offloaded(choice)
-        return self.steps.seconds(self.computed(choice, micro + moved))
+        return self.steps.seconds(self.computed(choice, micro + moved)) + self._generating(choice)
+
+    def _generating(self, choice: Choice) -> float:
+        """Seconds in which a step's completions are written, at least: every token of a group that grows together
+        reads all weights once. What their caches take is the same for all choices, and left out."""
+        if not choice.trl.passes:
+            return 0.0
+        job = self.sketch.job
+        tokens = job.trainer.max_completion_length
+        return choice.trl.passes * tokens * self.sketch.loaded / memory_rate(job.device)
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
         """What a step of a choice computes.
@@ -96,7 +105,7 @@ class Cost:
             (1 - choice.checkpointed, self.sketch.kept),
             (choice.checkpointed, self.sketch.checkpointed),
         ):
-            seconds += share * self._line(pair, choice.micro_batch)
+            seconds += share * self._line(pair, self.sketch.samples(choice))
         if choice.compressed:
             if device.backend == "cpu":
                 seconds *= 1 + COMPRESSION_ON_CPU
@@ -104,7 +113,7 @@ class Cost:
                 seconds += 4 * self.sketch.activations(choice) / memory_rate(device)
         return seconds
 
-    def _line(self, pair: tuple[Traced, Traced], samples: int) -> float:
+    def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
         """Seconds of a micro-batch, by the line through one sample and two."""
         one, two = (self._times[id(traced)][0] for traced in pair)
         return max(one, one + (two - one) * (samples - 1))
@@ -117,8 +126,9 @@ class Cost:
         """
         if not (choice.activations_offloaded or choice.inputs_offloaded):
             return 0.0
-        kept = self._line(self.sketch.kept, choice.micro_batch)
-        forward = max(0.0, self._line(self.sketch.checkpointed, choice.micro_batch) - kept)  # what is computed again
+        samples = self.sketch.samples(choice)
+        kept = self._line(self.sketch.kept, samples)
+        forward = max(0.0, self._line(self.sketch.checkpointed, samples) - kept)  # what is computed again
         if choice.inputs_offloaded:
             passes = forward, kept  # of which the layers' second forward is a part
         else:

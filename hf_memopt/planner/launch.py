@@ -3,17 +3,20 @@
 import json
 import logging
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.presets import preset_by_name
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
+from hf_memopt.presets.trl_configs import preset_fields
 from hf_memopt.redaction import is_secret, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ def as_dict(request, rung) -> dict[str, Any]:
         "memory_arguments": memory_settings(rung),
         "model_kwargs": kwargs | ({"quantization_config": quantization} if quantization else {}),
         "lora": lora,
-        "launch": launch_command(request, rung),
+        "launch": launch_command(request, rung) if has_recipe(request) else None,
         "estimate": rung.estimate.to_dict(),
         "relative_speed": round(rung.relative_speed, 3),
         "relative_speed_is": "predicted",
@@ -45,7 +48,14 @@ def as_dict(request, rung) -> dict[str, Any]:
 
 def training_arguments(request, rung) -> dict[str, Any]:
     """All TrainingArguments fields of a profile but secrets: a job without hub_token takes HF_TOKEN."""
-    return without_secrets({**rung.preset.settings(), **request.fields})
+    fields = {**rung.preset.settings(), **request.fields}
+    if request.trl is None:
+        return without_secrets(fields)
+    kind, own = request.trl.row.config_class, rung.choice.trl.fields()
+    fields = {**preset_fields(replace(rung.preset, seq_len=request.seq_len), kind), **fields, **own}
+    if "steps_per_generation" in own:
+        fields.pop("generation_batch_size", None)
+    return without_secrets(fields)
 
 
 def memory_settings(rung) -> dict[str, Any]:
@@ -98,8 +108,10 @@ def write_files(request, rung, directory: str) -> list[str]:
         The files' paths.
 
     Raises:
-        InputError: the folder cannot be written to.
+        InputError: the folder cannot be written to, or there is no recipe that they would start.
     """
+    if not has_recipe(request):
+        raise InputError(f"task={request.trl.task} has no recipe to export: take the settings of plan --json")
     folder = folder_for(directory)
     if hidden := [name for name in request.fields if is_secret(name)]:
         logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
@@ -142,7 +154,7 @@ def recipe_command(request, rung) -> list[str]:
         given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if preset.dtype != usual.dtype:
         given["dtype"] = preset.dtype
-    given |= {**without_secrets(request.fields), **memory_settings(rung)}
+    given |= {**without_secrets(request.fields), **rung.choice.trl.fields(), **memory_settings(rung)}
     for name, value in sorted(given.items()):
         argv += [f"--{name}", as_word(value)]
     return argv + [
@@ -150,9 +162,19 @@ def recipe_command(request, rung) -> list[str]:
     ]
 
 
+_RECIPES = {"dpo": "dpo", "grpo": "grpo", None: "sft"}
+
+
+def has_recipe(request) -> bool:
+    """Whether a recipe runs the task: of TRL's there are two."""
+    return request.trl is None or request.trl.task in _RECIPES
+
+
 def _recipe(request) -> Path:
     """The recipe's file in this installation."""
-    return shipped("recipes") / ("video_sft.py" if request.more.get("video") is not None else "sft.py")
+    video = request.more.get("video") is not None
+    name = "video_sft" if video else _RECIPES[request.trl and request.trl.task]
+    return shipped("recipes") / f"{name}.py"
 
 
 def _length_arguments(request) -> list[str]:

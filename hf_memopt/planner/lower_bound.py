@@ -5,6 +5,7 @@ import torch
 from hf_memopt.estimator.tracing.model import count_weights, resolve_dtype
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.trl_job import model_task
 
 
 def weights_alone(request) -> tuple[int, str] | None:
@@ -21,7 +22,8 @@ def weights_alone(request) -> tuple[int, str] | None:
     if preset.processes > 1 or preset.method == "qlora" or quantized or "deepspeed" in request.fields:
         return None
     dtype = resolve_dtype(config, preset.dtype)
-    size = count_weights(config, request.more.get("task") or infer_task(config)) * getattr(torch, dtype).itemsize
+    task = model_task(request.more.get("task") or infer_task(config))
+    size = count_weights(config, task) * getattr(torch, dtype).itemsize
     # A user's own optimizer may free a layer's gradients before the next layer has its own.
     if preset.method == "full" and "optim" not in request.fields and not request.more.get("frozen"):
         return 2 * size, "weights and gradients"

@@ -184,11 +184,10 @@ class _Combinations:
         """The choices with one sample a micro-batch, and their sketch."""
         preset = variant.preset
         fields = {name: value for name, value in variant.fields.items() if name != "gradient_accumulation_steps"}
-        choices = replace(variant, fields={"per_device_train_batch_size": 1, **fields}).choices()
+        fields = {"per_device_train_batch_size": variant.fewest_samples, **fields}
+        choices = replace(variant, fields=fields).choices()
         if variant.preset.strategy != "none":  # others may be what fits
-            opened = replace(
-                variant, preset=replace(preset, strategy="none"), fields={"per_device_train_batch_size": 1, **fields}
-            )
+            opened = replace(variant, preset=replace(preset, strategy="none"), fields=fields)
             choices += [choice for choice in opened.choices() if choice.strategy != preset.strategy]
         # Engines compute with 16-bit weights, one device with what its preset loads.
         key = preset.method, preset.dtype == "float32" and preset.processes == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.colocation import engine_weights
 from hf_memopt.estimator.job import Job, longest_sample
 from hf_memopt.estimator.overheads import measured_memory
 from hf_memopt.estimator.preset_estimates import preset_job
@@ -15,6 +16,7 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.throughput import speed_note
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.trl_job import TRL_TASKS
 from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.hardware.measured import measured_on
@@ -25,13 +27,15 @@ from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
-from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import Sketch, baselines, sketch_of, traced_jobs
+from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.units import GIB, gib
 
 # Whose batches are counted in tokens, as the recipes' are.
 _PLANNED_TASKS = (
+    *TRL_TASKS,
     *("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification"),
     *("token-classification", "question-answering", "multiple-choice"),
 )
@@ -105,6 +109,16 @@ class Request:
         """Bytes of each device that the maximum profile may fill."""
         return int(self.memory * max(share for _, share in RUNGS.values()))
 
+    @property
+    def trl(self) -> TrlSpace | None:
+        """What TRL's trainer of the task leaves open; None for other tasks."""
+        return trl_space(self.more.get("task"), self.preset.method, self.preset.processes, self.fields)
+
+    @property
+    def fewest_samples(self) -> int:
+        """Of a micro-batch."""
+        return 1 if self.trl is None else self.trl.fewest_samples
+
     def job(self, choice: Choice) -> Job:
         """The job of a choice, for the estimator."""
         configured = choice.configured(self.preset)
@@ -130,7 +144,25 @@ class Request:
             return None
         say(f"tracing {self.preset.method} training with and without activation checkpointing")
         jobs = self.baselines(choices)
-        return Search(choices, sketch_of(jobs, traced_jobs(jobs)), self.job, say, self.host_memory)
+        sketch = sketch_of(jobs, traced_jobs(jobs))
+        if self.trl is not None and self.trl.colocates:
+            choices = self._with_shares(choices, sketch)
+        return Search(choices, sketch, self.job, say, self.host_memory)
+
+    def _with_shares(self, choices: list[Choice], sketch: Sketch) -> list[Choice]:
+        """The choices with all shares of the card that vLLM may take.
+
+        Raises:
+            InputError: no share holds the weights.
+        """
+        weights = engine_weights(sketch.job, sketch.kept[0].peaks)
+        shared = [one for choice in choices for one in self.trl.with_shares(choice, sketch.job, weights)]
+        if not shared:
+            raise InputError(
+                f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "
+                f"{self.preset.hardware.label}: use vllm_mode=server, or vllm_tensor_parallel_size"
+            )
+        return shared
 
     def choices(self) -> list[Choice]:
         """Every combination of settings that compatibility accepts."""
@@ -151,7 +183,10 @@ class Request:
         plain = min(choices, key=lambda choice: (choice.strategy == "ddp", choice.levers))
 
         def build(samples: int, checkpointed: bool) -> Job:
-            choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=0.0)
+            choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=float(checkpointed))
+            if plain.trl.steps_per_generation:  # a group for every sample, whose batch the trainer takes as whole
+                group = self.trl.setting("num_generations")
+                choice = replace(choice, trl=replace(plain.trl, steps_per_generation=group))
             job = self.job(choice)
             checkpointing = {"activation_checkpointing": checkpointed}
             if checkpointed:
@@ -160,7 +195,7 @@ class Request:
             kept = {name: value for name, value in job.fields.items() if name not in dropped}
             return dataclasses.replace(job, fields={**kept, **checkpointing})
 
-        return baselines(build, any(choice.checkpointed for choice in choices))
+        return baselines(build, any(choice.checkpointed for choice in choices), self.fewest_samples)
 
 
 @dataclass(frozen=True)
@@ -191,10 +226,13 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What of the device's memory and speed was measured on it."""
+        """What of the device's memory and speed was measured on it; of GRPO and RLOO, what a step generates."""
         device = self.request.preset.hardware
         memory = measured_memory(device) if measured_on(device) else ()
-        return [*memory, *filter(None, [speed_note(device)])]
+        notes = [*memory, *filter(None, [speed_note(device)])]
+        if self.request.trl is not None and self.ladder:
+            notes += self.request.trl.notes(usual_profile(self.ladder).choice, device)
+        return notes
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as one JSON object."""
@@ -256,7 +294,8 @@ def plan(
             (hardware="auto"), or what a small box with the device has.
         say: called with a line for each thing that takes time.
         more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, dtype,
-            padded, packed.
+            padded, packed. With task dpo, kto, reward, grpo, rloo or sft the job is that of TRL's trainer, and
+            `training` has the fields of its configuration.
 
     Raises:
         InputError: unknown names, or a batch that the devices cannot share.
@@ -340,6 +379,8 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
     (request, search), ladder = searches[method], ladders[method]
     rung = usual_profile(ladder)
     rejected += [*_safe_left_out(ladder), *left_out(request, search, [rung.choice for rung in ladder])]
+    if request.trl is not None:
+        rejected += [Rejected(field, reason) for field, reason in request.trl.left_out()]
     plain = plain_alternative(request, search, rung)
     beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
     return Plan(request, ladder, rejected, plain=plain, methods=beside)
@@ -422,8 +463,12 @@ class Question:
         preset = preset_of(self.hardware, method, self.strategy)
         if self.dtype:
             preset = replace(preset, dtype=self.dtype)
-        fields = fit(hints_of(TrainingArguments), self.fields)
-        batch, fields = self._batch(preset, fields)
+        trl = TRL_TASKS.get(task)
+        fields = fit(hints_of(trl.config_class if trl else TrainingArguments), self.fields)
+        space = trl_space(task, method, preset.processes, fields)
+        if space is not None and (reason := space.refused(preset.strategy)):
+            raise InputError(f"strategy={preset.strategy} with task={task}: {reason}")
+        batch, fields = self._batch(preset, fields, space)
         memory = preset.hardware.memory if self.memory is None else self.memory
         if memory <= 0:
             raise InputError(f"memory={memory} must be above 0 bytes")
@@ -448,12 +493,14 @@ class Question:
             host_memory=host_memory,
         )
 
-    def _batch(self, preset: Preset, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _batch(self, preset: Preset, fields: dict[str, Any], trl: TrlSpace | None) -> tuple[int, dict[str, Any]]:
         """The effective batch, and the fields with both halves of it where the user set one."""
         devices, effective = preset.processes, self.effective_batch_size
         micro, accumulation = (fields.get(name) for name in _BATCH)
         if micro and accumulation and effective is None:
             effective = micro * accumulation * devices
+        if trl is not None:
+            effective = trl.whole_batch(effective, preset.effective_batch_size)
         batch = effective or -(-preset.effective_batch_size // devices) * devices
         if batch < 1 or batch % devices:
             raise InputError(

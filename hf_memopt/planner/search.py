@@ -177,7 +177,7 @@ def _keys(choice: Choice) -> list[tuple]:
     """Keys that choices with similar sketch errors share, the most specific first."""
     kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
     levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
-    states = (choice.optim, choice.optimizer_offloaded)
+    states = (choice.optim, choice.optimizer_offloaded, choice.trl.precomputed, choice.trl.sleeps)
     return [
         (choice.strategy, states, levers, kind, choice.checkpointed),
         (choice.strategy, states, levers, kind),
@@ -209,4 +209,4 @@ def summarize(choice: Choice) -> str:
     ]
     if "8bit" in choice.optim:
         parts.append(choice.optim)
-    return ", ".join(parts)
+    return ", ".join([*parts, *choice.trl.summary()])

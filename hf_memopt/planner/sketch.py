@@ -12,10 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from hf_memopt.estimator import overheads
-from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.accounting.ledger import GENERATION, Peak
 from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.colocation import colocates, engine_share
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.tracing.extrapolate import FEWEST, count_layers, extrapolate_peaks, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
@@ -81,8 +84,9 @@ class Sketch:
     """Four traced jobs and what follows from them.
 
     Attributes:
-        job: with no layer checkpointed, one sample.
-        kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two.
+        job: with no layer checkpointed, of the first trace.
+        kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two (or, where
+            a micro-batch needs two, of two and four).
         trained: number of parameters that are trained.
     """
 
@@ -102,9 +106,37 @@ class Sketch:
         Args:
             length: of samples, relative to the job's.
         """
-        segments = (self._segment(name, choice) for name in self.kept[0].peaks)
-        fixed, moving = max(((fixed, moving * length) for fixed, moving in segments), key=sum)
+        segments = [(name, *self._segment(name, choice)) for name in self.kept[0].peaks]
+        engine = self._engine_bytes(choice)
+        sizes = [(fixed + engine * (not choice.trl.sleeps), moving * length) for _, fixed, moving in segments]
+        if choice.trl.sleeps:  # vLLM is there while the model waits
+            sizes += [(fixed + engine, moving * length) for name, fixed, moving in segments if name == "between"]
+        fixed, moving = max(sizes, key=sum)
         return int(fixed + moving) + overheads.context(self.job.device), int(moving)
+
+    def _engine_bytes(self, choice: Choice) -> int:
+        """Of a vLLM that shares the card (estimator.colocation)."""
+        share = choice.trl.share
+        if share is not None:
+            return int(share * self.job.device.memory)
+        return engine_share(self.job) if colocates(self.job.fields) else 0
+
+    def _reference(self, choice: Choice) -> int:
+        """Bytes of the reference model that a choice does without."""
+        if not choice.trl.precomputed or self.job.fields.get("precompute_ref_log_probs"):
+            return 0
+        rest, layer = self.job.elements()
+        return (rest + layer * count_layers(self.job.config)) * getattr(torch, self.job.dtype).itemsize
+
+    def samples(self, choice: Choice) -> float:
+        """Of a choice's micro-batch, in those of the first trace."""
+        return choice.micro_batch / self.job.fields["per_device_train_batch_size"]
+
+    def _samples(self, name: str, choice: Choice) -> float:
+        """samples() of a segment: of several micro-batches, where these are generated at once."""
+        if name.startswith(GENERATION) and choice.trl.steps_per_generation:
+            return self.samples(choice) * choice.trl.steps_per_generation / self.job.fields["steps_per_generation"]
+        return self.samples(choice)
 
     def host_bytes(self, choice: Choice) -> int:
         """Bytes that a choice moves to the host from each device."""
@@ -128,10 +160,11 @@ class Sketch:
         for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
             if name not in one.peaks or name not in two.peaks:
                 continue
-            of_kind = _line(one.peaks[name].by_kind, two.peaks[name].by_kind, choice.micro_batch)
+            samples = self._samples(name, choice)
+            of_kind = _line(one.peaks[name].by_kind, two.peaks[name].by_kind, samples)
             for kind, size in of_kind.items():
                 kinds[kind] = kinds.get(kind, 0) + share * size
-            growing += share * (two.growing[name] - one.growing[name]) * choice.micro_batch
+            growing += share * (two.growing[name] - one.growing[name]) * samples
         self._change(kinds, growing, choice, name)
         moving = kinds.get("activations", 0) + kinds.get("logits", 0) + kinds.get("other", 0)
         return sum(kinds.values()) - moving, moving
@@ -139,6 +172,9 @@ class Sketch:
     def _change(self, kinds: dict[str, float], growing: float, choice: Choice, name: str) -> None:
         """What levers and engines make of one device's memory."""
         activations = kinds.get("activations", 0)
+        kinds["parameters"] = kinds.get("parameters", 0) - self._reference(choice)
+        if name.startswith(GENERATION):
+            growing = 0  # a cache, which nothing compresses or moves
         if choice.chunked_loss:
             tokens = choice.micro_batch * self.job.seq_len
             kinds["logits"] = kinds.get("logits", 0) * min(1, CHUNK / tokens)
@@ -175,7 +211,7 @@ class Sketch:
         """One rank's share, by ZeRO's arithmetic (Rajbhandari et al. 2020, figure 1): 2 bytes a weight and a gradient
         and 12 of fp32 master weight and states; FSDP2 holds weights and gradients in fp32."""
         ranks = self.job.world_size
-        loaded = self.loaded
+        loaded = self.loaded - self._reference(choice)
         if choice.engine == "fsdp2":
             return {
                 "parameters": 2 * loaded / ranks,
@@ -197,11 +233,11 @@ class Sketch:
         growing = 0.0
         for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
             samples = [max(found.growing.values(), default=0) for found in (one, two)]
-            growing += share * (samples[1] - samples[0]) * choice.micro_batch
+            growing += share * (samples[1] - samples[0]) * self.samples(choice)
         return growing
 
 
-def _line(one: dict[str, int], two: dict[str, int], samples: int) -> dict[str, float]:
+def _line(one: dict[str, int], two: dict[str, int], samples: float) -> dict[str, float]:
     """By kind, the line through one sample and two."""
     found = {}
     for kind in one.keys() | two.keys():
@@ -210,13 +246,15 @@ def _line(one: dict[str, int], two: dict[str, int], samples: int) -> dict[str, f
     return found
 
 
-def baselines(build: Callable[..., Job], checkpointing: bool = True) -> list[Job]:
+def baselines(build: Callable[..., Job], checkpointing: bool = True, fewest: int = 1) -> list[Job]:
     """The four jobs to trace; two of a model without activation checkpointing.
 
     Args:
         build: makes the job of a number of samples, with all layers checkpointed or none.
+        fewest: samples that a micro-batch may have; the larger ones have twice as many.
     """
-    return [build(samples, checkpointed) for checkpointed in (False, True)[: 1 + checkpointing] for samples in (1, 2)]
+    both = (False, True)[: 1 + checkpointing]
+    return [build(samples, checkpointed) for checkpointed in both for samples in (fewest, 2 * fewest)]
 
 
 def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:

@@ -28,7 +28,7 @@ class PreferenceArguments(RecipeArguments):
 
     @staticmethod
     def prepare(job: Job, training: dict, parsed, own_model: bool) -> dict:
-        """Refuse what pairs exclude. There is no plan: the planner's jobs have one sequence a sample.
+        """Refuse what pairs exclude. There is no plan for the memory that is free here: `hf-memopt plan --task dpo`.
 
         Raises:
             InputError: an argument that goes without pairs only.
@@ -43,7 +43,10 @@ class PreferenceArguments(RecipeArguments):
             if loss not in _LOSSES:
                 raise choose("loss_type", loss, _LOSSES)
         if own_model and plans_here(job.recipe.preset):
-            logger.warning("no plan for pairs of answers: the sizes are those of the preset %s", job.preset.name)
+            logger.warning(
+                "no plan for pairs of answers: the sizes are those of the preset %s; hf-memopt plan --task dpo",
+                job.preset.name,
+            )
         return {}
 
 

@@ -23,7 +23,7 @@ class RolloutArguments(RecipeArguments):
 
     @staticmethod
     def prepare(job: Job, training: dict, parsed, own_model: bool) -> dict:
-        """Refuse what prompts exclude. There is no plan: the planner's jobs do not generate.
+        """Refuse what prompts exclude. The memory that is free here is not planned for: `hf-memopt plan --task grpo`.
 
         Raises:
             InputError: an argument that goes without prompts only.
@@ -34,7 +34,9 @@ class RolloutArguments(RecipeArguments):
         if job.recipe.config_name:
             raise InputError("config_name starts from random weights: GRPO needs model_name_or_path")
         if own_model and plans_here(job.recipe.preset):
-            logger.warning("no plan for GRPO: the sizes are those of the preset %s", job.preset.name)
+            logger.warning(
+                "no plan for GRPO: the sizes are those of the preset %s; hf-memopt plan --task grpo", job.preset.name
+            )
         return {}
 
 

@@ -97,11 +97,13 @@ def _make_renewal(trainer):
 def _in_phase(trainer, ledger: Ledger, phase: str, function):
     @functools.wraps(function)
     def run(*args, **kwargs):
-        before = ledger.phase
+        before, work = ledger.phase, ledger.work
         ledger.begin(phase, "activations")
+        ledger.work = None  # of a few of many tokens: the kernels that a plan compares are the training step's
         try:
             return function(*args, **kwargs)
         finally:
+            ledger.work = work
             ledger.begin(before, "other")
 
     return run

@@ -1,0 +1,108 @@
+"""vLLM on the card that trains: arithmetic from its documented settings. Nothing of vLLM runs here."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_memopt import InputError
+from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.colocation import add_engine, notes_on_engine
+from hf_memopt.hardware import get_hardware
+from hf_memopt.units import GIB
+
+_LAYERS, _REST, _LAYER = 4, 10**9, 2 * 10**9  # elements beside the layers, and of a layer
+_WEIGHTS = 2 * (_REST + _LAYERS * _LAYER)  # in 16 bits
+_TRAINING = {"load": 4, "between": 10, "forward:0": 30, "backward:0": 34, "optimizer": 20}  # GB
+
+
+@dataclasses.dataclass
+class Job:
+    """What of a Job the arithmetic reads."""
+
+    fields: dict[str, Any]
+    quantization_config: Any = None
+    device: Any = dataclasses.field(default_factory=lambda: get_hardware("a100_80gb"))
+    config: Any = dataclasses.field(
+        default_factory=lambda: LlamaConfig(num_hidden_layers=_LAYERS, hidden_size=512, num_attention_heads=8)
+    )
+
+    def elements(self) -> tuple[int, int]:
+        return _REST, _LAYER
+
+
+def peaks() -> dict[str, Peak]:
+    return {name: Peak(size * 10**9, {"parameters": 10**9}) for name, size in _TRAINING.items()}
+
+
+def with_engine(**fields) -> tuple[dict[str, int], Job]:
+    """What vLLM adds in each segment, and the job."""
+    job, found = Job({"use_vllm": True, **fields}), peaks()
+    add_engine(found, job)
+    before = {name: peak.total for name, peak in peaks().items()}
+    return {name: peak.total - before.get(name, before["between"]) for name, peak in found.items()}, job
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.9])
+def test_awake_it_takes_its_share_of_the_card_beside_all_but_loading(share):
+    """gpu_memory_utilization of the card holds weights, activations and cache together: the weights are in it."""
+    added, job = with_engine(vllm_gpu_memory_utilization=share)
+    assert added == {
+        "load": 0,
+        **dict.fromkeys(("between", "forward:0", "backward:0", "optimizer"), int(share * job.device.memory)),
+        **dict.fromkeys(("generation", "weight_sync"), int(share * job.device.memory)),
+    }
+
+
+def test_the_share_left_out_is_that_of_trl():
+    added, job = with_engine()
+    assert added["backward:0"] == int(0.3 * job.device.memory)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_asleep_at_level_2_it_takes_nothing_of_the_training_step(share):
+    """Weights and cache are freed; the trained weights are beside vLLM's copy of them while they are sent."""
+    added, job = with_engine(vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=True)
+    assert added == {
+        **dict.fromkeys(_TRAINING, 0),
+        "generation": int(share * job.device.memory),
+        "weight_sync": _WEIGHTS,
+    }
+
+
+def test_a_server_takes_nothing_here():
+    added, job = with_engine(vllm_mode="server")
+    assert set(added.values()) == {0}
+    assert notes_on_engine(job, peaks()) == ["vLLM's server has cards of its own, which are not in these figures"]
+
+
+def test_without_vllm_nothing_is_added():
+    assert set(with_engine(use_vllm=False)[0].values()) == {0}
+
+
+def test_tensor_parallelism_splits_the_weights_of_the_engine():
+    added, _ = with_engine(vllm_enable_sleep_mode=True, vllm_tensor_parallel_size=2)
+    assert added["weight_sync"] == _WEIGHTS // 2
+
+
+def test_the_rest_of_the_share_is_a_cache():
+    """A token's keys and values: 2 × 4 layers × 8 heads × 64 × 2 bytes."""
+    _, job = with_engine(vllm_gpu_memory_utilization=0.5)
+    (note,) = notes_on_engine(job, peaks())
+    tokens = int((int(0.5 * job.device.memory) - _WEIGHTS) / (2 * 4 * 8 * 64 * 2))
+    assert "arithmetic, not measured" in note and f"at most {tokens:,} tokens" in note
+
+
+def test_a_share_smaller_than_the_weights_is_refused():
+    with pytest.raises(InputError, match=r"utilization=0.1 is .*raise it, or vllm_tensor_parallel_size"):
+        with_engine(vllm_gpu_memory_utilization=0.1)
+    with pytest.raises(InputError, match="the memory of a card is not known"):
+        add_engine(peaks(), Job({"use_vllm": True}, device=SimpleNamespace(memory=None, label="a card")))
+
+
+def test_quantized_weights_are_as_large_as_loaded():
+    found = peaks()
+    add_engine(found, Job({"use_vllm": True, "vllm_enable_sleep_mode": True}, quantization_config=object()))
+    assert found["weight_sync"].total - found["between"].total == 10**9 < GIB

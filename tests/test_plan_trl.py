@@ -1,0 +1,141 @@
+"""plan(task=…): TRL's trainers, with the reference's part, groups of completions and vLLM's share as choices."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from test_plan import config, request_for
+
+from hf_memopt import InputError, plan
+from hf_memopt.hardware import get_hardware
+from hf_memopt.planner.launch import as_dict, recipe_command, training_arguments
+from hf_memopt.planner.trl_choices import TrlSpace, trl_space
+from hf_memopt.units import GIB
+
+# TRL 1.16 reads names that transformers 5.23 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def space(task="grpo", method="full", devices=1, **fixed) -> TrlSpace:
+    return trl_space(task, method, devices, fixed)
+
+
+def request(task, method="full", batch=16, hardware="rtx_4090", **fields):
+    made = request_for(config(4), method, 96, hardware, batch)
+    short = {"max_completion_length": 32} if task in ("grpo", "rloo") else {}
+    return dataclasses.replace(made, more={"task": task}, fields=made.fields | short | fields)
+
+
+def test_a_reference_is_precomputed_or_beside_the_model():
+    """Adapters need none, and a sharded model cannot have one beside it."""
+    of = lambda *args, strategy="none", **fixed: [  # noqa: E731
+        (part.reference, part.precomputed) for part in space(*args, **fixed).choices(strategy, 2, 4)
+    ]
+    assert of("dpo") == [(True, False), (False, True)]
+    assert of("kto", strategy="zero3") == [(False, True)]
+    assert of("dpo", "lora") == [(False, False)]
+    assert of("dpo", precompute_ref_log_probs=False) == [(True, False)]
+    assert of("dpo", precompute_ref_log_probs=True) == of("reward") == [(False, False)]
+    assert of("dpo", strategy="fsdp2", precompute_ref_log_probs=False) == []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("micro", [1, 2, 3, 4, 8])
+def test_what_is_generated_at_once_is_whole_groups(micro, devices):
+    """And an optimizer step whole generations, as TRL's configuration checks it."""
+    for accumulation in (1, 2, 4, 8, 12):
+        for part in space(devices=devices, num_generations=4).choices("none", micro, accumulation):
+            assert part.steps_per_generation * micro * devices % 4 == 0
+            assert part.generations * part.steps_per_generation == accumulation
+    assert not list(space(num_generations=4).choices("none", 1, 2)), "half a group"
+
+
+def test_vllm_gets_the_weights_and_the_cache_of_its_completions():
+    """Arithmetic: 4 layers × 2 heads of 16, keys and values of 2 bytes are 512 bytes a token."""
+    made, weights = request("grpo", use_vllm=True), 6 * GIB
+    (choice, *_) = (one for one in made.choices() if one.micro_batch == 16)
+    job = SimpleNamespace(config=config(4), seq_len=2**16, device=get_hardware("rtx_4090"))
+    shares = {(one.trl.waves, one.trl.share, one.trl.sleeps) for one in made.trl.with_shares(choice, job, weights)}
+    cache = 16 * 2**16 * 512
+    for waves, share, _ in shares:
+        least = 1.1 * (weights + cache / waves)
+        assert least <= share * job.device.memory <= least + 1.2 * GIB
+    assert {sleeps for *_, sleeps in shares} == {False, True} and min(shares)[0] == 1
+    fixed = space(use_vllm=True, vllm_gpu_memory_utilization=0.25, vllm_enable_sleep_mode=True)
+    assert [one.trl.share for one in fixed.with_shares(choice, job, weights)] == [0.25]
+    assert not list(made.trl.with_shares(choice, job, 30 * GIB)), "more than the card"
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "message"),
+    [
+        ("grpo", {"effective_batch_size": 12}, "must be a multiple of num_generations=8"),
+        ("grpo", {"training": {"num_generations": 1}}, "num_generations=1 must be at least 2"),
+        ("grpo", {"hardware": "rtx_4090x2", "strategy": "zero3"}, "gathers to generate is not modelled"),
+        ("rloo", {"hardware": "rtx_4090x2", "strategy": "fsdp2"}, "beside a sharded one is not modelled: set beta=0"),
+    ],
+)
+def test_what_a_plan_cannot_do_is_one_sentence(task, settings, message):
+    with pytest.raises(InputError, match=message):
+        plan(config(4), **{"hardware": "rtx_4090", "method": "full", "seq_len": 96, **settings}, task=task)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hardware", "any"], "task=dpo is planned for one card"),
+        (["--frames", "max"], "--frames max counts the frames of videos: leave --task dpo out"),
+    ],
+)
+def test_the_command_refuses_it_too(command, words, message):
+    code, _, errors = command("plan", "llama-3.2-1b", "--task", "dpo", *words)
+    assert code == 2 and message in errors
+
+
+def test_micro_batches_of_kto_have_two_samples():
+    assert min(choice.micro_batch for choice in request("kto").choices()) == 2
+
+
+def test_losses_are_left_to_trl():
+    assert not any(choice.chunked_loss for choice in request("dpo", method="lora").choices())
+    assert dict(space("dpo").left_out()).keys() == {"padding_free", "use_liger_kernel"}
+    assert not space("reward").left_out()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["dpo", "grpo", "reward"])
+def test_sketches_are_near_estimates(task):
+    """A sketch only chooses what is estimated; where it is far off, plans are slow or miss what would fit.
+    In a model as small as this one the tiles of the head, whose size has a limit, are most of it."""
+    made = request(task)
+    search = made.search(lambda text: None)
+    some = search.choices[:: max(1, len(search.choices) // 3)][:3]
+    search.estimate(some)
+    for choice in some:
+        sketched, _ = search.sketch.device_bytes(choice)
+        assert sketched == pytest.approx(search.found[choice].device_bytes, rel=0.35), choice
+
+
+@pytest.mark.slow
+def test_a_reference_that_does_not_fit_is_precomputed():
+    wide = config(4, hidden_size=512, intermediate_size=2048, vocab_size=32000)
+    settings = {"method": "full", "seq_len": 96, "effective_batch_size": 4, "task": "dpo"}
+    ample = plan(wide, "rtx_4090", **settings)
+    assert all(rung.choice.trl.reference for rung in ample), "the pass over the data takes time"
+    least = min(rung.estimate.device_bytes for rung in ample)
+    tight = plan(wide, "rtx_4090", memory=int(least * 0.9), training={"optim": "adamw_torch_fused"}, **settings)
+    assert tight.ladder[0].choice.trl.precomputed
+    assert training_arguments(tight.request, tight.ladder[0])["precompute_ref_log_probs"] is True
+    assert "--precompute_ref_log_probs true" in " ".join(recipe_command(tight.request, tight.ladder[0]))
+
+
+@pytest.mark.slow
+def test_a_plan_of_grpo_says_what_is_generated_and_what_vllm_leaves():
+    training = {"use_vllm": True, "max_completion_length": 32}
+    made = plan(config(4), "rtx_4090", 16, 96, "full", task="grpo", training=training)
+    rung, notes = made.ladder[0], " ".join(made.notes)
+    arguments = as_dict(made.request, rung)["training_arguments"]
+    assert arguments["vllm_gpu_memory_utilization"] == rung.choice.trl.share == 0.05
+    assert arguments["steps_per_generation"] * arguments["per_device_train_batch_size"] == 16
+    assert "16 completions, 2 prompts × num_generations=8: generated 16 at once" in notes
+    assert "which leaves 22.46 GiB to training" in notes
