@@ -282,7 +282,8 @@ def plan(
     from hf_memopt.cli.speed import AmountOptions
 
     settings = settings or []
-    cards = CardOptions(prices=prices, max_price=max_price, every=every, tokens=tokens)
+    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     if hardware.lower() != ANY:
         cards.refuse()
     elif frames is not None:
@@ -302,7 +303,7 @@ def plan(
         settings=settings,
         export=export,
         profile=profile,
-        amount=AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price),
+        amount=amount,
     )
     if hardware.lower() == ANY:
         raise typer.Exit(run_which_card(options, cards, json))
