@@ -197,8 +197,9 @@ def test_the_table_fits_a_terminal(capsys, tmp_path, prices, monkeypatch):
     lines = [line for line in output.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= 80
     assert "cheapest: " in output and "10M tokens" in output and "€/h" in output
-    code, output, _ = run(capsys, *words, "--max-price", "0.01", "--json")
+    code, output, _ = run(capsys, *words, "--max-price", "0.01", "--epochs", 3, "--samples", "2k", "--json")
     answer = json.loads(output)
+    assert answer["tokens"] == 3 * 2000 * 512
     assert code == 1 and answer["cards"] == [] and answer["instead"][0]["price_per_hour"] > 0.01
 
 
@@ -212,6 +213,8 @@ def test_the_table_fits_a_terminal(capsys, tmp_path, prices, monkeypatch):
         (("--hardware", "any", "--export", "there"), "--export belongs to one card"),
         (("--hardware", "any", "--frames", "max"), "--frames max is counted for one card"),
         (("--hardware", "any", "--tokens", "many"), "'many' must be a number"),
+        (("--hardware", "any", "--epochs", 3), "epochs=3 needs the number of samples"),
+        (("--hardware", "any", "--tokens", "10M", "--samples", "5k"), "say the same"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(capsys, words, message):

@@ -290,7 +290,8 @@ def plan(
     from hf_memopt.cli.speed import AmountOptions
 
     settings = settings or []
-    cards = CardOptions(prices=prices, max_price=max_price, every=every, tokens=tokens)
+    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     if hardware.lower() != ANY:
         cards.refuse()
     elif frames is not None:
@@ -312,7 +313,7 @@ def plan(
         settings=settings,
         export=export,
         profile=profile,
-        amount=AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price),
+        amount=amount,
         task=task,
     )
     if hardware.lower() == ANY:

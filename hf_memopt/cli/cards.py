@@ -4,10 +4,11 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.cli.speed import AmountOptions
 from hf_memopt.errors import InputError
 from hf_memopt.units import gib
 
@@ -36,13 +37,13 @@ class CardOptions:
         prices: the file of the user's prices.
         max_price: for an hour of all devices.
         every: list every card and box.
-        tokens: to be trained on: 10M.
+        amount: how much is trained, for hours and cost; `prices` replace its price.
     """
 
     prices: str | None = None
     max_price: float | None = None
     every: bool = False
-    tokens: str | None = None
+    amount: AmountOptions = field(default_factory=AmountOptions)
 
     def refuse(self) -> None:
         """What plans of one card do not take.
@@ -61,15 +62,17 @@ def run_cards(arguments: dict[str, Any], options: CardOptions, as_json: bool) ->
     Args:
         arguments: of which_card(), but for the options.
     """
-    from hf_memopt.estimator.duration import parse_count
     from hf_memopt.planner.cards import which_card
 
+    amount = options.amount.read()
     answer = which_card(
         **arguments,
         prices=options.prices,
         max_price=options.max_price,
         every=options.every,
-        tokens=None if options.tokens is None else parse_count(options.tokens),
+        tokens=amount.tokens,
+        epochs=amount.epochs,
+        samples=amount.samples,
     )
     if as_json:
         print_json(answer.to_dict())

@@ -50,7 +50,7 @@ class PlanOptions:
 def run_which_card(options: PlanOptions, cards: CardOptions, as_json: bool) -> int:
     """Print the cards on which the job trains; 0 if there are any, 1 if there are none."""
     single = {"--memory": options.memory_gib, "--strategy": options.strategy, "--export": options.export}
-    single |= {f"--{name}": getattr(options.amount, name) for name in ("price", "epochs", "samples")}
+    single["--price"] = options.amount.price
     for name in (name for name, value in single.items() if value is not None):
         raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
     import_libraries()

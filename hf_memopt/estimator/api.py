@@ -136,24 +136,25 @@ def estimate_job(job: Job, map_fn=one_by_one) -> Estimate:
     return result
 
 
-def estimate_jobs(jobs: Sequence[Job], map_fn=one_by_one) -> list[Estimate | InputError]:
+def estimate_jobs(jobs: Sequence[Job], map_fn=one_by_one, speed: bool = True) -> list[Estimate | InputError]:
     """The estimate of every job, or why it has none.
 
     Args:
         map_fn: as for estimate_job(); it gets all traces of all jobs in one call.
+        speed: predict it, too, which takes two more traces of a job that an engine shards.
     """
     for job in jobs:
         measured_on(job.device)  # read here, so that a file that does not count is named once, not by every process
-    to_trace = [_traces_needed(job) for job in jobs]
+    to_trace = [_traces_needed(job, speed) for job in jobs]
     traces = iter(map_fn(_trace_or_error, [needed for each in to_trace for needed in each]))
     traced = [[(needed, next(traces)) for needed in each] for each in to_trace]
     return map_fn(_assemble_or_error, list(zip(jobs, traced, strict=True)))
 
 
-def _traces_needed(job: Job) -> list[tuple[Job, int, bool]]:
+def _traces_needed(job: Job, speed: bool) -> list[tuple[Job, int, bool]]:
     """Jobs and depths to trace, and whether their kernels are counted: the job's own, and where an engine shards the
     model those of one device, which take a fraction of the engine's time."""
-    counted = counted_job(job)
+    counted = counted_job(job) if speed else None
     needed = [(job, depth, counted is job) for depth in job.depths()]
     if counted is not None and counted is not job:
         needed += [(counted, depth, True) for depth in counted.depths()]
@@ -178,7 +179,7 @@ def _assemble_or_error(traced: tuple[Job, list]) -> Estimate | InputError:
     if any(isinstance(trace, InputError) for *_, trace in speed):
         return with_speed(estimate, None, "speed: not predicted, as the model cannot be traced without its engine")
     if not speed:
-        return with_speed(estimate, None, f"speed: {unknown_speed(job)}")
+        return with_speed(estimate, None, f"speed: {unknown_speed(job) or 'not asked for'}")
     counted, depths, traces = zip(*speed, strict=True)
     return with_speed(estimate, throughput(job, counted[0], depths, traces), speed_note(job.device))
 

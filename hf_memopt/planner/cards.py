@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.duration import duration
+from hf_memopt.estimator.duration import Amount, duration
 from hf_memopt.estimator.job import Job, longest_sample
 from hf_memopt.estimator.speed import peak_rate
 from hf_memopt.hardware import Hardware
@@ -482,6 +482,8 @@ def which_card(
     max_price: float | None = None,
     every: bool = False,
     tokens: int | None = None,
+    epochs: float | None = None,
+    samples: int | None = None,
     training: dict | None = None,
     lora: dict | None = None,
     memory_args: MemoryArguments | None = None,
@@ -500,12 +502,14 @@ def which_card(
         max_price: of all devices for an hour.
         every: every card and box; by default the typical cards, each in the least box in which it trains.
         tokens: to be trained on, for hours and cost.
+        epochs, samples: instead of tokens: passes (by default one) over so many samples of `seq_len` tokens.
 
     Raises:
         InputError: unknown names, or a job that no card takes.
     """
     prices = read_prices(prices) if isinstance(prices, str) else prices
-    amounts = {"max_price": max_price, "tokens": tokens, "effective_batch_size": effective_batch_size}
+    amounts = {"max_price": max_price, "tokens": tokens, "epochs": epochs, "samples": samples}
+    amounts["effective_batch_size"] = effective_batch_size
     for name, value in amounts.items():
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"{name}={value!r} must be above 0, and finite")
@@ -525,6 +529,7 @@ def which_card(
         quantization=quantization,
         host_memory=host_memory,
     )
+    tokens = Amount(tokens=tokens, epochs=epochs, samples=samples).count_tokens(question.seq_len)
     market = _Market(question, say)
     wish = _Wish(prices=prices, most=max_price, every=every, tokens=tokens)
     methods = METHODS if method == "any" else (method,)

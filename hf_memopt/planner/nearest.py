@@ -1,7 +1,8 @@
 """Where nothing fits: the smallest combinations of changes with which the job would.
 
 A combination changes the method, the length of samples, the number of devices, the weights' dtype, a strategy that the
-user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed.
+user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed; of
+DeepSpeed, whose estimates take ten times plain ones, only what is near the limit or leans on the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
 _MOST_CHANGES = 3
 _PROPOSED = 3  # combinations
+# Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
+# (_CAUTION_MPS in cards.py), of Qwen3-32B with LoRA under ZeRO-3 on eight cards by 5 %.
+_CERTAIN = 1 / 1.2
 _WEIGHTS = {"devices": 2}  # of a level, which for others is 1: money beside a setting
 
 
@@ -35,12 +39,21 @@ class Combination:
     Attributes:
         levels: what is changed -> how far; a combination that changes more, or further, is not proposed beside it.
         texts: the changes, as a command line takes them.
+        sketched: bytes of each device, by the sketch.
     """
 
     levels: dict[str, int]
     texts: list[str]
     request: object
     choice: Choice
+    sketched: int | None = None
+
+    @property
+    def certain(self) -> bool:
+        """Whether it fits by so much that its sketch suffices, where an estimate takes long."""
+        if self.choice.engine != "deepspeed" or self.choice.offloads or self.sketched is None:
+            return False
+        return self.sketched <= _CERTAIN * self.request.memory_budget
 
     @property
     def size(self) -> tuple[int, int]:
@@ -80,20 +93,22 @@ def nearest_changes(request, search, least: Choice, say: Callable[[str], None]) 
 
 
 def _confirmed(combinations: list[Combination]) -> list[str | None]:
-    """Each as a sentence with its estimate; None where that does not fit after all."""
+    """Each as a sentence with its estimate, or its sketch where that suffices; None where it does not fit."""
     jobs = []
     for one in combinations:
         try:
-            jobs.append(one.request.job(one.choice))
+            jobs.append(None if one.certain else one.request.job(one.choice))
         except InputError:
             jobs.append(None)
-    estimates = iter(estimate_jobs([job for job in jobs if job], on_all_cores))
+    estimates = iter(estimate_jobs([job for job in jobs if job], on_all_cores, speed=False))
     by_job = [next(estimates) if job else None for job in jobs]
     return [_sentence(one, estimate) for one, estimate in zip(combinations, by_job, strict=True)]
 
 
 def _sentence(one: Combination, estimate) -> str | None:
     request, texts = one.request, list(one.texts)
+    if one.certain:
+        return f"{' and '.join(texts)}: about {gib(one.sketched)}"
     if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > request.memory_budget:
         return None
     if "host" in one.levels:
@@ -138,19 +153,21 @@ class _Combinations:
         choices, sketch = sketched
         length = self.request.seq_len // share
         changed = replace(variant, seq_len=length)
-        fitting = [one for one in choices if sketch.device_bytes(one, 1 / share)[0] <= variant.memory_budget]
+        fitting = [one for one in choices if _needs(sketch, one, share) <= variant.memory_budget]
         if share > 1:
             texts = [*texts, f"--seq-len {length}"]
         host = self.request.host_memory
         enough = [one for one in fitting if host is None or not one.offloads or sketch.host_bytes(one) <= host.bytes]
         if levels and (allowed := self._same_strategy(enough)):
-            choice = min(allowed, key=lambda one: (one.complexities, sketch.device_bytes(one, 1 / share)[0]))
-            yield Combination(levels, _texts(texts, self.request, changed, choice), changed, choice)
+            choice = min(allowed, key=lambda one: (one.complexities, _needs(sketch, one, share)))
+            yield Combination(
+                levels, _texts(texts, self.request, changed, choice), changed, choice, _needs(sketch, choice, share)
+            )
         elif enough and self.request.preset.strategy != "none":
-            choice = min(enough, key=lambda one: (one.complexities, sketch.device_bytes(one, 1 / share)[0]))
+            choice = min(enough, key=lambda one: (one.complexities, _needs(sketch, one, share)))
             yield Combination(levels | {"strategy": 1}, _texts(texts, self.request, changed, choice), changed, choice)
         elif allowed := self._same_strategy(fitting):
-            choice = min(allowed, key=lambda one: (sketch.host_bytes(one), one.levers))
+            choice = min(allowed, key=lambda one: (sketch.host_bytes(one), _needs(sketch, one, share)))
             yield Combination(levels | {"host": 1}, _texts(texts, self.request, changed, choice), changed, choice)
 
     def _same_strategy(self, choices: list[Choice]) -> list[Choice]:
@@ -199,6 +216,16 @@ class _Combinations:
             self._sketches[key] = sketch_of(jobs, traced_jobs(jobs))
         sketch = self._sketches.get(key, self.sketch)
         return choices, replace(sketch, job=replace(sketch.job, world_size=preset.processes))
+
+
+def _needs(sketch: Sketch, choice: Choice, share: int) -> int:
+    """Bytes of each device, with samples so many times shorter.
+
+    ZeRO-3 gathers the embeddings and the head whole beside the layers, beyond stage3_max_live_parameters, which the
+    sketch leaves out. Here they count: DeepSpeed's estimates take ten times plain ones, too long for those that fail.
+    """
+    needed, _ = sketch.device_bytes(choice, 1 / share)
+    return needed + (2 * sketch.outside_layers if choice.zero_stage == 3 else 0)  # gathered in 16 bits
 
 
 def _on_devices(request, times: int):

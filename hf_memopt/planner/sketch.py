@@ -100,6 +100,11 @@ class Sketch:
         """Bytes of the weights, on one device."""
         return max(peak.by_kind.get("parameters", 0) for peak in self.kept[0].peaks.values())
 
+    @functools.cached_property
+    def outside_layers(self) -> int:
+        """Number of weights outside the layers."""
+        return self.job.elements()[0]
+
     def device_bytes(self, choice: Choice, length: float = 1.0) -> tuple[int, int]:
         """Bytes that a choice needs on each device, and of those the ones that grow with its micro-batch.
 
