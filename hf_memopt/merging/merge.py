@@ -13,7 +13,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.errors import InputError, as_input_error, choose
-from hf_memopt.files import write_json
+from hf_memopt.files import write_whole
 from hf_memopt.merging.adapter import Adapted, check_adapter
 from hf_memopt.merging.base import Base
 from hf_memopt.merging.layout import Output, lay_out, split_into_files
@@ -206,7 +206,7 @@ class _Merge:
             done += len(outputs)
         if count > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
     def _tensors(self, outputs: list[Output], done: int, progress: Progress) -> Iterator[torch.Tensor]:
         for number, output in enumerate(outputs, done + 1):
@@ -251,7 +251,8 @@ class _Merge:
             self.config["tie_word_embeddings"] = False
         if self.options.dtype:
             self.config["dtype"] = self.options.dtype
-        write_json(model / "config.json", self.config)
+        # As it is: write_json() would leave out what looks like a secret.
+        write_whole(model / "config.json", json.dumps(self.config, indent=2) + "\n")
         for source in (self.folder, self.base.folder):
             for file in sorted({file for pattern in _COPIED for file in source.glob(pattern)}):
                 skipped = any(file.match(pattern) for pattern in (*_OF_WEIGHTS, *_OF_RUN))
