@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
+from conftest import slow
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -79,7 +80,7 @@ def check_equal(folder, expected, **kwargs):
         assert torch.equal(found[name], weight.to(found[name].dtype)), name
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", [kind if kind in ("dora", "trained tokens") else slow(kind) for kind in ADAPTERS])
 def test_it_is_what_peft_merges(kind, base, tmp_path):
     adapter = save_adapter(base, tmp_path / "adapter", **ADAPTERS[kind])
     result = merge_adapter(adapter, tmp_path / "out", max_shard_size="20KB")
@@ -90,7 +91,7 @@ def test_it_is_what_peft_merges(kind, base, tmp_path):
     assert not list(tmp_path.glob(".out*")), "nothing temporary is left"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "float16"])
 def test_another_dtype(dtype, base, tmp_path):
     adapter = save_adapter(base, tmp_path / "adapter", **ALL)
     result = merge_adapter(adapter, tmp_path / "out", dtype=dtype)
@@ -99,7 +100,7 @@ def test_another_dtype(dtype, base, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
-@pytest.mark.parametrize("trained", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=" and ".join)
+@pytest.mark.parametrize("trained", [["embed_tokens"], slow(["lm_head"]), slow(["embed_tokens", "lm_head"])])
 def test_tied_weights_that_training_separates(trained, tmp_path):
     llama(tied=True).save_pretrained(tmp_path / "base")
     adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=trained)
@@ -112,6 +113,19 @@ def test_tied_weights_that_stay_so(tmp_path):
     settings = {"target_modules": ["q_proj"], "trainable_token_indices": [3]}
     adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", **settings)
     assert merge_adapter(adapter, tmp_path / "out").tied
+    check_equal(tmp_path / "out", merged_by_peft(tmp_path / "base", adapter).state_dict())
+
+
+def test_a_tied_head_that_the_base_stores_too(tmp_path):
+    """Its copy would be that of before training."""
+    model = llama(tied=True)
+    model.save_pretrained(tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    settings = {"target_modules": ["q_proj"], "trainable_token_indices": [3]}
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", **settings)
+    merge_adapter(adapter, tmp_path / "out")
     check_equal(tmp_path / "out", merged_by_peft(tmp_path / "base", adapter).state_dict())
 
 
@@ -134,7 +148,7 @@ def quantized(kind="nf4", double=True):
     )
 
 
-@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", False)])
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), slow("fp4", False)])
 def test_a_base_in_4_bits(kind, double, base, tmp_path):
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized(kind, double))
     packed.save_pretrained(tmp_path / "packed")

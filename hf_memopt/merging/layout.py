@@ -56,6 +56,8 @@ def lay_out(base: Base, skeleton: Skeleton, adapted: Adapted, dtype: torch.dtype
     parameters = {name: skeleton.find_parameter(name) for name in base.tensors}
     outputs = []
     for name, parameter in parameters.items():
+        if not untied and skeleton.tied.get(parameter, "") in parameters.values():
+            continue  # a second copy of the embedding, which would stay what it was before training
         outputs.append(_make_output(base, skeleton, adapted, dtype, name, parameter))
         for other, shared in skeleton.tied.items():
             if untied and shared == parameter and other not in parameters.values():
