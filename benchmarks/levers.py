@@ -52,6 +52,12 @@ LEVERS = {
         {**CHECKPOINTED, "max_grad_norm": 0.0},
         {"loss_chunk_size": 128, "optimizer_in_backward": True},
     ),
+    "mlp_tile_size=512": ({}, {"mlp_tile_size": 512}),
+    "mlp_tile_size=512, activation_checkpointing": (CHECKPOINTED, {"mlp_tile_size": 512}),
+    "mlp_tile_size=512, loss_chunk_size=128, activation_checkpointing": (
+        CHECKPOINTED,
+        {"mlp_tile_size": 512, "loss_chunk_size": 128},
+    ),
     "sliding_window=256": ({}, {"sliding_window": 256}),
     "sparse_block_size=64": ({}, {"sparse_block_size": 64}),
     EAGER: ({}, {}),

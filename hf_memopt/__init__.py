@@ -31,6 +31,7 @@ _HOME = {
     "TrainingOutOfMemory": "hf_memopt.errors",
     "TrainingInterrupted": "hf_memopt.trainer.interrupt",
     "TrainingTerminated": "hf_memopt.trainer.interrupt",
+    "merge_adapter": "hf_memopt.merging.merge",
     "classify_oom": "hf_memopt.oom.classify",
 }
 

@@ -25,6 +25,7 @@ LEVERS = {
     "LoRA": ({}, {}),
     "accumulation": ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2}, {}),
     "loss_chunk_size": ({}, {"loss_chunk_size": 64}),
+    "mlp_tile_size": ({}, {"mlp_tile_size": 100}),
     "logits_to_keep": ({}, {"logits_to_keep": True}),
     "activation_compression": ({}, {"activation_compression": "int8"}),
     "activation_offload": ({}, {"activation_offload": True}),

@@ -506,6 +506,48 @@ def consolidate(
 
 
 @app.command(
+    epilog="Examples: hf-memopt merge out/my-run my-model · hf-memopt merge out/my-run my-model --base ./llama-3.1-8b "
+    "--dtype bfloat16 · hf-memopt merge out/qlora my-model --quantize nf4 · "
+    "hf-memopt merge out/qlora my-model --base ./llama-3.1-8b-bnb-4bit --reference ./llama-3.1-8b"
+)
+def merge(
+    adapter: Annotated[str, typer.Argument(help="Folder or hub id of a LoRA, rsLoRA or DoRA adapter.")],
+    directory: Annotated[str, typer.Argument(metavar="OUT", help="An empty or new folder to write the model to.")],
+    base: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the base model. Default: the one that the adapter names.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32. Default: the base's.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="nf4 or fp4: first round the base as QLoRA's training did, and report what that changes.",
+        ),
+    ] = None,
+    double_quant: Annotated[
+        bool, typer.Option(help="With --quantize: as bnb_4bit_use_double_quant was in training.")
+    ] = True,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="The unquantized model, to report what a base in 4 bits differs by. Folder or hub id."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file: 500MB, 5GB.")] = "5GB",
+    json: Json = False,
+) -> None:
+    """Merge a LoRA adapter into its base model, tensor by tensor: host memory never holds the model."""
+    from hf_memopt.cli.merge import run_merge
+
+    options = {
+        "base": base,
+        "dtype": dtype,
+        "quantize": quantize,
+        "double_quant": double_quant,
+        "reference": reference,
+    }
+    run_merge(adapter, directory, options | {"max_shard_size": max_shard_size}, json)
+
+
+@app.command(
     epilog="Examples: hf-memopt calibrate · hf-memopt calibrate --budget 120 (run it again for the rest) · "
     "hf-memopt calibrate --export my-card.json · hf-memopt calibrate --rehearse"
 )

@@ -34,6 +34,10 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
         from hf_memopt.levers.chunked_loss import chunk_loss
 
         chunk_loss(model, memory_args.loss_chunk_size, label_smoothing)
+    if memory_args.mlp_tile_size is not None:
+        from hf_memopt.levers.tiled_mlp import tile_mlps
+
+        tile_mlps(model, memory_args.mlp_tile_size)
     if memory_args.logits_to_keep:
         from hf_memopt.levers.answer_logits import keep_answer_logits
 

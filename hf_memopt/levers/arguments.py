@@ -27,6 +27,7 @@ _POSITIVE = (
     "adjustment_frequency",
     "max_memory_gib",
     "loss_chunk_size",
+    "mlp_tile_size",
     "sliding_window",
     "max_tokens_per_batch",
     "sparse_block_size",
@@ -105,6 +106,12 @@ class MemoryArguments:
     loss_chunk_size: int | None = field(
         default=None,
         metadata={"help": "Compute logits and loss for this many tokens at a time. The loss does not change."},
+    )
+    mlp_tile_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Run MLPs on this many tokens at a time, and compute their intermediates again in backward."
+        },
     )
     max_tokens_per_batch: int | None = field(
         default=None,

@@ -161,6 +161,14 @@ def _chunk_loss(job: JobFacts) -> dict[str, int] | None:
     return {"loss_chunk_size": min(CHUNK, tokens // 2)} if tokens > CHUNK // 4 else None
 
 
+def _tile_mlps(job: JobFacts) -> dict[str, int] | None:
+    """Of long micro-batches whose layers are checkpointed: one layer's MLP is then the peak beside the logits."""
+    if job.memory_args.mlp_tile_size is not None or not job.setup.activation_checkpointing:
+        return None
+    tokens = (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
+    return {"mlp_tile_size": CHUNK} if tokens >= 4 * CHUNK else None
+
+
 def _evaluates(job: JobFacts) -> bool:
     if job.training is None:
         return True
@@ -185,6 +193,9 @@ CHECKPOINTING = Change(
 )
 LOSS_CHUNKS = Change(
     settings={"loss_chunk_size": CHUNK}, compute=_chunk_loss, effect="logits of so many tokens at once"
+)
+MLP_TILES = Change(
+    settings={"mlp_tile_size": CHUNK}, compute=_tile_mlps, effect="the MLP's intermediates for so many tokens at once"
 )
 COMPRESSION = Change(
     settings={"activation_compression": "int8"},
@@ -286,6 +297,7 @@ MEMORY_LIMIT = Change(label="max_memory_gib", effect="where several jobs share a
 ESTIMATED = (
     CHECKPOINTING,
     LOSS_CHUNKS,
+    MLP_TILES,
     COMPRESSION,
     MICRO_BATCH,
     EVAL_BATCH,

@@ -35,6 +35,8 @@ def refusals(
     """One sentence for each incompatibility of a job's settings."""
     if memory_args.loss_chunk_size is not None and fields.get("use_liger_kernel"):
         yield "use_liger_kernel and loss_chunk_size both replace the loss: use one of them"
+    if memory_args.mlp_tile_size is not None and fields.get("use_liger_kernel"):
+        yield "use_liger_kernel and mlp_tile_size both replace the MLP: use one of them"
     if memory_args.loss_chunk_size is not None and engine == "mesh":
         yield (
             "loss_chunk_size calls the head a second time, which crashes when transformers shards the model: leave it "
