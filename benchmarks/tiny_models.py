@@ -51,11 +51,12 @@ def tiny_config(kind: type, small: bool = True, layers: int = LAYERS):
             changed[name] = tiny_config(type(value), small, layers)
         elif name in fields and (size := _tiny(name, value, small, layers)) is not None:
             changed[name] = size
-    if getattr(default, "num_key_value_heads", None) == getattr(default, "num_attention_heads", 0):  # not grouped
+    heads = vars(default)  # not by attribute: some classes refuse that where layers differ
+    if heads.get("num_key_value_heads") == heads.get("num_attention_heads", 0):  # not grouped
         changed.pop("num_key_value_heads", None)
         if "num_key_value_heads" in fields and "num_attention_heads" in changed:
             changed["num_key_value_heads"] = changed["num_attention_heads"]
-    missing = {name: value for name, value in _MISSING.items() if name in fields and getattr(default, name) is None}
+    missing = {name: value for name, value in _MISSING.items() if name in fields and heads.get(name) is None}
     rope = getattr(default, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
         missing["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
