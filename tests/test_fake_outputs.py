@@ -1,11 +1,15 @@
 """Outputs that are remembered by shapes are what FakeTensorMode returns."""
 
+import copy
+
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
+from hf_memopt.estimator.fake_pretrained import fake_models
+from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
 F = torch.nn.functional
 
@@ -91,3 +95,14 @@ def test_the_memory_of_shapes_has_an_end(monkeypatch):
     monkeypatch.setattr(fake_outputs, "_MOST", 3)
     twice(lambda a, b: [a * number for number in range(9)])
     assert len(fake_outputs._remembered) <= 3
+
+
+@pytest.mark.parametrize("world", [lambda: fake_world(accelerator=False), fake_models])
+def test_a_copied_tensor_has_the_mode_of_the_original(world):
+    """Copies of the mode release its references to storages twice: some ran into a segmentation fault much later."""
+    with world():
+        weight = torch.nn.Linear(4, 4).weight
+        assert isinstance(weight, FakeTensor)
+        torch.tensor(0.1)  # the mode keeps a reference to the storage of a small tensor's value
+        assert copy.deepcopy(weight).fake_mode is weight.fake_mode
+        assert copy.deepcopy(torch.nn.Linear(4, 4)).weight.fake_mode is weight.fake_mode

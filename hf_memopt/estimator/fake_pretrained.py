@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _IncompatibleKeys, register_module_parameter_registration_hook
 
 from hf_memopt.errors import InputError
@@ -15,7 +15,7 @@ from hf_memopt.estimator.accounting.known_values import ConstructorValues
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.estimator.patches.replacement import all_replaced, original, replaced
 from hf_memopt.estimator.quantized_checkpoints import resolve_quantization
-from hf_memopt.estimator.tracing.fake_tensors import cast_in_place
+from hf_memopt.estimator.tracing.fake_tensors import FakeMode, cast_in_place
 from hf_memopt.estimator.tracing.model import outside_zero3
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
 from hf_memopt.hardware import get_hardware
@@ -24,9 +24,9 @@ _PRETRAINED = "transformers.modeling_utils:PreTrainedModel"
 
 
 @contextmanager
-def fake_models() -> Iterator[FakeTensorMode]:
+def fake_models() -> Iterator[FakeMode]:
     """Every model that is built has fake weights, whether from a checkpoint, a configuration or by its class."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode(allow_non_fake_inputs=True)
     casts = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
     hook = register_module_parameter_registration_hook(lambda module, name, weight: _fake_weight(mode, weight))
     try:
@@ -45,7 +45,7 @@ def fake_models() -> Iterator[FakeTensorMode]:
         hook.remove()
 
 
-def _replacements(mode: FakeTensorMode) -> dict:
+def _replacements(mode: FakeMode) -> dict:
     real = original("transformers:PreTrainedModel.from_pretrained").__func__
     from_config = original("transformers:PreTrainedModel._from_config").__func__
     resize_embeddings = original("transformers:PreTrainedModel.resize_token_embeddings")
@@ -126,7 +126,7 @@ def _check_device_map(device_map) -> None:
         )
 
 
-def _fake_weight(mode: FakeTensorMode, weight):
+def _fake_weight(mode: FakeMode, weight):
     """What a module registers in the place of a weight; None for the weight itself.
 
     A model that is built by its class allocates its weights one by one, and only writing to them takes memory.
@@ -172,7 +172,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 @contextmanager
-def _fake_adapters(mode: FakeTensorMode) -> Iterator[None]:
+def _fake_adapters(mode: FakeMode) -> Iterator[None]:
     """PeftModel.from_pretrained, AutoPeftModel: the adapter of a folder's configuration, without its weights."""
     if importlib.util.find_spec("peft") is None:
         yield

@@ -30,6 +30,17 @@ from hf_memopt.estimator.patches.replacement import all_replaced, replaced
 from hf_memopt.estimator.patches.table import FOREACH
 
 
+class FakeMode(FakeTensorMode):
+    """The fake tensor mode, of which copied tensors share one.
+
+    A deep copy of a fake tensor copies its attributes, so torch 2.13 copies the mode with all that it remembers: among
+    it the C++ references to storages of known values, which are then released twice, and the heap is corrupted.
+    """
+
+    def __deepcopy__(self, memo: dict) -> "FakeMode":
+        return self
+
+
 @contextmanager
 def fake_world(
     accelerator: bool, flex: bool = False, paging: Callable = nullcontext, fp8: bool = False
@@ -66,7 +77,7 @@ def fake_world(
         cuda_autocast() if accelerator else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),
         counted_fp8_kernels() if fp8 else nullcontext(),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeMode(allow_non_fake_inputs=True),
     ):
         yield
 
