@@ -90,7 +90,7 @@ def test_json_is_what_presets_give(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_versio: 2\n", "did you mean 'version'"),
+        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_versio: 2\n", "did you mean 'fsdp_version'"),
         (
             "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  reshard_after_foward: true\n",
             "did you mean 'reshard_after_forward'",

@@ -212,7 +212,7 @@ def test_bundled_architectures_have_the_published_number_of_weights(model, weigh
         ("qwen3-0.7b", "'qwen3-0.6b'"),
         ("Qwen/Qwen3-0.7B", "'qwen3-0.6b'"),  # a hub id that is not cached
         ("gpt-oss-30b", "'gpt-oss-20b'"),
-        ("xyz", "a hub id, a folder or a config.json"),
+        ("xyz", "a hub id, a folder, a config.json"),
     ],
 )
 def test_an_unknown_model_gets_the_nearest_names_in_a_short_line(asked, named):
@@ -515,7 +515,7 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
         (["{model}", "--preset", "cpu", "--world-size", "0"], "at least 1"),
         (["{model}", "--preset", "cpu", "--set", "task=singing"], "unknown task"),
         (["{model}", "--preset", "cpu", "--plot", "memory.txt"], "must end in .png"),
-        (["llama-3.1-7b", "--preset", "cpu"], "did you mean 'llama-3.1-8b' or 'llama-3.1-70b'"),
+        (["llama-3.1-7b", "--preset", "cpu"], "did you mean 'llama-3.1-70b' or 'llama-3.1-8b'"),
     ],
 )
 def test_bad_input(arguments, message, model_folder, command):
