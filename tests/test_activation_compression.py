@@ -205,7 +205,7 @@ def lora_in_fp32():
     return with_lora().float()
 
 
-@pytest.mark.parametrize("model", [slow(in_fp32), lora_in_fp32])
+@pytest.mark.parametrize("model", [slow(in_fp32), slow(lora_in_fp32)])
 def test_runs_out_of_memory_and_goes_on(model, tmp_path, monkeypatch):
     """The same run as one that does not run out; small tensors are taken too, the model has no other."""
     monkeypatch.setattr("hf_memopt.levers.activation_compression._SMALLEST", 128)

@@ -154,6 +154,7 @@ def test_limits_that_cannot_be(name, value, tmp_path):
         read_clip(tmp_path / "any.mp4", FrameLimits(**{name: value}))
 
 
+@pytest.mark.slow
 def test_no_more_frames_than_chosen_are_held(tmp_path):
     """A clip of 1.0 GB of pixels, of which 8 frames are asked for: the process grows by a small part of that."""
     path = videos.write(
@@ -239,7 +240,7 @@ def test_frames_beyond_host_memory_are_refused_before_decoding(tmp_path, monkeyp
     assert len(read_clip(path, FrameLimits(None, max_pixels=10_000)).frames) == 300
 
 
-@pytest.mark.parametrize("limit_mib", [slow(700), 300])
+@pytest.mark.parametrize("limit_mib", [slow(700), slow(300)])
 def test_running_out_of_memory_is_no_bad_video(limit_mib, tmp_path):
     """A real ENOMEM: the address space of the process ends while frames are decoded."""
     path = videos.write(tmp_path / "long.mp4", videos.numbered(600, 720, 1280), options={"preset": "ultrafast"})

@@ -155,6 +155,7 @@ def test_without_a_launcher_deepspeed_cannot_start(monkeypatch):
     assert cannot_start(engine) is None
 
 
+@pytest.mark.slow
 def test_a_json_without_a_batch_size_is_refused_with_what_to_add(tmp_path, recipe, builtin_model):
     """The founding guide's own: DeepSpeed refuses it after the model was loaded."""
     guides = tmp_path / "guide.json"

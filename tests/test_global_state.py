@@ -210,6 +210,7 @@ def test_the_cpus_deepspeed_is_not_a_cards(monkeypatch, tmp_path):
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_recipe_started_in_this_process_leaves_no_filter(recipe, tmp_path):
     before = global_state()
     recipe("sft")(["--preset", "cpu", "--dry_run", "--output_dir", str(tmp_path / "out")])

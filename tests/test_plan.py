@@ -120,6 +120,7 @@ def test_sketches_are_near_estimates(search, every):
         assert found.sketch.device_bytes(choice)[0] == pytest.approx(estimate.device_bytes, rel=0.005), choice
 
 
+@pytest.mark.slow
 def test_rungs_rise(search, every):
     request, found = search
     made = planned(request, every[found.choices[0]].device_bytes)
@@ -272,6 +273,7 @@ def test_what_is_given_of_the_batch_decides_the_effective_batch():
         plan(small, "cpu", 8, 64, "full", training=given | {"per_device_train_batch_size": 4})
 
 
+@pytest.mark.slow
 def test_a_model_without_checkpointing_is_planned_without_it():
     from transformers import AutoConfig
 

@@ -205,6 +205,7 @@ def test_a_script_calls_what_is_replaced(calls, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.slow
 def test_a_trainer_that_generates_calls_what_is_replaced(calls):
     pytest.importorskip("test_grpo_estimates").task(beta=0.1, use_vllm=True)
     assert uncalled(Part.ROLLOUTS, calls) == []

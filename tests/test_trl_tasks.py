@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["DPO", *(slow(case) for case in CASES if case != "DPO")])
+@pytest.mark.parametrize("case", [slow(case) for case in CASES])
 def test_predicted_as_measured(case, tmp_path):
     task, adapters, fields = CASES[case]
     config = llama().config
@@ -153,7 +153,7 @@ def test_what_cannot_run_is_refused_in_a_sentence(fields, settings, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("task", [slow("sft"), "dpo", slow("kto"), slow("reward")])
+@pytest.mark.parametrize("task", [slow("sft"), slow("dpo"), slow("kto"), slow("reward")])
 def test_the_command_line_estimates_a_task(task, command, tmp_path):
     llama().config.save_pretrained(tmp_path)
     words = ("estimate", tmp_path, "--hardware", "rtx_4090", "--task", task, "--seq-len", "64")

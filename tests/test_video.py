@@ -358,6 +358,7 @@ def test_a_worker_s_error_is_one_sentence(family, files, tmp_path, capsys):
     assert said[-1].startswith(f"error: {files / 'broken.mp4'}: not a readable video") and "Traceback" not in said[-1]
 
 
+@pytest.mark.slow
 def test_without_av_the_recipe_names_the_extra_and_estimates_run():
     hidden = "import sys; sys.modules['av'] = None\n"
     path = str(ROOT / "recipes" / "video_sft.py")

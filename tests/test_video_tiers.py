@@ -289,6 +289,7 @@ def test_nothing_fits(recipe, qwen, tmp_path, no_traces):
         recipe("video_sft")([*argv, "--model_name_or_path", qwen("qwen2.5-vl-3b")])
 
 
+@pytest.mark.slow
 def test_a_row_holds_for_its_own_settings_alone(started, monkeypatch):
     asked, jobs_asked = [], []
 
