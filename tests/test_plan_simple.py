@@ -1,5 +1,6 @@
 """Plans prefer what an expert would set: plain settings, unless what costs complexity saves a tenth of the time."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -15,9 +16,10 @@ from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
-from hf_memopt.planner.choices import SearchSpace
+from hf_memopt.planner.choices import Choice, SearchSpace
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import _safe_left_out
+from hf_memopt.planner.sketch import sketch_of, traced_jobs
 from hf_memopt.units import GIB
 
 
@@ -49,6 +51,28 @@ def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(request_and_s
     for place, choice in enumerate(search.choices):
         if choice.complexities and (slower := [one for one in search.choices[place:] if search.is_plain(one)]):
             assert search.seconds[choice] < 0.9 * min(search.seconds[one] for one in slower), choice
+
+
+def test_rounding_beside_a_rounding_optimizer_costs_too():
+    """A card's QLoRA preset has an 8-bit optimizer, which does not make 8-bit activations free."""
+    plain = Choice("none", 4, 8, 1.0, "paged_adamw_8bit", "bfloat16")
+    assert replace(plain, compressed=True).complexities == plain.complexities + 1
+    both = replace(plain, compressed=True, inputs_offloaded=True)
+    assert both.complexities == plain.complexities + 2
+
+
+@pytest.mark.slow
+def test_fsdp2_widens_what_is_trained_and_nothing_else():
+    """accelerate's fsdp2_prepare_model: frozen weights stay in 16 bits, or in 4."""
+    loaded, ranks = {}, 2
+    for method in ("full", "lora"):
+        request = request_for(config(8, vocab_size=200), method, hardware="rtx_3060x2", batch=1)
+        jobs = request.baselines(request.choices())[:1]
+        sketch = sketch_of(jobs * 4, traced_jobs(jobs) * 4)
+        held = sketch._sharded(Choice("fsdp2", 1, 1, 0.0, "adamw_torch_fused", "bfloat16"))
+        loaded[method] = held["parameters"] * ranks / sketch.loaded
+    assert loaded["full"] == pytest.approx(2, rel=0.01)
+    assert loaded["lora"] == pytest.approx(1, rel=0.01)
 
 
 def test_safe_is_plain_where_anything_plain_fits(request_and_search):

@@ -110,8 +110,8 @@ class Choice:
 
     @property
     def complexities(self) -> int:
-        """What it costs beside time: leaning on the host, rounding, or both."""
-        return bool(self.offloads) + bool(self.approximations)
+        """What it costs beside time: leaning on the host, and every rounding."""
+        return bool(self.offloads) + self.approximations
 
     def memory_fields(self) -> dict[str, Any]:
         """The MemoryArguments fields that it sets."""
