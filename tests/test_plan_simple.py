@@ -199,9 +199,15 @@ def test_host_memory_is_assumed_small():
     assert assumed_host_memory(catalog_entry("h100_80gb")).bytes <= 256 * GIB
     for name in list_hardware():
         host = assumed_host_memory(catalog_entry(name))
-        assert host.assumed and host.source and host.bytes <= 256 * GIB, name
+        assert host.assumed and host.source and host.bytes <= 256 * GIB or not catalog_entry(name).memory_apart, name
     server = assumed_host_memory(catalog_entry("a100_pcie_80gb"))
     assert server == assumed_host_memory(catalog_entry("a100_80gb")) != assumed_host_memory(catalog_entry("l4"))
+
+
+def test_unified_memory_is_the_machines():
+    device = catalog_entry("m2_24gb")
+    assert assumed_host_memory(device).bytes == 24 * GIB > device.memory
+    assert "unified" in assumed_host_memory(device).source
 
 
 def test_on_this_machine_it_is_asked(monkeypatch):
