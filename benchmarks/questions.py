@@ -79,7 +79,16 @@ def plan_of(found: dict) -> dict:
     usual = next((rung for rung in ladder if rung["profile"] == "balanced"), ladder[0] if ladder else None)
     names = (
         *("model", "hardware", "devices", "method", "seq_len", "effective_batch_size", "usable_bytes"),
-        *("usable_host_bytes", "host_memory_source", "missing_bytes", "nearest", "plain", "methods", "rejected", "notes"),
+        *(
+            "usable_host_bytes",
+            "host_memory_source",
+            "missing_bytes",
+            "nearest",
+            "plain",
+            "methods",
+            "rejected",
+            "notes",
+        ),
     )
     row = {name: found[name] for name in names} | {"profiles": [_profile(rung) for rung in ladder]}
     if usual is None:

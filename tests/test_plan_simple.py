@@ -99,6 +99,27 @@ def test_a_larger_budget_is_never_slower(request_and_search):
         assert seconds == sorted(seconds, reverse=True)
 
 
+def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_shown(request_and_search):
+    """Where estimates order two choices otherwise than the sketches do, a larger budget keeps the smaller one's."""
+    request, search = request_and_search
+    fast, plain = (
+        search.choices[0],
+        next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1),
+    )
+    assert search.relative_time(plain, fast) == search.seconds[plain] / search.seconds[fast] > 1
+    before = dict(search.found)
+    search.found[fast] = replace(before[fast], step_seconds=2.0, tokens_per_second=100.0)
+    search.found[plain] = replace(before[plain], step_seconds=1.0, tokens_per_second=200.0)
+    try:
+        assert search.relative_time(plain, fast) == 0.5
+        rung = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset), tokens_per_second=100.0)
+        search.fits = lambda choice, budget: choice == plain
+        assert plain_alternative(request, search, rung).tokens_per_second == 200
+    finally:
+        search.found = before
+        del search.fits
+
+
 def test_the_plain_alternative_is_named_with_what_it_loses(request_and_search):
     request, search = request_and_search
     fast = search.choices[0]

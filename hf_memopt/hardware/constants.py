@@ -149,6 +149,14 @@ TABLE = (
     ),
     Constant(
         name="attention_efficiency",
+        value=0.43,
+        unit="share of the catalog's rate",
+        source="assumed of an MI300X: as far below its matmuls as on an A100",
+        backends=("rocm",),
+        architectures=("gfx942",),
+    ),
+    Constant(
+        name="attention_efficiency",
         value=0.7,
         unit="share of the catalog's rate",
         source=f"{_FITTED}; FlashAttention-2 reaches up to 73 % of an A100's rate (Dao 2023)",
