@@ -37,7 +37,7 @@ QUESTIONS = (
     Question("70B on 4 x L40S", "plan llama-3.1-70b --hardware l40sx4 --seq-len 2048"),
     Question("70B on 8 x A100", "plan llama-3.1-70b --hardware a100_80gbx8 --seq-len 4096"),
     Question("405B", "plan llama-3.1-405b --hardware h100_80gbx64 --seq-len 4096"),
-    Question("30B-A3B", "plan qwen3-30b-a3b --hardware h100_80gb --seq-len 2048"),
+    Question("30B A3B", "plan qwen3-30b-a3b --hardware h100_80gb --seq-len 2048"),
     Question("video 7B", "plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max"),
     Question(
         "cheapest card", "plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M --seq-len 2048"

@@ -19,6 +19,7 @@ from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternat
 from hf_memopt.planner.choices import Choice, SearchSpace
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import _safe_left_out
+from hf_memopt.planner.search import Search
 from hf_memopt.planner.sketch import sketch_of, traced_jobs
 from hf_memopt.units import GIB
 
@@ -144,6 +145,24 @@ def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(request_and_se
                 assert "predicted to take 0." in rejected.reason or "take 1.00" in rejected.reason
 
 
+def test_what_lacks_host_memory_is_left_out_for_that(request_and_search):
+    """Not because it were too slow: it was never a choice."""
+    request, search = request_and_search
+    short = Search(list(search.choices), search.sketch, None, None, HostMemory(1, "a box without memory", assumed=False))
+    request = replace(request, host_memory=short.host_memory)
+    assert short.short_of_host and not any(choice.offloads for choice in short.choices)
+    plain = next(one for one in short.choices if short.is_plain(one))
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(request, short, [plain])}
+    assert "of host memory for each process" in reasons["activations in host memory"]
+
+
+def test_checkpointed_inputs_go_to_the_host_by_one_way(request_and_search):
+    """transformers' own: through activation_offload they stay on the device once backward has fetched them."""
+    _, search = request_and_search
+    assert any(choice.inputs_offloaded for choice in search.choices)
+    assert not any(choice.activations_offloaded and choice.checkpointed == 1 for choice in search.choices)
+
+
 def test_why_safe_depends_on_the_host_is_said():
     choice = SimpleNamespace(offloads=1)
     assert "every profile depends" in _safe_left_out([SimpleNamespace(name="safe", choice=choice)])[0].reason
@@ -220,7 +239,8 @@ def test_host_memory_is_assumed_small():
     assert assumed_host_memory(catalog_entry("h100_80gb")).bytes <= 256 * GIB
     for name in list_hardware():
         host = assumed_host_memory(catalog_entry(name))
-        assert host.assumed and host.source and host.bytes <= 256 * GIB or not catalog_entry(name).memory_apart, name
+        assert host.assumed and host.source, name
+        assert host.bytes <= 256 * GIB or not catalog_entry(name).memory_apart, name
     server = assumed_host_memory(catalog_entry("a100_pcie_80gb"))
     assert server == assumed_host_memory(catalog_entry("a100_80gb")) != assumed_host_memory(catalog_entry("l4"))
 

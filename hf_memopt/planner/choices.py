@@ -205,12 +205,15 @@ class SearchSpace:
     def choices(self) -> Iterator[Choice]:
         """Every combination that compatibility accepts, in no order."""
         for strategy in self._strategies():
+            layers = self._checkpointing(strategy)
             for optim, dtype, optimizer_offloaded in self._optimizers(strategy):
                 for micro, (checkpointed, inputs), (compressed, offloaded), chunked in itertools.product(
-                    self._micro_batches(), self._checkpointing(strategy), self._activations(strategy), self._losses()
+                    self._micro_batches(), layers, self._activations(strategy), self._losses()
                 ):
                     if inputs and (compressed or offloaded):
                         continue  # both would take the layers' inputs
+                    if offloaded and checkpointed == 1 and (1.0, True) in layers:
+                        continue  # activation_offload holds the inputs that backward has fetched until its end
                     choice = Choice(
                         strategy=strategy,
                         micro_batch=micro,

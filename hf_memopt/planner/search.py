@@ -135,7 +135,7 @@ class Search:
     def fits(self, choice: Choice, budget: int) -> bool:
         """By its estimate, or else by its sketch."""
         if choice not in self.found:
-            return self.needs(choice) <= budget
+            return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
         estimate = self.found[choice]
         if estimate is None or estimate.device_bytes > budget:
             return False

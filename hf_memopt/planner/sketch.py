@@ -236,8 +236,7 @@ class Sketch:
         }
 
     def _gathered(self, loaded: int) -> float:
-        """Bytes of weights that FSDP2 holds whole: the embeddings, which stay from forward to backward, a layer and the
-        next."""
+        """Bytes of weights that FSDP2 holds whole: the embeddings, which stay until backward, a layer and the next."""
         outside = 2 * self.outside_layers
         return outside + 2 * max(0, loaded - outside) / count_layers(self.job.config)
 
