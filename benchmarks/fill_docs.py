@@ -15,6 +15,7 @@ import optimizers_docs
 import peft_docs
 import plans_docs
 import presets_docs
+import questions_docs
 import scripts_docs
 import trl_docs
 import video_docs
@@ -26,7 +27,7 @@ _TABLES = {
     "docs/levers.md": levers_docs.TABLES,
     "docs/memory.md": {**devices_docs.TABLES, **optimizers_docs.TABLES, **peft_docs.TABLES},
     "docs/estimate.md": {**model_types_docs.TABLES, **scripts_docs.TABLES},
-    "docs/plans.md": plans_docs.TABLES,
+    "docs/plans.md": {**plans_docs.TABLES, **questions_docs.TABLES},
     "docs/clusters.md": clusters_docs.TABLES,
     "docs/grpo.md": grpo_docs.TABLES,
     "docs/guides.md": guides_docs.TABLES,

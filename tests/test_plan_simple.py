@@ -1,5 +1,6 @@
 """Plans prefer what an expert would set: plain settings, unless what costs complexity saves a tenth of the time."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -15,9 +16,11 @@ from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
-from hf_memopt.planner.choices import SearchSpace
+from hf_memopt.planner.choices import Choice, SearchSpace
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import _safe_left_out
+from hf_memopt.planner.search import Search
+from hf_memopt.planner.sketch import sketch_of, traced_jobs
 from hf_memopt.units import GIB
 
 
@@ -51,6 +54,28 @@ def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(request_and_s
             assert search.seconds[choice] < 0.9 * min(search.seconds[one] for one in slower), choice
 
 
+def test_rounding_beside_a_rounding_optimizer_costs_too():
+    """A card's QLoRA preset has an 8-bit optimizer, which does not make 8-bit activations free."""
+    plain = Choice("none", 4, 8, 1.0, "paged_adamw_8bit", "bfloat16")
+    assert replace(plain, compressed=True).complexities == plain.complexities + 1
+    both = replace(plain, compressed=True, inputs_offloaded=True)
+    assert both.complexities == plain.complexities + 2
+
+
+@pytest.mark.slow
+def test_fsdp2_widens_what_is_trained_and_nothing_else():
+    """accelerate's fsdp2_prepare_model: frozen weights stay in 16 bits, or in 4."""
+    loaded, ranks = {}, 2
+    for method in ("full", "lora"):
+        request = request_for(config(8, vocab_size=200), method, hardware="rtx_3060x2", batch=1)
+        jobs = request.baselines(request.choices())[:1]
+        sketch = sketch_of(jobs * 4, traced_jobs(jobs) * 4)
+        held = sketch._sharded(Choice("fsdp2", 1, 1, 0.0, "adamw_torch_fused", "bfloat16"))
+        loaded[method] = held["parameters"] * ranks / sketch.loaded
+    assert loaded["full"] == pytest.approx(2, rel=0.01)
+    assert loaded["lora"] == pytest.approx(1, rel=0.01)
+
+
 def test_safe_is_plain_where_anything_plain_fits(request_and_search):
     _, search = request_and_search
     plain, others = 0, 0
@@ -75,6 +100,27 @@ def test_a_larger_budget_is_never_slower(request_and_search):
         assert seconds == sorted(seconds, reverse=True)
 
 
+def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_shown(request_and_search):
+    """Where estimates order two choices otherwise than the sketches do, a larger budget keeps the smaller one's."""
+    request, search = request_and_search
+    fast, plain = (
+        search.choices[0],
+        next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1),
+    )
+    assert search.relative_time(plain, fast) == search.seconds[plain] / search.seconds[fast] > 1
+    before = dict(search.found)
+    search.found[fast] = replace(before[fast], step_seconds=2.0, tokens_per_second=100.0)
+    search.found[plain] = replace(before[plain], step_seconds=1.0, tokens_per_second=200.0)
+    try:
+        assert search.relative_time(plain, fast) == 0.5
+        rung = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset), tokens_per_second=100.0)
+        search.fits = lambda choice, budget: choice == plain
+        assert plain_alternative(request, search, rung).tokens_per_second == 200
+    finally:
+        search.found = before
+        del search.fits
+
+
 def test_the_plain_alternative_is_named_with_what_it_loses(request_and_search):
     request, search = request_and_search
     fast = search.choices[0]
@@ -97,6 +143,24 @@ def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(request_and_se
                 assert "depending on host" not in rejected.reason, rejected
             if "too small a gain" in rejected.reason:
                 assert "predicted to take 0." in rejected.reason or "take 1.00" in rejected.reason
+
+
+def test_what_lacks_host_memory_is_left_out_for_that(request_and_search):
+    """Not because it were too slow: it was never a choice."""
+    request, search = request_and_search
+    short = Search(list(search.choices), search.sketch, None, None, HostMemory(1, "a box without memory", assumed=False))
+    request = replace(request, host_memory=short.host_memory)
+    assert short.short_of_host and not any(choice.offloads for choice in short.choices)
+    plain = next(one for one in short.choices if short.is_plain(one))
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(request, short, [plain])}
+    assert "of host memory for each process" in reasons["activations in host memory"]
+
+
+def test_checkpointed_inputs_go_to_the_host_by_one_way(request_and_search):
+    """transformers' own: through activation_offload they stay on the device once backward has fetched them."""
+    _, search = request_and_search
+    assert any(choice.inputs_offloaded for choice in search.choices)
+    assert not any(choice.activations_offloaded and choice.checkpointed == 1 for choice in search.choices)
 
 
 def test_why_safe_depends_on_the_host_is_said():
@@ -175,9 +239,16 @@ def test_host_memory_is_assumed_small():
     assert assumed_host_memory(catalog_entry("h100_80gb")).bytes <= 256 * GIB
     for name in list_hardware():
         host = assumed_host_memory(catalog_entry(name))
-        assert host.assumed and host.source and host.bytes <= 256 * GIB, name
+        assert host.assumed and host.source, name
+        assert host.bytes <= 256 * GIB or not catalog_entry(name).memory_apart, name
     server = assumed_host_memory(catalog_entry("a100_pcie_80gb"))
     assert server == assumed_host_memory(catalog_entry("a100_80gb")) != assumed_host_memory(catalog_entry("l4"))
+
+
+def test_unified_memory_is_the_machines():
+    device = catalog_entry("m2_24gb")
+    assert assumed_host_memory(device).bytes == 24 * GIB > device.memory
+    assert "unified" in assumed_host_memory(device).source
 
 
 def test_on_this_machine_it_is_asked(monkeypatch):

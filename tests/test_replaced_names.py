@@ -79,6 +79,9 @@ JOBS = {
             (FrodConfig, {}),
         )
     ],
+    Part.OFFLOADED_INPUTS: [
+        {"more": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}}
+    ],
     Part.FLEX_ATTENTION: [{"memory_args": MemoryArguments(sliding_window=16)}],
     Part.FLASH_ATTENTION: [
         {"attn_implementation": "flash_attention_2", **rows}

@@ -126,6 +126,33 @@ def test_what_is_offloaded_takes_longer(config):
 
 
 @pytest.mark.slow
+def test_inputs_that_transformers_offloads_are_counted_on_the_host():
+    """activation_checkpointing_kwargs={"offload": True}: a micro-batch's inputs of every layer."""
+    layers, tokens = 12, 4096
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+    config = LlamaConfig(num_hidden_layers=layers, **shape)
+    here, there = (
+        estimate(
+            config,
+            {
+                "per_device_train_batch_size": 4,
+                "bf16": True,
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs": {"use_reentrant": False, "offload": offload},
+            },
+            tokens // 4,
+            "rtx_3060",
+            dtype="bfloat16",
+        )
+        for offload in (False, True)
+    )
+    inputs = layers * tokens * config.hidden_size * 2
+    assert here.breakdown["activations"] - there.breakdown["activations"] == pytest.approx(inputs, rel=0.1)
+    assert there.device_bytes < here.device_bytes and there.host_bytes > here.host_bytes
+    assert there.step_seconds > here.step_seconds + 2 * inputs / get_hardware("rtx_3060").host_link
+
+
+@pytest.mark.slow
 def test_the_command_line_shows_time_and_cost(config, tmp_path, command):
     config.save_pretrained(tmp_path)
     settings = ("--preset", "a100_80gb", "--method", "lora", "--seq-len", 64)

@@ -101,7 +101,8 @@ def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estim
 
 def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float) -> float:
     """Seconds that a micro-batch waits for activations on their way to the host and back: what the host holds in
-    forward and backward beyond what it always holds. A layer's copies overlap with that layer alone (planner.cost).
+    forward and backward beyond what it always holds. A layer's copies overlap with that layer alone, those of
+    transformers with nothing (planner.cost).
 
     Args:
         computing: seconds of a micro-batch's kernels.
@@ -112,13 +113,12 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     if not moved:
         return 0.0
     moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value
+    if not getattr(job.memory_args, "activation_offload", False):
+        return 2 * moving
     kept = computing - recomputed
     forward = _FORWARD * kept
-    if getattr(job.memory_args, "activation_offload", False):  # of the layers that are not checkpointed
-        share = max(0.0, 1 - recomputed / forward)
-        passes = share * forward, share * (kept - forward)
-    else:  # checkpointed layers' inputs: backward begins with the second forward
-        passes = forward, kept
+    share = max(0.0, 1 - recomputed / forward)  # of the layers that are not checkpointed
+    passes = share * forward, share * (kept - forward)
     return sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
 
 

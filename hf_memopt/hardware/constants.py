@@ -121,6 +121,15 @@ TABLE = (
     ),
     Constant(
         name="matmul_efficiency",
+        value=0.5,
+        unit="share of the catalog's rate",
+        source="of an MI300X: 620 of 1307 TFLOP/s in bf16 (SemiAnalysis, MI300X vs H100 vs H200 benchmark part 1, "
+        "December 2024), 45 % by Ambati et al. 2025 (AMD MI300X GPU Performance Analysis)",
+        backends=("rocm",),
+        architectures=("gfx942",),
+    ),
+    Constant(
+        name="matmul_efficiency",
         value=0.82,
         unit="share of the catalog's rate",
         source=f"{_FITTED}: of an unboundedly large matmul",
@@ -140,9 +149,25 @@ TABLE = (
     ),
     Constant(
         name="attention_efficiency",
+        value=0.43,
+        unit="share of the catalog's rate",
+        source="assumed of an MI300X: as far below its matmuls as on an A100",
+        backends=("rocm",),
+        architectures=("gfx942",),
+    ),
+    Constant(
+        name="attention_efficiency",
         value=0.7,
         unit="share of the catalog's rate",
         source=f"{_FITTED}; FlashAttention-2 reaches up to 73 % of an A100's rate (Dao 2023)",
+    ),
+    Constant(
+        name="bandwidth_efficiency",
+        value=0.81,
+        unit="share of the catalog's rate",
+        source="of an MI300X: Ambati et al. 2025 (AMD MI300X GPU Performance Analysis)",
+        backends=("rocm",),
+        architectures=("gfx942",),
     ),
     Constant(
         name="bandwidth_efficiency",

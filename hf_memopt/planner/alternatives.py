@@ -78,7 +78,10 @@ def method_alternative(request, search: Search | None, rung) -> Alternative | No
 
 def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> Alternative:
     samples = request.effective_batch_size / rung.preset.effective_batch_size  # of a step: methods' presets differ
-    relative_time = search.seconds[choice] / samples / rung.seconds
+    if request.preset.method == rung.preset.method:
+        relative_time = search.relative_time(choice, rung.choice)
+    else:
+        relative_time = search.seconds[choice] / samples / rung.seconds
     return Alternative(
         method=request.preset.method,
         settings=summarize(choice),

@@ -110,8 +110,8 @@ class Choice:
 
     @property
     def complexities(self) -> int:
-        """What it costs beside time: leaning on the host, rounding, or both."""
-        return bool(self.offloads) + bool(self.approximations)
+        """What it costs beside time: leaning on the host, and every rounding."""
+        return bool(self.offloads) + self.approximations
 
     def memory_fields(self) -> dict[str, Any]:
         """The MemoryArguments fields that it sets."""
@@ -205,12 +205,15 @@ class SearchSpace:
     def choices(self) -> Iterator[Choice]:
         """Every combination that compatibility accepts, in no order."""
         for strategy in self._strategies():
+            layers = self._checkpointing(strategy)
             for optim, dtype, optimizer_offloaded in self._optimizers(strategy):
                 for micro, (checkpointed, inputs), (compressed, offloaded), chunked in itertools.product(
-                    self._micro_batches(), self._checkpointing(strategy), self._activations(strategy), self._losses()
+                    self._micro_batches(), layers, self._activations(strategy), self._losses()
                 ):
                     if inputs and (compressed or offloaded):
                         continue  # both would take the layers' inputs
+                    if offloaded and checkpointed == 1 and (1.0, True) in layers:
+                        continue  # activation_offload holds the inputs that backward has fetched until its end
                     choice = Choice(
                         strategy=strategy,
                         micro_batch=micro,

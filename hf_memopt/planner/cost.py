@@ -119,21 +119,21 @@ class Cost:
         return max(one, one + (two - one) * (samples - 1))
 
     def _offloaded(self, choice: Choice) -> float:
-        """Seconds that a micro-batch waits for activations that are copied while it computes.
+        """Seconds that a micro-batch waits for activations that are copied.
 
         Two tensors are in flight at a time (levers/activation_offload.py), so a layer's copies overlap with that layer
-        alone: not with those that keep only their inputs, and in each direction with its own pass.
+        alone: not with those that keep only their inputs, and in each direction with its own pass. transformers copies
+        inputs on the stream that computes, and nothing overlaps (activation_checkpointing_enable, offload).
         """
         if not (choice.activations_offloaded or choice.inputs_offloaded):
             return 0.0
+        moving = self.sketch.activations(choice) / host_link(self.sketch.job.device)
+        if choice.inputs_offloaded:
+            return 2 * moving
         samples = self.sketch.samples(choice)
         kept = self._line(self.sketch.kept, samples)
         forward = max(0.0, self._line(self.sketch.checkpointed, samples) - kept)  # what is computed again
-        if choice.inputs_offloaded:
-            passes = forward, kept  # of which the layers' second forward is a part
-        else:
-            passes = tuple((1 - choice.checkpointed) * seconds for seconds in (forward, kept - forward))
-        moving = self.sketch.activations(choice) / host_link(self.sketch.job.device)
+        passes = ((1 - choice.checkpointed) * seconds for seconds in (forward, kept - forward))
         return sum(self._overlapped(computing, moving) - computing for computing in passes)
 
     def _overlapped(self, computing: float, moving: float) -> float:

@@ -87,9 +87,15 @@ class Search:
         for place in range(1, len(picks)):
             lower, pick = picks[place - 1 : place + 1]
             # What costs complexity must be clearly faster, so without this a larger budget could be the slower one.
-            if lower is not None and (pick is None or self.seconds[pick] > self.seconds[lower]):
+            if lower is not None and (pick is None or self.relative_time(pick, lower) > 1):
                 picks[place] = lower
         return picks
+
+    def relative_time(self, choice: Choice, other: Choice) -> float:
+        """Of a choice's step to that of another: by their estimates, which plans show, or else by their sketches."""
+        shown = [found and found.step_seconds for found in (self.found.get(choice), self.found.get(other))]
+        one, two = shown if all(shown) else (self.seconds[choice], self.seconds[other])
+        return one / two
 
     def _safe_pick(self, budgets: list[int], sure: bool) -> Choice | None:
         def without_host(choice: Choice) -> bool:
@@ -129,7 +135,7 @@ class Search:
     def fits(self, choice: Choice, budget: int) -> bool:
         """By its estimate, or else by its sketch."""
         if choice not in self.found:
-            return self.needs(choice) <= budget
+            return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
         estimate = self.found[choice]
         if estimate is None or estimate.device_bytes > budget:
             return False

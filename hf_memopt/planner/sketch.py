@@ -214,15 +214,17 @@ class Sketch:
 
     def _sharded(self, choice: Choice) -> dict[str, float]:
         """One rank's share, by ZeRO's arithmetic (Rajbhandari et al. 2020, figure 1): 2 bytes a weight and a gradient
-        and 12 of fp32 master weight and states; FSDP2 holds weights and gradients in fp32."""
+        and 12 of fp32 master weight and states; FSDP2 trains in fp32 and holds frozen weights as they are loaded."""
         ranks = self.job.world_size
         loaded = self.loaded - self._reference(choice)
         if choice.engine == "fsdp2":
+            # accelerate.utils.fsdp_utils.fsdp2_prepare_model widens what has gradients, and nothing else.
+            widened = max(0.0, 4 * self.trained - self._gradients())
             return {
-                "parameters": 2 * loaded / ranks,
+                "parameters": (loaded + widened) / ranks,
                 "gradients": 4 * self.trained / ranks,
                 "optimizer_states": 8 * self.trained / ranks,
-                "communication": 0,
+                "communication": self._gathered(loaded),
             }
         stage = choice.zero_stage
         on_host = "offload" in choice.strategy
@@ -232,6 +234,11 @@ class Sketch:
             "optimizer_states": 12 * self.trained / ranks * (not on_host),
             "communication": 2e9 if stage == 3 else 1e9,  # live weights and buckets, as the shipped JSONs bound them
         }
+
+    def _gathered(self, loaded: int) -> float:
+        """Bytes of weights that FSDP2 holds whole: the embeddings, which stay until backward, a layer and the next."""
+        outside = 2 * self.outside_layers
+        return outside + 2 * max(0, loaded - outside) / count_layers(self.job.config)
 
     def activations(self, choice: Choice) -> float:
         """Bytes of a micro-batch that are kept between forward and backward, in all layers."""

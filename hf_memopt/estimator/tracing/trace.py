@@ -16,7 +16,7 @@ from hf_memopt.errors import InputError, one_line
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.known_values import forget
-from hf_memopt.estimator.accounting.ledger import HOST, PAGED, Ledger, TraceResult
+from hf_memopt.estimator.accounting.ledger import PAGED, Ledger, TraceResult
 from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
@@ -27,6 +27,7 @@ from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
 from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
+from hf_memopt.estimator.tracing.host_copies import host_buffers, save_on_host
 from hf_memopt.estimator.tracing.optimizers import stand_ins
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet, without_deepspeed
 from hf_memopt.estimator.tracing.quantization import companions, staged_bytes
@@ -36,7 +37,7 @@ from hf_memopt.estimator.tracing.traced_arguments import make_arguments
 from hf_memopt.estimator.tracing.traced_trainer import make_collator, make_trainer
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.hardware.attention import flash_attention
-from hf_memopt.levers.activation_offload import AtOnce, Offloader
+from hf_memopt.levers.activation_offload import Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.presets.trl_configs import trl_trainer
 
@@ -150,6 +151,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     with windows:
         with (
             _sharding(job, trainer, stacks, mesh, ledger),
+            _inputs_on_host(job, ledger),
             _optimizer_errors(args),
             stand_ins(args.optim, job.accelerator, ledger.booking),
         ):
@@ -291,12 +293,15 @@ def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
     if not isinstance(keeper, Offloader):
         return
 
-    class HostBuffers(AtOnce):
-        def buffer(self, size):
-            with ledger.booking(HOST):
-                return super().buffer(size)
+    keeper.lanes_for = lambda _: host_buffers(ledger) if job.host_apart else None
 
-    keeper.lanes_for = lambda _: HostBuffers() if job.host_apart else None
+
+def _inputs_on_host(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContextManager:
+    """Count the inputs of checkpointed layers that transformers offloads as host memory, where that is discrete."""
+    offloads = (job.fields.get("activation_checkpointing_kwargs") or {}).get("offload")
+    if not (offloads and job.host_apart):
+        return contextlib.nullcontext()
+    return replaced("transformers.modeling_utils:save_on_cpu", save_on_host(ledger))
 
 
 def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:

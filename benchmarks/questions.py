@@ -1,0 +1,151 @@
+"""The questions that people ask before they train, each answered by one command: python benchmarks/questions.py [NAME …]
+
+Nothing here is measured: the answers are plans, and docs/plans.md is made from them. With names, only those questions
+are asked again, and the other rows of the file stay.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import RESULTS, record
+
+PRICED = Path(__file__).parent / "data" / "questions"  # the folder of prices.toml, in which all commands run
+TOKENS = 10**7  # whose hours are shown
+
+
+@dataclass(frozen=True)
+class Question:
+    """What somebody asks, and the command that answers it."""
+
+    name: str
+    command: str
+
+
+QUESTIONS = (
+    Question("8B on a 3060", "plan llama-3.1-8b --hardware rtx_3060_12gb --seq-len 2048"),
+    Question("8B on a 4090", "plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048"),
+    Question("8B on Colab", "plan llama-3.1-8b --hardware t4 --host-memory 12 --seq-len 2048"),
+    Question("8B on an M2", "plan llama-3.1-8b --hardware m2_24gb --seq-len 2048"),
+    Question("32B at 8192 tokens", "plan qwen3-32b --hardware h100_80gb --method lora --seq-len 8192"),
+    Question("70B on 2 x 3090", "plan llama-3.1-70b --hardware 2x3090 --seq-len 2048"),
+    Question("70B on 4 x L40S", "plan llama-3.1-70b --hardware l40sx4 --seq-len 2048"),
+    Question("70B on 8 x A100", "plan llama-3.1-70b --hardware a100_80gbx8 --seq-len 4096"),
+    Question("405B", "plan llama-3.1-405b --hardware h100_80gbx64 --seq-len 4096"),
+    Question("30B A3B", "plan qwen3-30b-a3b --hardware h100_80gb --seq-len 2048"),
+    Question("video 7B", "plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max"),
+    Question(
+        "cheapest card", "plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M --seq-len 2048"
+    ),
+    Question(
+        "10M tokens", "plan qwen3-8b --hardware a100_80gb --method lora --seq-len 2048 --tokens 10M --price 1.60"
+    ),
+)
+
+
+def ask(command: str) -> tuple[dict, float]:
+    """A command's JSON, and the seconds that it took.
+
+    Raises:
+        RuntimeError: it refused.
+    """
+    program = [sys.executable, "-c", "from hf_memopt.cli.app import main; main()"]
+    environment = os.environ | {"HF_MEMOPT_CALIBRATION": "off"}  # the documentation's cards, not this machine's
+    began = time.perf_counter()
+    made = subprocess.run(
+        [*program, *shlex.split(command), "--json"], cwd=PRICED, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    if made.returncode > 1:  # 1: nothing fits, which is an answer
+        raise RuntimeError(f"hf-memopt {command} ended with {made.returncode}")
+    return json.loads(made.stdout), time.perf_counter() - began
+
+
+def answered(question: Question) -> dict:
+    """A question's row."""
+    found, took = ask(question.command)
+    kept = next(keep for name, keep in KEPT.items() if name in found)
+    asked = {"question": question.name, "command": f"hf-memopt {question.command}", "seconds": round(took, 1)}
+    return asked | kept(found)
+
+
+def plan_of(found: dict) -> dict:
+    """Of a plan: the usual profile, all profiles in short, and what stands beside them."""
+    ladder = found["ladder"]
+    usual = next((rung for rung in ladder if rung["profile"] == "balanced"), ladder[0] if ladder else None)
+    names = (
+        *("model", "hardware", "devices", "method", "seq_len", "effective_batch_size", "usable_bytes"),
+        *(
+            "usable_host_bytes",
+            "host_memory_source",
+            "missing_bytes",
+            "nearest",
+            "plain",
+            "methods",
+            "rejected",
+            "notes",
+        ),
+    )
+    row = {name: found[name] for name in names} | {"profiles": [_profile(rung) for rung in ladder]}
+    if usual is None:
+        return row
+    took = found["durations"][usual["profile"]]
+    speed = usual["tokens_per_second"]
+    return row | {
+        "profile": usual["profile"],
+        "training_arguments": usual["training_arguments"],
+        "memory_arguments": usual["memory_arguments"],
+        "hours": speed and TOKENS / speed / 3600,
+        "cost": took and took["cost"],
+    }
+
+
+def _profile(rung: dict) -> dict:
+    names = (
+        *("device_bytes", "host_bytes", "phase", "breakdown", "step_seconds", "mfu", "speed_error"),
+        *("train_device_bytes",),
+    )
+    estimate = {name: rung["estimate"][name] for name in names if name in rung["estimate"]}
+    return {name: rung[name] for name in ("profile", "settings", "tokens_per_second")} | estimate
+
+
+def cards_of(found: dict) -> dict:
+    """Of a comparison of cards: all of them."""
+    return {name: found[name] for name in ("model", "seq_len", "tokens", "currency", "cards", "first")}
+
+
+def frames_of(found: dict) -> dict:
+    """Of the most frames: a row a frame size."""
+    names = ("device_bytes", "step_seconds", "breakdown", "phase")
+    rows = [
+        {name: row[name] for name in ("max_pixels_per_frame", "max_frames", "seq_len")}
+        | {name: row["estimate"][name] for name in names}
+        for row in found["frames"]
+    ]
+    return {"frames": rows, "capacity_bytes": found["capacity_bytes"]}
+
+
+KEPT = {"ladder": plan_of, "cards": cards_of, "frames": frames_of}  # by a key that only this answer has
+
+
+def main(names: list[str]) -> None:
+    """Ask the questions of these names, or all, and write the file after each."""
+    if unknown := set(names) - {question.name for question in QUESTIONS}:
+        raise SystemExit(f"no such question: {', '.join(sorted(unknown))}")
+    file = RESULTS / "questions.json"
+    rows = {row["question"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    for question in QUESTIONS:
+        if names and question.name not in names:
+            continue
+        print(f"hf-memopt {question.command}", flush=True)
+        rows[question.name] = answered(question)
+        kept = [rows[one.name] for one in QUESTIONS if one.name in rows]
+        record("questions", "python benchmarks/questions.py", kept)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

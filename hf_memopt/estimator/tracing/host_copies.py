@@ -1,0 +1,31 @@
+"""Activations that go to the host in a trace: the buffers are counted as host memory, although all is on the CPU."""
+
+import torch
+
+from hf_memopt.estimator.accounting.ledger import HOST, Ledger
+from hf_memopt.levers.activation_offload import AtOnce
+
+
+def host_buffers(ledger: Ledger) -> AtOnce:
+    """What copies for levers.activation_offload."""
+
+    class HostBuffers(AtOnce):
+        def buffer(self, size):
+            with ledger.booking(HOST):
+                return super().buffer(size)
+
+    return HostBuffers()
+
+
+def save_on_host(ledger: Ledger) -> type:
+    """torch's save_on_cpu, in which transformers checkpoints layers whose inputs are offloaded."""
+
+    class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                with ledger.booking(HOST):
+                    return tensor.clone()
+
+            super().__init__(pack, torch.clone)
+
+    return SaveOnHost
