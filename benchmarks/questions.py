@@ -1,4 +1,4 @@
-"""The questions that people ask before they train, each answered by one command: python benchmarks/questions.py [NAME …]
+"""Questions that people ask before they train, each answered by one command: python benchmarks/questions.py [NAME …]
 
 Nothing here is measured: the answers are plans, and docs/plans.md is made from them. With names, only those questions
 are asked again, and the other rows of the file stay.

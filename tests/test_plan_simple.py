@@ -148,8 +148,9 @@ def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(request_and_se
 def test_what_lacks_host_memory_is_left_out_for_that(request_and_search):
     """Not because it were too slow: it was never a choice."""
     request, search = request_and_search
-    short = Search(list(search.choices), search.sketch, None, None, HostMemory(1, "a box without memory", assumed=False))
-    request = replace(request, host_memory=short.host_memory)
+    nothing = HostMemory(1, "a box without memory", assumed=False)
+    short = Search(list(search.choices), search.sketch, None, None, nothing)
+    request = replace(request, host_memory=nothing)
     assert short.short_of_host and not any(choice.offloads for choice in short.choices)
     plain = next(one for one in short.choices if short.is_plain(one))
     reasons = {rejected.settings: rejected.reason for rejected in left_out(request, short, [plain])}

@@ -113,8 +113,8 @@ def hub_id(model: str) -> str:
 def _unknown(model, reason: str) -> InputError:
     sentence = reason.split(". ")[0].rstrip(".")[:200]
     near = " or ".join(repr(name) for name in _nearest_names(str(model)))
-    hint = f"did you mean {near}?" if near else "a model is a hub id, a folder, a config.json or a name as 'llama-3.1-8b'"
-    return InputError(f"model {brief(str(model))}: {sentence}; {hint}")
+    kinds = "a model is a hub id, a folder, a config.json or a name as 'llama-3.1-8b'"
+    return InputError(f"model {brief(str(model))}: {sentence}; {f'did you mean {near}?' if near else kinds}")
 
 
 def _nearest_names(model: str) -> list[str]:
