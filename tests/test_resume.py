@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, of another model, or hostile: what resumes, from where, and what is refused."""
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -298,6 +299,39 @@ def test_metadata_of_a_distributed_checkpoint_run_nothing(tmp_path):
     with pytest.raises(InputError), without_code("checkpoint-2"):
         dcp.load(found, checkpoint_id=tmp_path / "states")
     assert not (tmp_path / "proof").exists()
+
+
+class PickledByGetattr:
+    """Pickled as Python 3.11.0 to 3.11.3 do with a member of an enumeration."""
+
+    def __init__(self, owner, name: str) -> None:
+        self.as_pickled = getattr, (owner, name)
+
+    def __reduce__(self):
+        return self.as_pickled
+
+
+def test_members_of_enumerations_are_read_however_they_were_pickled(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    member = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert reread(PickledByGetattr(type(member), member.name)) is member
+    file = tmp_path / "state.pt"
+    zero = pytest.importorskip("deepspeed").runtime.zero.config.ZeroStageEnum
+    torch.save({"stage": PickledByGetattr(zero, "gradients")}, file)
+    with without_code("checkpoint-2"):
+        assert torch.load(file) == {"stage": zero.gradients}
+    for kind in (dcp.metadata.TensorProperties, torch.Size):
+        with pytest.raises(InputError, match=r"could run code: GLOBAL builtins\.getattr of"):
+            reread(PickledByGetattr(kind, "__init__"))
+
+
+def reread(value):
+    """A value from the metadata of a distributed checkpoint."""
+    from torch.distributed.checkpoint import filesystem
+
+    with without_code("checkpoint-2"):
+        return filesystem.pickle.load(io.BytesIO(pickle.dumps(value)))
 
 
 @pytest.mark.parametrize("stage", [1, slow(2), slow(3)])

@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from enum import Enum, EnumType
 from types import SimpleNamespace
 from unittest import mock
 
@@ -60,11 +61,13 @@ def without_code(checkpoint: str) -> Iterator[None]:
             raise
 
     # FileSystemReader.read_metadata calls `pickle.load` by its module-level name.
-    reader = SimpleNamespace(**{**vars(pickle), "load": lambda file: _MetadataUnpickler(file, refused).load()})
+    reader = SimpleNamespace(**{**vars(pickle), "load": lambda file: _read_metadata(file, refused)})
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(torch, "load", load_weights_only))
         patches.enter_context(mock.patch.object(filesystem, "pickle", reader))
-        patches.enter_context(torch.serialization.safe_globals(_deepspeed_classes()))
+        patches.enter_context(
+            torch.serialization.safe_globals([*_deepspeed_classes(), (_enum_member, "builtins.getattr")])
+        )
         try:
             yield
         except BaseException as error:  # torch's CheckpointException derives from it, and hides its cause
@@ -82,14 +85,20 @@ def _deepspeed_classes() -> list[type]:
     return [getattr(importlib.import_module(module), name) for module, _, name in named]
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file, refused: list[str]) -> None:
-        super().__init__(file)
-        self._refused = refused
+def _read_metadata(file, refused: list[str]):
+    try:
+        return _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        refused.append(_reason(error))
+        raise
 
+
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         import torch
 
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
@@ -98,8 +107,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             cls = super().find_class(module, name)
             if isinstance(cls, type) and cls.__module__ == module:  # not a name that the module imports
                 return cls
-        self._refused.append(f"its metadata refer to {module}.{name}")
-        raise pickle.UnpicklingError(self._refused[-1])
+        raise pickle.UnpicklingError(f"its metadata refer to {module}.{name}")
+
+
+def _enum_member(cls: type, name: str) -> Enum:
+    """What Python 3.11.0 to 3.11.3 pickle as getattr(class, name); of any other class it is refused."""
+    if not isinstance(cls, EnumType):
+        raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {cls!r} was not an enumeration's member")
+    return cls[name]
 
 
 def _reason(error: Exception) -> str:
