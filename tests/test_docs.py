@@ -102,7 +102,12 @@ _DEFINED = {
     },  # c10/cuda/CUDACachingAllocator.h
     "claims.md": {"1.5 GB", "443 MB", "60 GB", "80 GB", "24 GB"},
     "troubleshooting.md": set(),
-    "plans.md": {"5 %", "10 %", "85 %", "90 %", "92 %", "94 %", "48 GiB", "256 GiB", "36 GiB", "256 MiB", "1 GiB"},
+    "plans.md": {"5 %", "10 %", "85 %", "90 %", "92 %", "94 %", "48 GiB", "256 GiB", "36 GiB", "256 MiB", "1 GiB"}
+    | {
+        *("12 GB", "24 GB", "40 GB", "32 GiB"),  # cards, hosts
+        *("128 GB", "2,904 s", "672 s"),  # Answer.AI's
+        "140 GB",  # 70B weights of two bytes
+    },
     "training.md": {"256 MB"},
     "video.md": {"8 GB", "16 GB", "24 GB", "90 %"},
     "clusters.md": {"100 million", "200 million"},  # what the shipped file says
