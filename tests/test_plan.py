@@ -156,6 +156,10 @@ def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
     made = planned(request_for(small, "full", 64), (lora + full) / 2 / 0.94, "any")
     assert made.request.preset.method == "lora" and made.ladder
     assert "full fine-tuning needs" in made.rejected[0].reason and "at least" in made.rejected[0].reason
+    answer = json.loads(json.dumps(made.to_dict()))  # of a configuration object, which no command line can name
+    assert answer["model"] == "llama" and answer["ladder"][0]["launch"] is None
+    head, *rungs = str(made).splitlines()
+    assert head.startswith("llama on 1 × ") and len(rungs) == len(made.ladder) and " predicted, fits" in rungs[0]
 
 
 @pytest.mark.slow
@@ -619,6 +623,7 @@ def test_nothing_fits_exits_with_1(command, tmp_path):
         (["gpt2", "--hardware", "rtx_4090x3", "--effective-batch-size", "8"], "use a multiple of 3"),
         (["gpt2", "--hardware", "rtx_4090", "--strategy", "zero3"], "say how many, as in rtx_4090x2"),
         (["gpt2", "--hardware", "rtx_4090", "--memory", "-1"], "must be above 0"),
+        (["gpt2", "--hardware", "rtx_4090", "--host-memory", "-1"], "must be above 0"),
         (["gpt2", "--set", "quantization.load_in_4bit=true", "--method", "full"], "applies to method=qlora only"),
         (["gpt2", "--set", "lora.r=4", "--method", "full"], "applies to method=lora only"),
         (["gpt2", "--set", "no_such_field=1", "--hardware", "cpu"], "unknown TrainingArguments field"),
@@ -637,6 +642,8 @@ def test_bad_input(words, error, command):
 def test_python_refuses_the_same():
     with pytest.raises(InputError, match="unknown method"):
         plan("gpt2", "rtx_4090", method="all")
+    with pytest.raises(InputError, match="seq_len=0 must be above 0"):
+        plan("gpt2", "rtx_4090", seq_len=0)
 
 
 def test_models_without_tokens_are_refused():

@@ -111,7 +111,8 @@ def write_files(request, rung, directory: str) -> list[str]:
         InputError: the folder cannot be written to, or there is no recipe that they would start.
     """
     if not has_recipe(request):
-        raise InputError(f"task={request.trl.task} has no recipe to export: take the settings of plan --json")
+        what = f"task={request.trl.task}" if request.is_named else "a configuration object"
+        raise InputError(f"{what} has no recipe to export: take the settings of plan --json")
     folder = folder_for(directory)
     if hidden := [name for name in request.fields if is_secret(name)]:
         logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
@@ -166,8 +167,8 @@ _RECIPES = {"dpo": "dpo", "grpo": "grpo", None: "sft"}
 
 
 def has_recipe(request) -> bool:
-    """Whether a recipe runs the task: of TRL's there are two."""
-    return request.trl is None or request.trl.task in _RECIPES
+    """Whether a recipe runs the job: two of TRL's tasks, and models that a command line can name."""
+    return request.is_named and (request.trl is None or request.trl.task in _RECIPES)
 
 
 def _recipe(request) -> Path:

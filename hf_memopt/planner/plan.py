@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
@@ -103,6 +104,16 @@ class Request:
     more: dict[str, Any] = field(default_factory=dict)
     quantization: Callable[[Preset], Any] | None = None
     host_memory: HostMemory | None = None
+
+    @property
+    def model_name(self) -> str:
+        """As the user wrote it; of a configuration object where it was read, or its type."""
+        return str(self.model) if self.is_named else self.config.name_or_path or self.config.model_type
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model is a name or a path, which a recipe's command line takes, too."""
+        return isinstance(self.model, str | Path)
 
     @property
     def memory_budget(self) -> int:
@@ -224,6 +235,15 @@ class Plan:
     def __iter__(self):
         return iter(self.ladder)
 
+    def __str__(self) -> str:
+        request = self.request
+        preset = request.preset
+        head = f"{request.model_name} on {preset.processes} × {preset.hardware.label}"
+        if not self.ladder:
+            return f"{head}: nothing fits\n" + "\n".join(f"would fit: {change}" for change in self.nearest)
+        rungs = (f"{rung.name}: {rung.summary}: {rung.estimate}".splitlines()[0] for rung in self.ladder)
+        return f"{head}, {preset.method}, {request.effective_batch_size} samples a step\n" + "\n".join(rungs)
+
     @property
     def notes(self) -> list[str]:
         """What of the device's memory and speed was measured on it; of GRPO and RLOO, what a step generates."""
@@ -240,7 +260,7 @@ class Plan:
 
         host = self.request.host_memory
         return {
-            "model": str(self.request.model),
+            "model": self.request.model_name,
             "method": self.request.preset.method,
             "hardware": self.request.preset.hardware.name,
             "devices": self.request.preset.processes,
@@ -469,9 +489,9 @@ class Question:
         if space is not None and (reason := space.refused(preset.strategy)):
             raise InputError(f"strategy={preset.strategy} with task={task}: {reason}")
         batch, fields = self._batch(preset, fields, space)
-        memory = preset.hardware.memory if self.memory is None else self.memory
-        if memory <= 0:
-            raise InputError(f"memory={memory} must be above 0 bytes")
+        for name in ("memory", "host_memory", "seq_len"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise InputError(f"{name}={value} must be above 0{'' if name == 'seq_len' else ' bytes'}")
         if self.host_memory is not None:
             host_memory = HostMemory(self.host_memory, "--host-memory", assumed=False)
         elif self.hardware == "auto" and preset.hardware.memory_apart:
@@ -482,7 +502,7 @@ class Question:
             model=self.model,
             config=self.config,
             preset=preset,
-            memory=memory,
+            memory=self.memory or preset.hardware.memory,
             seq_len=self.seq_len or longest_sample(self.config, preset.seq_len),
             effective_batch_size=batch,
             fields=fields,
