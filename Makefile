@@ -66,6 +66,8 @@ bench: $(INSTALLED)
 	python benchmarks/preset_peak.py
 	python benchmarks/planner_cpu.py
 	python benchmarks/plans.py
+	python benchmarks/lengths.py
+	python benchmarks/questions.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_model_types.py
 	python benchmarks/engines.py

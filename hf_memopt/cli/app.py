@@ -67,6 +67,19 @@ def _at_least_one(value: int | None) -> int | None:
     return value
 
 
+def _length(value: str | None) -> int | str | None:
+    """A number of tokens, or "max".
+
+    Raises:
+        typer.BadParameter: neither.
+    """
+    if value is None or value == "max":
+        return value
+    if not value.lstrip("-").isdecimal():
+        raise typer.BadParameter(f"{value!r} is neither a number of tokens nor max")
+    return _at_least_one(int(value))
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
@@ -202,6 +215,7 @@ def estimate(
     epilog="Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
     "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
     "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max · "
+    "hf-memopt plan llama-3.1-8b --hardware rtx_4090 --method lora --seq-len max · "
     "hf-memopt plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M · "
     "hf-memopt plan qwen3-8b --hardware rtx_4090 --task grpo --seq-len 768 --set max_completion_length=512"
 )
@@ -219,7 +233,13 @@ def plan(
         ),
     ] = "auto",
     seq_len: Annotated[
-        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            callback=_length,
+            help="Tokens per sample; max: the longest that fits, with one memory feature after another. "
+            "Default: the preset's.",
+        ),
     ] = None,
     effective_batch_size: Annotated[
         int | None,
@@ -286,7 +306,7 @@ def plan(
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
     from hf_memopt.cli.cards import ANY, CardOptions
-    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_plan, run_which_card
+    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
 
     settings = settings or []
@@ -294,8 +314,9 @@ def plan(
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     if hardware.lower() != ANY:
         cards.refuse()
-    elif frames is not None:
-        raise InputError("--frames max is counted for one card: name it with --hardware")
+    elif frames is not None or seq_len == "max":
+        limit = "--frames" if frames is not None else "--seq-len"
+        raise InputError(f"{limit} max is counted for one card: name it with --hardware")
     if frames is not None and task is not None:
         raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
     if frames is not None:
@@ -318,7 +339,7 @@ def plan(
     )
     if hardware.lower() == ANY:
         raise typer.Exit(run_which_card(options, cards, json))
-    raise typer.Exit(run_plan(options, json))
+    raise typer.Exit(run_lengths(options, json) if seq_len == "max" else run_plan(options, json))
 
 
 @app.command(
