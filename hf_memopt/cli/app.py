@@ -380,10 +380,18 @@ def dry_run(
     os._exit(code)
 
 
-@app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
+@app.command(
+    epilog="Examples: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh · hf-memopt export "
+    "a100_80gb_x8 my-run --target skypilot -- --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara"
+)
 def export(
     preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write to; created if missing.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="More arguments of the recipe, after --.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="slurm, skypilot, hf-jobs or kubernetes: the files of a job there. Default: launch.sh."),
+    ] = None,
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
@@ -424,6 +432,8 @@ def export(
         machines=machines,
         sequence_parallel=sequence_parallel,
         yaml_only=yaml_only,
+        target=target,
+        arguments=arguments or [],
     )
     export_preset(options, json)
 
