@@ -600,6 +600,14 @@ def doctor(
     examine(json)
 
 
+@app.command(epilog="Example: hf-memopt register, then hf memopt estimate llama-3.1-8b --hardware rtx_4090")
+def register(json: Json = False) -> None:
+    """Make `hf memopt` a command of the hub's command line, which runs this installation."""
+    from hf_memopt.cli.register import run_register
+
+    run_register(json)
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
