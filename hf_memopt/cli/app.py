@@ -600,6 +600,16 @@ def doctor(
     examine(json)
 
 
+@app.command(epilog="Example: hf-memopt schema estimate > estimate.schema.json")
+def schema(
+    command: Annotated[str, typer.Argument(help="advise, doctor, dry-run, estimate, export, plan, presets or show.")],
+) -> None:
+    """Print the JSON schema (draft 2020-12) of what a command prints with --json."""
+    from hf_memopt.cli.schema import run_schema
+
+    run_schema(command)
+
+
 @app.command(epilog="Example: hf-memopt register, then hf memopt estimate llama-3.1-8b --hardware rtx_4090")
 def register(json: Json = False) -> None:
     """Make `hf memopt` a command of the hub's command line, which runs this installation."""
