@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -80,6 +81,7 @@ def _can_fork() -> bool:
     initialised = torch.cuda.is_initialized() or torch.xpu.is_initialized()
     return (
         "fork" in multiprocessing.get_all_start_methods()
+        and sys.platform != "darwin"  # whose system libraries crash in a fork of a process that has used them
         and not initialised
         and not torch.distributed.is_initialized()
     )
