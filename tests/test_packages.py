@@ -14,7 +14,9 @@ def without(monkeypatch):
     real = importlib.util.find_spec
 
     def hide(package: str) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name))
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest)
+        )
 
     return hide
 
