@@ -401,10 +401,18 @@ def dry_run(
     os._exit(code)
 
 
-@app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
+@app.command(
+    epilog="Examples: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh · hf-memopt export "
+    "a100_80gb_x8 my-run --target skypilot -- --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara"
+)
 def export(
     preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write to; created if missing.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="More arguments of the recipe, after --.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="slurm, skypilot, hf-jobs or kubernetes: the files of a job there. Default: launch.sh."),
+    ] = None,
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
@@ -445,6 +453,8 @@ def export(
         machines=machines,
         sequence_parallel=sequence_parallel,
         yaml_only=yaml_only,
+        target=target,
+        arguments=arguments or [],
     )
     export_preset(options, json)
 
@@ -609,6 +619,24 @@ def doctor(
     if files:
         raise typer.Exit(check_files(files, json))
     examine(json)
+
+
+@app.command(epilog="Example: hf-memopt schema estimate > estimate.schema.json")
+def schema(
+    command: Annotated[str, typer.Argument(help="advise, doctor, dry-run, estimate, export, plan, presets or show.")],
+) -> None:
+    """Print the JSON schema (draft 2020-12) of what a command prints with --json."""
+    from hf_memopt.cli.schema import run_schema
+
+    run_schema(command)
+
+
+@app.command(epilog="Example: hf-memopt register, then hf memopt estimate llama-3.1-8b --hardware rtx_4090")
+def register(json: Json = False) -> None:
+    """Make `hf memopt` a command of the hub's command line, which runs this installation."""
+    from hf_memopt.cli.register import run_register
+
+    run_register(json)
 
 
 def _print_version(asked: bool) -> None:

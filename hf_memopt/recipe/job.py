@@ -26,6 +26,7 @@ from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.packages import require
 from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
@@ -166,6 +167,10 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     _check_recipe(recipe, training)
 
     engine = resolve_engine(training)
+    require("datasets", "a recipe")
+    require("matplotlib", "a recipe's report")
+    if engine.name.startswith("zero"):
+        require("deepspeed", f"strategy={engine.name}")
     unchanged, preset = _resolve_preset(parsed, recipe, engine)
     peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()

@@ -197,6 +197,14 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         callbacks = (callback for callback in self.callback_handler.callbacks if isinstance(callback, MemoryCallback))
         return next(callbacks, None) or MemoryCallback(self.memory_args).attach(self)
 
+    def show_predicted_peak(self, peak_bytes: int) -> None:
+        """Log the allocated peak that an estimate predicts beside the measured one, for the trackers of report_to.
+
+        Args:
+            peak_bytes: `peak_allocated_bytes` of the estimate.
+        """
+        self._callback.predicted_peak_bytes = peak_bytes
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         check_start(self.args, self.accelerator.state)
         self._newest, self._runner.resume_states = None, {}  # forget an earlier call

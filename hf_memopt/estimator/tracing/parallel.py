@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,6 +125,7 @@ def _can_fork() -> bool:
     initialised = torch.cuda.is_initialized() or torch.xpu.is_initialized()
     return (
         "fork" in multiprocessing.get_all_start_methods()
+        and sys.platform != "darwin"  # whose system libraries crash in a fork of a process that has used them
         and not initialised
         and not torch.distributed.is_initialized()
     )
