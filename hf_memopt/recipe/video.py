@@ -16,6 +16,7 @@ from hf_memopt.recipe.job import Job, load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator
+from hf_memopt.video.downloads import Downloads
 from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.media import Limits
@@ -53,7 +54,7 @@ PROFILES: dict[str, dict[str, Any]] = {
 class VideoArguments(RecipeArguments):
     """The video recipe's own arguments."""
 
-    OR_NONE: ClassVar = ("max_frames", "video_fps", "max_pixels_per_frame", "max_video_tokens")
+    OR_NONE: ClassVar = ("max_frames", "video_fps", "max_pixels_per_frame", "max_video_tokens", "max_download_mib")
 
     video_profile: str | None = field(
         default=None,
@@ -96,6 +97,13 @@ class VideoArguments(RecipeArguments):
     )
     media_folder: str | None = field(
         default=None, metadata={"help": "Where relative paths start. Default: the data file's folder."}
+    )
+    max_download_mib: float | None = field(
+        default=None,
+        metadata={
+            "help": "MiB of a video or image that a row names by http(s) address, at most; it is kept in "
+            "output_dir/downloads. Default: such rows are refused."
+        },
     )
 
     @classmethod
@@ -164,7 +172,7 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, _ = load_job_rows(job, source, with_media=True)
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
-    encode = Encoder(processor, limits, _folder(recipe.media_folder, source))
+    encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
     made = [
         None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
@@ -173,6 +181,11 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     for samples in filter(None, made):
         samples.check(_GLANCED_AT if _holds_files(samples.rows) else math.inf)
     return tuple(made)
+
+
+def _downloads(job: Job) -> Downloads | None:
+    largest = job.recipe.max_download_mib
+    return None if largest is None else Downloads(Path(job.args.output_dir) / "downloads", largest)
 
 
 def _folder(given: str | None, source: str) -> Path:

@@ -11,6 +11,7 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.video.clips import Clip, estimate_pixels, read_clip
 from hf_memopt.video.conversations import Medium
+from hf_memopt.video.downloads import Downloads, is_url
 from hf_memopt.video.frame_files import estimate_frame_pixels, frames_in, read_frames
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.images import open_image
@@ -77,11 +78,13 @@ class MediaEncoder:
     Args:
         processor: of load_processor(); its smallest size is lowered where max_pixels_per_frame asks for that.
         folder: of relative paths.
+        downloads: of media that are http(s) addresses.
     """
 
     processor: Any
     limits: Limits
     folder: Path
+    downloads: Downloads | None = None
 
     def __post_init__(self) -> None:
         lower_shortest_edge(self.processor, self.limits.max_pixels_per_frame)
@@ -131,6 +134,8 @@ class MediaEncoder:
         return self.open_source(medium.source)
 
     def _path(self, source: str) -> Path:
+        if self.downloads is not None and is_url(source):
+            return self.downloads.fetch(source)
         path = Path(source).expanduser()
         return path if path.is_absolute() else self.folder / path
 
