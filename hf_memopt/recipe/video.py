@@ -18,6 +18,7 @@ from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator
 from hf_memopt.video.downloads import Downloads
 from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.media import Limits
 from hf_memopt.video.moving_shapes import moving_shapes
@@ -54,7 +55,14 @@ PROFILES: dict[str, dict[str, Any]] = {
 class VideoArguments(RecipeArguments):
     """The video recipe's own arguments."""
 
-    OR_NONE: ClassVar = ("max_frames", "video_fps", "max_pixels_per_frame", "max_video_tokens", "max_download_mib")
+    OR_NONE: ClassVar = (
+        "max_frames",
+        "video_fps",
+        "max_pixels_per_frame",
+        "max_video_tokens",
+        "max_download_mib",
+        "frame_cache_gib",
+    )
 
     video_profile: str | None = field(
         default=None,
@@ -103,6 +111,13 @@ class VideoArguments(RecipeArguments):
         metadata={
             "help": "MiB of a video or image that a row names by http(s) address, at most; it is kept in "
             "output_dir/downloads. Default: such rows are refused."
+        },
+    )
+    frame_cache_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "GiB of decoded frames to keep in output_dir/frame_cache, at most, so that later epochs read "
+            "them; the least recently used give way. Default: videos are decoded in each epoch."
         },
     )
 
@@ -172,7 +187,7 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, _ = load_job_rows(job, source, with_media=True)
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
-    encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job))
+    encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
     made = [
         None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
@@ -186,6 +201,11 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
 def _downloads(job: Job) -> Downloads | None:
     largest = job.recipe.max_download_mib
     return None if largest is None else Downloads(Path(job.args.output_dir) / "downloads", largest)
+
+
+def _frame_cache(job: Job) -> FrameCache | None:
+    largest = job.recipe.frame_cache_gib
+    return None if largest is None else FrameCache(Path(job.args.output_dir) / "frame_cache", largest)
 
 
 def _folder(given: str | None, source: str) -> Path:

@@ -13,6 +13,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.video.collator import TOKENS, join
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.downloads import Downloads
+from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.media import EncodedMedium, Limits, MediaEncoder
 
 
@@ -24,18 +25,21 @@ class Encoder:
         processor: of load_processor().
         folder: of relative paths.
         downloads: of media that rows name by http(s) address; None to refuse such rows.
+        frame_cache: of video files; None to decode them whenever they are read.
     """
 
     processor: Any
     limits: Limits
     folder: Path = field(default_factory=Path)
     downloads: Downloads | None = None
+    frame_cache: FrameCache | None = None
     chat: Chat = field(init=False)
     media: MediaEncoder = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chat", Chat(self.processor))
-        object.__setattr__(self, "media", MediaEncoder(self.processor, self.limits, self.folder, self.downloads))
+        media = MediaEncoder(self.processor, self.limits, self.folder, self.downloads, self.frame_cache)
+        object.__setattr__(self, "media", media)
 
     def read(self, row: dict, where: str) -> tuple[list[dict], list[Medium]]:
         """conversation() of a row; no file is opened.
@@ -62,8 +66,9 @@ class Encoder:
         if not spans:
             raise InputError(f"{where}: cannot locate its answer in the chat template's text")
         max_frames = self.limits.max_frames
+        decoded = [self.media.decode(medium) for medium in media]
         while True:
-            encoded = [self.media.encode(medium, max_frames) for medium in media]
+            encoded = [self.media.encode(part, max_frames) for part in decoded]
             sample, media_tokens = self._tokenize(text, spans, encoded, where)
             max_frames = self._fewer_frames(len(sample["input_ids"]), media_tokens, encoded)
             if max_frames is None:
