@@ -12,7 +12,6 @@ from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
-from hf_memopt.estimator.tracing.model import has_experts
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.training_fields import engine_name, fsdp_checkpoints, peak_rank, with_strategy
 from hf_memopt.levers.arguments import MemoryArguments
@@ -105,7 +104,6 @@ def job_facts(job: Job) -> JobFacts:
         task=job.task,
         seq_len=job.seq_len,
         halved_frames=None if job.video is None else fewer.frames if fewer else 0,
-        experts=bool(getattr(job.quantization_config, "load_in_4bit", False)) and has_experts(job.config),
     )
 
 

@@ -30,7 +30,6 @@ class JobFacts:
         task: as the estimator names it.
         seq_len: tokens a sample; None where unknown.
         halved_frames: frames that are left when a video's are halved; None for text.
-        experts: the model has experts, and bitsandbytes loads its linear layers in 4 bits.
     """
 
     setup: Setup = field(default_factory=Setup)
@@ -40,7 +39,6 @@ class JobFacts:
     task: str = "causal-lm"
     seq_len: int | None = None
     halved_frames: int | None = None
-    experts: bool = False
 
     @classmethod
     def on_device(cls, device: str) -> "JobFacts":
@@ -226,11 +224,6 @@ OPTIMIZER_OFFLOAD = Change(
     applies=lambda job: _trains_all(job) and job.discrete_memory and not job.memory_args.optimizer_cpu_offload,
     effect="optimizer states in host memory, for one device",
 )
-QUANTIZED_EXPERTS = Change(
-    settings={"quantized_experts": True},
-    applies=lambda job: job.experts and not job.memory_args.quantized_experts,
-    effect="experts in 4 bits, as the linear layers are",
-)
 BF16_WEIGHTS = Change(
     settings={"dtype": "bfloat16"},
     applies=lambda job: _trains_all(job) and job.setup.dtype == "float32" and job.setup.native_bf16,
@@ -302,7 +295,6 @@ MEMORY_LIMIT = Change(label="max_memory_gib", effect="where several jobs share a
 
 # What an estimate tries, one at a time, to see which saves most.
 ESTIMATED = (
-    QUANTIZED_EXPERTS,
     CHECKPOINTING,
     LOSS_CHUNKS,
     MLP_TILES,

@@ -24,7 +24,6 @@ from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.planner.experts import with_experts_that_fit
 from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
@@ -488,7 +487,7 @@ class Question:
             effective_batch_size=batch,
             fields=fields,
             lora=self.lora,
-            memory_args=with_experts_that_fit(self.memory_args, self.config, task, preset, memory),
+            memory_args=self.memory_args,
             more=self.more,
             quantization=self.quantization,
             host_memory=host_memory,

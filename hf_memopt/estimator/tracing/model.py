@@ -158,8 +158,3 @@ def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> li
     with unallocated, outside_zero3():
         model = make_model(ModelSettings(config=config, task=task, dtype=dtype, peft_config=peft_config))
     return [weight.numel() for weight in model.parameters() if weight.requires_grad]
-
-
-def has_experts(config) -> bool:
-    """Whether a configuration speaks of experts, so that quantized_experts may apply."""
-    return any("expert" in name for name in config.get_text_config().to_dict())
