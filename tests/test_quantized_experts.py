@@ -5,10 +5,9 @@ import torch
 from conftest import slow
 from peft import LoraConfig
 from torch.nn.utils import parametrize
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments, default_data_collator
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
-from hf_memopt.estimator.accounting.ledger import _parts
+from hf_memopt import InputError, MemoryArguments
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.trace import loaded_tensors
 from hf_memopt.levers.adapters import add_adapters
@@ -17,7 +16,6 @@ from hf_memopt.levers.quantized_experts import dequantize_rows, expert_weights, 
 from hf_memopt.levers.refusals import refusals
 
 ON = MemoryArguments(quantized_experts=True)
-LENGTH = 64
 FAMILIES = {
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
@@ -173,42 +171,6 @@ def test_loading_takes_a_layer_more_than_the_result(tmp_path):
     assert quantized <= max(model, result + 2 * layer) * 1.05
 
 
-def measured(folder, shape, fields, memory_args) -> int:
-    """The allocator's peak of real training, with the weights; without loading, as in test_quantized_jobs.py."""
-    model = load(folder, shape, memory_args, lora(), torch.bfloat16)
-    parts = [part.untyped_storage() for tensor in loaded_tensors(model) for part in _parts(tensor)]
-    loaded = {storage._cdata: storage.nbytes() for storage in parts}
-
-    def train():
-        args = TrainingArguments(
-            f"{folder}/out", use_cpu=True, max_steps=2, report_to="none", save_strategy="no", **fields
-        )
-        rows = [{"input_ids": [7] * LENGTH, "labels": [7] * LENGTH}] * 8
-        settings = {"train_dataset": rows, "data_collator": default_data_collator, "memory_args": memory_args}
-        MemoryTrainer(add_adapters(model, lora()), args, **settings).train()
-
-    return sum(loaded.values()) + allocator_peak(train)
-
-
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, CHECKPOINTED])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_real_run_takes_what_is_predicted(family, more, tmp_path):
-    sizes = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {"intermediate_size": 256}
-    shape = config(family, hidden_size=128, **sizes)
-    fields = {"per_device_train_batch_size": 2, "bf16": True, **more}
-    settings = {"dtype": "bfloat16", "quantization_config": four_bits()}
-    predicted = estimate(shape, fields, LENGTH, "cpu", lora(), memory_args=ON, **settings)
-    assert not any("experts stay" in note for note in predicted.notes)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured(str(tmp_path), shape, fields, ON), rel=0.03)
-    wide = estimate(shape, fields, LENGTH, "cpu", lora(), memory_args=MemoryArguments(), **settings)
-    assert any("experts stay" in note for note in wide.notes)
-    assert predicted.breakdown["parameters"] < wide.breakdown["parameters"] / 2
-
-
 def test_experts_that_adapters_change_stay(tmp_path):
     adapted = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["layers.0.mlp.experts.down_proj"])
     model = add_adapters(load(tmp_path, config(), ON, adapted), adapted)
@@ -235,19 +197,3 @@ def test_what_is_refused(tmp_path):
     dense.is_loaded_in_4bit = True
     with pytest.raises(InputError, match="LlamaForCausalLM has no experts"):
         quantize_experts(dense)
-
-
-@pytest.mark.slow
-def test_a_plan_quantizes_experts_that_would_not_fit():
-    from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.planner.experts import with_experts_that_fit
-    from hf_memopt.presets import get_preset
-
-    model, preset = load_config("qwen3-30b-a3b"), get_preset("rtx_4090", method="qlora")
-    small = with_experts_that_fit(MemoryArguments(), model, "causal-lm", preset, 24 << 30)
-    large = with_experts_that_fit(MemoryArguments(), model, "causal-lm", preset, 80 << 30)
-    dense = with_experts_that_fit(MemoryArguments(), load_config("smollm2-135m"), "causal-lm", preset, 1 << 20)
-    lora_alone = get_preset("rtx_4090", method="lora")
-    full = with_experts_that_fit(MemoryArguments(), model, "causal-lm", lora_alone, 24 << 30)
-    assert small.quantized_experts
-    assert not (large.quantized_experts or dense.quantized_experts or full.quantized_experts)
