@@ -4,15 +4,25 @@ import pytest
 import torch
 from conftest import slow
 from peft import LoraConfig
+from test_estimator import CHECKPOINTED, LENGTH
+from test_quantized_jobs import _trainer as trainer_of
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memopt import InputError, MemoryArguments
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.trace import loaded_tensors
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
-from hf_memopt.levers.quantized_experts import dequantize_rows, expert_weights, quantize, quantize_experts
+from hf_memopt.levers.quantized_experts import (
+    dequantize_rows,
+    expert_weights,
+    is_quantized,
+    quantize,
+    quantize_experts,
+)
 from hf_memopt.levers.refusals import refusals
 
 ON = MemoryArguments(quantized_experts=True)
@@ -68,7 +78,8 @@ def four_bits(double=True):
 
 
 def lora(**more):
-    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **more)
+    """Of linear layers alone: all-linear means experts, too."""
+    return LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM", **more)
 
 
 def model_of(family, experts="grouped_mm"):
@@ -109,6 +120,7 @@ def gradients(model, checkpointed=None):
 def test_forward_and_gradients_are_those_of_the_dequantized_experts(family, experts, checkpointed):
     quantized, plain = model_of(family, experts), model_of(family, experts)
     quantize_experts(quantized)
+    assert any(is_quantized(module) for module in quantized.modules())
     modules, replaced = dict(quantized.named_modules()), 0
     for name, module in plain.named_modules():
         for weight_name, weight in expert_weights(module):
@@ -171,6 +183,20 @@ def test_loading_takes_a_layer_more_than_the_result(tmp_path):
     assert quantized <= max(model, result + 2 * layer) * 1.05
 
 
+@pytest.mark.parametrize("checkpointed", [False, slow(True)])
+def test_estimates_are_what_a_real_run_takes(checkpointed, tmp_path):
+    shape = config(layers=5, hidden_size=128, moe_intermediate_size=128)
+    fields = {"per_device_train_batch_size": 2, "bf16": True, **(CHECKPOINTED if checkpointed else {})}
+    arguments = {"dtype": "bfloat16", "quantization_config": four_bits(), "memory_args": ON}
+    predicted = estimate(shape, fields, LENGTH, "cpu", lora(), **arguments)
+    model = load(tmp_path, shape, ON, lora(), torch.bfloat16)
+    storages = [part.untyped_storage() for tensor in loaded_tensors(model) for part in _parts(tensor)]
+    loaded = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    measured = loaded + allocator_peak(lambda: trainer_of(tmp_path, add_adapters(model, lora()), fields).train())
+    assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.03)
+    assert not any("experts stay" in note for note in predicted.notes)
+
+
 def test_experts_that_adapters_change_stay(tmp_path):
     adapted = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["layers.0.mlp.experts.down_proj"])
     model = add_adapters(load(tmp_path, config(), ON, adapted), adapted)
@@ -193,6 +219,10 @@ def test_what_is_refused(tmp_path):
         quantize_experts(model)
     with pytest.raises(InputError, match="in 4 bits: use method=qlora"), experts_quantized_on_load(ON, None):
         pass
+    everywhere = add_adapters(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.is_loaded_in_4bit = True
+    with pytest.raises(InputError, match="adapters train the experts, as with target_modules=all-linear"):
+        quantize_experts(everywhere)
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=32, num_hidden_layers=1))
     dense.is_loaded_in_4bit = True
     with pytest.raises(InputError, match="LlamaForCausalLM has no experts"):

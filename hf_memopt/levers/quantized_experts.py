@@ -31,23 +31,29 @@ def quantize_experts(model: torch.nn.Module) -> None:
         model: a transformers model, or peft's around one.
 
     Raises:
-        InputError: the model was not loaded in 4 bits, or has no experts in tensors of their own.
+        InputError: the model was not loaded in 4 bits, has no experts in tensors of their own, or trains all of them.
     """
     inner = inner_model(model)
     if not getattr(inner, "is_loaded_in_4bit", False):
         raise InputError(ONLY_4_BIT)
-    adapted, found = _adapted(model), False
+    adapted, trained = _adapted(model), False
     for module in list(inner.modules()):
-        found = found or is_quantized(module)
         for name, weight in expert_weights(module):
-            found = True
-            if not weight.requires_grad and module not in adapted:
-                setattr(module, name, quantize(weight.detach(), inner.config.quantization_config))
-                dequantize_on_access(module, name)
-    if not found:
+            if weight.requires_grad or module in adapted:
+                trained = True
+                continue
+            setattr(module, name, quantize(weight.detach(), inner.config.quantization_config))
+            dequantize_on_access(module, name)
+    if any(is_quantized(module) for module in inner.modules()):
+        return
+    if trained:
         raise InputError(
-            f"quantized_experts=True: {type(inner).__name__} has no experts in tensors of their own; leave it out"
+            "quantized_experts=True: adapters train the experts, as with target_modules=all-linear; name the linear "
+            "layers, as --set 'lora.target_modules=[q_proj,k_proj,v_proj,o_proj]'"
         )
+    raise InputError(
+        f"quantized_experts=True: {type(inner).__name__} has no experts in tensors of their own; leave it out"
+    )
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
