@@ -16,6 +16,10 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
     Raises:
         InputError: a memory feature does not support this model.
     """
+    if memory_args.quantized_experts:
+        from hf_memopt.levers.quantized_experts import quantize_experts
+
+        quantize_experts(model)
     if memory_args.sliding_window is not None:
         from hf_memopt.levers.sliding_window import set_window
 

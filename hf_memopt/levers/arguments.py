@@ -143,6 +143,12 @@ class MemoryArguments:
     frozen_without_grad: bool = field(
         default=True, metadata={"help": "Run frozen modules under no_grad where no input requires a gradient."}
     )
+    quantized_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "With 4-bit weights: quantize the experts of MoE layers, too, which stay in 16 bits otherwise."
+        },
+    )
     adam_mini: bool = field(
         default=False, metadata={"help": "Use Adam-mini instead of `optim`: one second moment per block of weights."}
     )

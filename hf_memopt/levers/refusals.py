@@ -42,6 +42,12 @@ def refusals(
             "loss_chunk_size calls the head a second time, which crashes when transformers shards the model: leave it "
             "out, or use fsdp2 or zero3"
         )
+    if memory_args.quantized_experts:
+        if fields.get("torch_compile"):
+            yield "quantized_experts chooses which tensors to save, as torch_compile does: use one of them"
+        if engine in ("fsdp1", "fsdp2", "mesh") or zero_stage == 3:
+            name = "ZeRO-3" if zero_stage == 3 else engine
+            yield f"quantized_experts needs whole weights, and {name} shards them: leave it out"
     if memory_args.logits_to_keep:
         if memory_args.loss_chunk_size is not None:
             yield "loss_chunk_size already skips tokens without labels: leave logits_to_keep out"
