@@ -26,11 +26,8 @@ from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
-<<<<<<< HEAD
-from hf_memopt.packages import require
-=======
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
->>>>>>> experts
+from hf_memopt.packages import require
 from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
