@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
-from hf_memopt import InputError, MemoryArguments, MemoryTrainer
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import check_with_trl, refusals
@@ -308,3 +308,18 @@ def test_on_a_card():
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(found[1], wanted[1], strict=True))
     assert torch.cuda.memory_allocated() < sum(w.numel() * w.element_size() for w in model().parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [4, 12], ids=["traced whole", "extended"])
+def test_the_estimator_sees_it(layers):
+    """Two layers and the adapters are what the device holds of the weights, whatever the depth."""
+    config = LlamaConfig(**SMALL | {"hidden_size": 512, "intermediate_size": 1024}, num_hidden_layers=layers)
+    lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    fields = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    memory_args = MemoryArguments(weight_streaming=True)
+    found = estimate(config, fields, 128, "rtx-4090", peft_config=lora, memory_args=memory_args)
+    layer = 4 * (4 * 512 * 512 + 3 * 512 * 1024)
+    adapters = 4 * layers * 8 * (4 * 1024 + 3 * (512 + 1024))
+    assert found.breakdown["parameters"] == pytest.approx(2 * layer + adapters, rel=0.03)
+    assert found.phases["load"] == pytest.approx(adapters, rel=0.2)

@@ -323,7 +323,7 @@ def _of(inner: torch.nn.Module, name: str):
 
 def _check_kind(weight: torch.nn.Parameter) -> None:
     kind = type(weight).__name__
-    if kind not in ("Parameter", "Params4bit"):
+    if kind not in ("Parameter", "Params4bit", "FakeTensor") or weight.dtype is torch.int8:
         raise InputError(
             f"weight_streaming streams unquantized weights and bitsandbytes' 4-bit ones, not {kind}: use "
             "load_in_4bit=True, or leave it out"
