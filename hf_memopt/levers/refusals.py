@@ -78,9 +78,24 @@ def refusals(
             yield "max_batch_size and max_tokens_per_batch both limit the micro-batch: use one of them"
         if str(fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
             yield "max_tokens_per_batch already groups samples by length: leave train_sampling_strategy out"
+    yield from _refuse_streaming(memory_args, fields, engine)
     yield from _refuse_attention(memory_args)
     yield from _refuse_checkpointing(memory_args, fields)
     yield from _refuse_optimizers(memory_args, fields, engine)
+
+
+def _refuse_streaming(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
+    if not memory_args.weight_streaming:
+        if (ratio := memory_args.weight_streaming_ratio) != MemoryArguments.weight_streaming_ratio:
+            yield f"weight_streaming_ratio={ratio} has no effect without weight_streaming: set it too, or leave it out"
+        return
+    if engine != "none":
+        yield (
+            f"weight_streaming supports a single device: leave it out under {engine}, and use strategy "
+            "zero3_offload_cpu"
+        )
+    if fields.get("torch_compile"):
+        yield "torch_compile would compile weights that are not on the device: leave weight_streaming out"
 
 
 def _refuse_attention(memory_args: MemoryArguments) -> Iterator[str]:
@@ -151,3 +166,5 @@ def check_with_trl(memory_args: MemoryArguments, what: str) -> None:
     for name in ("loss_chunk_size", "logits_to_keep"):
         if getattr(memory_args, name):
             raise InputError(f"{name} goes without {what}: TRL's trainers compute their loss in tiles themselves")
+    if memory_args.weight_streaming:
+        raise InputError(f"weight_streaming goes without {what}: TRL's trainers read the head outside of the model")
