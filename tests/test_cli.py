@@ -151,6 +151,14 @@ def test_export_writes_what_the_preset_says(arguments, tmp_path):
     assert checked.returncode == 0 and "a valid accelerate configuration" in checked.stdout
 
 
+def test_doctor_names_the_versions_that_the_tests_pass_with():
+    from hf_memopt.cli.doctor import _TESTED
+
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    assert {name: pinned[name] for name in _TESTED} == _TESTED
+
+
 @pytest.mark.slow
 def test_doctor_as_json():
     done = run("hf-memopt", "doctor", "--json")

@@ -32,6 +32,17 @@ _PACKAGES = {
     "liger_kernel": "use_liger_kernel (optional)",
     "kernels": "attention kernels from the hub (optional)",
 }
+# The versions that the tests pass with (constraints.txt); the other packages are in no test.
+_TESTED = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
+    "deepspeed": "0.19.8",
+    "torchao": "0.18.0",
+}
 
 
 def check_files(files: list[str], as_json: bool) -> int:
@@ -80,8 +91,11 @@ def examine(as_json: bool) -> None:
     )
     print_table("what hf-memopt would use", ("item", "value"), list(used.items()))
     packages = report["packages"].items()
-    rows = [(name, package["version"] or "missing", package["needed_for"]) for name, package in packages]
-    print_table("packages", ("package", "version", "needed for"), rows)
+    rows = [
+        (name, package["version"] or "missing", package["tested"] or "–", package["needed_for"])
+        for name, package in packages
+    ]
+    print_table("packages", ("package", "version", "tested", "needed for"), rows)
     for problem in report["problems"]:
         print(f"problem: {problem}")
 
@@ -100,7 +114,10 @@ def _report() -> dict[str, Any]:
     device = detect()
     preset = get_preset("auto")
     methods, problems = _methods_that_work()
-    packages = {name: {"version": _version(name), "needed_for": use} for name, use in _PACKAGES.items()}
+    packages = {
+        name: {"version": _version(name), "tested": _TESTED.get(name), "needed_for": use}
+        for name, use in _PACKAGES.items()
+    }
     loading = _data_loading(preset)
     problems += [*_package_problems(packages), *_compiler_problems(packages)]
     with quiet(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed 0.19.8 logs to stdout while it is imported
