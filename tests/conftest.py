@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items):
     others."""
     tests: dict[str, list] = {}
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and not item.get_closest_marker("sweep"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in tests.values():
         kept = {place * len(cases) // _KEPT for place in range(_KEPT)}
@@ -179,6 +179,11 @@ def recipe():
 def slow(*values):
     """A case of a test that make test leaves to make test-slow: another one remains there."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def sweep(*values):
+    """A case that make test-slow, too, leaves out: make test-sweeps runs it."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.sweep])
 
 
 def run(*command, cwd=ROOT, env=None, timeout=300) -> subprocess.CompletedProcess:

@@ -7,7 +7,7 @@ import time
 
 import bad_inputs
 import pytest
-from conftest import ROOT, run, slow
+from conftest import ROOT, run, sweep
 
 from hf_memopt.errors import InputError, one_line
 
@@ -79,9 +79,9 @@ def _ends_badly(entry, folder, here) -> str | None:
         ("model_files", 1),
         ("rows", 7),
         ("row_files", 2),
-        slow("settings", 1),
-        slow("rows", 1),
-        slow("row_files", 1),
+        sweep("settings", 1),
+        sweep("rows", 1),
+        sweep("row_files", 1),
     ],
 )
 def test_bad_inputs_end_as_one_line(
@@ -104,8 +104,8 @@ def test_the_table_is_long():
     ("words", "expected"),
     [
         (["--learning_rate", "inf"], "learning_rate"),
-        (["--lora.r", "abc", "--method", "lora"], "lora.r"),
-        (["--config", "{folder}/run.yaml"], "bf16"),
+        sweep(["--lora.r", "abc", "--method", "lora"], "lora.r"),
+        sweep(["--config", "{folder}/run.yaml"], "bf16"),
         (["--dataset_name", "{folder}/rows.jsonl"], "rows.jsonl: line 2"),
         (["--dataset_name", "{folder}/one.jsonl", "--streaming", "true", "--max_steps", "3"], "streams 1 samples"),
     ],

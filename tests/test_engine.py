@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run, slow
+from conftest import ROOT, run, slow, sweep
 
 from hf_memopt import MemoryArguments, MemoryTrainer
 from hf_memopt.compatibility import RULES, Setup, refusals, resolve_engine
@@ -257,8 +257,8 @@ CONFIGURATIONS = {
     ("launcher", "arguments", "says"),
     [
         slow(["python"], [OFFLOADING], "optim=adamw_8bit with zero2 with optimizer states offloaded to cpu"),
-        slow(["torchrun", "--standalone", "--nproc_per_node", 1], [OFFLOADING], "optim=adamw_8bit with zero2"),
-        slow(
+        sweep(["torchrun", "--standalone", "--nproc_per_node", 1], [OFFLOADING], "optim=adamw_8bit with zero2"),
+        sweep(
             [*LAUNCH, "zero2_offload.yaml"], [], "optim=adamw_8bit with zero2 with optimizer states offloaded to cpu"
         ),
         slow([*LAUNCH, "zero3.yaml"], [OFFLOADING], "asks for zero2_offload_cpu and accelerate launch for zero3"),

@@ -141,6 +141,7 @@ def test_snapshots(tmp_path, content):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @given(SNAPSHOTS)
 @settings(**_MANY, suppress_health_check=_CHECKS)
 def test_very_many_snapshots(tmp_path, content):
@@ -205,6 +206,7 @@ def _without_drawing(draw, width, name):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @given(FOLDERS)
 @settings(**_MANY, suppress_health_check=_CHECKS)
 def test_very_many_run_folders(tmp_path, monkeypatch, files):
@@ -213,6 +215,7 @@ def test_very_many_run_folders(tmp_path, monkeypatch, files):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @given(FOLDERS)
 @settings(**_MANY | {"max_examples": 200}, suppress_health_check=_CHECKS)
 def test_run_folders_with_their_charts(tmp_path, files):
@@ -270,6 +273,7 @@ def test_texts(text):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @given(TEXTS)
 @settings(**_MANY | {"max_examples": 5000}, suppress_health_check=_CHECKS)
 def test_very_many_texts(text):

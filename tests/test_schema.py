@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, slow
+from conftest import ROOT, slow, sweep
 
 TYPES = {"integer": int, "number": int | float, "string": str, "boolean": bool, "null": type(None)}
 TYPES |= {"object": dict, "array": list}
@@ -52,11 +52,11 @@ def _object_faults(value, schema, where) -> list[str]:
         ("doctor", str(ROOT / "accelerate_configs" / "cpu.yaml")),
         slow(("doctor",)),
         slow(("estimate", "gpt2", "--hardware", "rtx_4090", "--seq-len", "64", "--tokens", "1M", "--price", "1")),
-        slow(("estimate", "llama-3.1-8b", "--hardware", "rtx_3070", "--seq-len", "512")),
+        sweep(("estimate", "llama-3.1-8b", "--hardware", "rtx_3070", "--seq-len", "512")),
         slow(("plan", "llama-3.2-1b", "--hardware", "rtx_4090", "--seq-len", "512", "--tokens", "1M")),
-        slow(("plan", "llama-3.1-8b", "--hardware", "rtx_3070", "--method", "full", "--seq-len", "512")),
+        sweep(("plan", "llama-3.1-8b", "--hardware", "rtx_3070", "--method", "full", "--seq-len", "512")),
         slow(("plan", "qwen3-0.6b", "--hardware", "any", "--method", "lora")),
-        slow(("plan", "qwen2.5-vl-3b", "--hardware", "rtx_4090", "--method", "qlora", "--frames", "max")),
+        sweep(("plan", "qwen2.5-vl-3b", "--hardware", "rtx_4090", "--method", "qlora", "--frames", "max")),
     ],
     ids=lambda words: " ".join(words)[:40],
 )
