@@ -6,12 +6,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import check_with_trl, refusals
+from hf_memopt.levers.streamed_loading import streams_on_load, weights_streamed_on_load
 from hf_memopt.levers.weight_streaming import Lanes, LanesAtOnce, stream_weights, streamer_of
 
 LAYERS = 4
@@ -323,3 +325,49 @@ def test_the_estimator_sees_it(layers):
     adapters = 4 * layers * 8 * (4 * 1024 + 3 * (512 + 1024))
     assert found.breakdown["parameters"] == pytest.approx(2 * layer + adapters, rel=0.03)
     assert found.phases["load"] == pytest.approx(adapters, rel=0.2)
+
+
+class HostLanes(LanesAtOnce):
+    """Copies at once between the "device", whose memory is torch's allocator's, and a host that it does not count."""
+
+    def buffer(self, size):
+        return torch.frombuffer(bytearray(size), dtype=torch.uint8)
+
+
+def load_in_4_bits(folder, memory_args, peft_config):
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    with weights_streamed_on_load(memory_args, quantization, peft_config):
+        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization)
+
+
+def test_four_bits_leave_the_device_while_they_are_loaded(tmp_path, monkeypatch):
+    """The device holds scales, embeddings and one weight; what is then trained is what a loaded model trains."""
+    monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: HostLanes())
+    wide = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**wide, num_hidden_layers=12)).to(torch.bfloat16).save_pretrained(tmp_path)
+    on, lora, kept = MemoryArguments(weight_streaming=True), LoraConfig(r=4, target_modules="all-linear"), []
+    resident = allocator_peak(lambda: kept.append(load_in_4_bits(tmp_path, MemoryArguments(), lora)))
+    streamed_peak = allocator_peak(lambda: kept.append(load_in_4_bits(tmp_path, on, lora)))
+    plain, model = kept
+    weights = [w for w in model.parameters() if w.dtype is torch.uint8]
+    assert weights and not any(w.untyped_storage().nbytes() for w in weights)
+    four_bits = sum(w.nbytes for w in weights)
+    assert resident - streamed_peak > 0.9 * four_bits
+    torch.manual_seed(1)
+    plain = add_adapters(plain, lora).train()
+    torch.manual_seed(1)
+    model = add_adapters(model, lora).train()
+    stream_weights(model)
+    wanted = gradients(plain, "not reentrant")
+    assert_same(gradients(model, "not reentrant"), wanted)
+
+
+def test_weights_that_adapters_are_made_from_are_loaded_to_the_device(tmp_path):
+    on = MemoryArguments(weight_streaming=True)
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    assert streams_on_load(on, quantization, LoraConfig(init_lora_weights="gaussian"))
+    assert not streams_on_load(on, quantization, LoraConfig(use_dora=True))
+    assert not streams_on_load(on, quantization, LoraConfig(init_lora_weights="pissa"))
+    assert not streams_on_load(on, None, LoraConfig())
