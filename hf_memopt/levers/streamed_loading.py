@@ -64,9 +64,7 @@ def _with_host_memory(plain: type, ratio: float) -> type:
             super()._process_model_before_weight_loading(model, device_map, **kwargs)
             paths = {id(module): path for path, module in model.named_modules()}
             layers = [] if self.pre_quantized else [layer for layer, _ in streamed_layers(model, ratio)]
-            self._streamed = {
-                f"{paths[id(layer)]}.{name}" for layer in layers for name, _ in layer.named_parameters()
-            }
+            self._streamed = {f"{paths[id(layer)]}.{name}" for layer in layers for name, _ in layer.named_parameters()}
             self._lanes = None
 
         def param_element_size(self, model, param_name, param):

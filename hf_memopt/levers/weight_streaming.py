@@ -43,7 +43,9 @@ def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
     """
     inner = inner_model(model)
     if streamer_of(inner) is None:
-        Streamer(inner, ratio).install()
+        streamer = Streamer(inner, ratio)
+        streamer.install()
+        _refuse_merging(model, streamer)
 
 
 def streamer_of(model: torch.nn.Module) -> "Streamer | None":
@@ -111,8 +113,10 @@ class Weights:
         if self.host is not None:
             return
         self.host = host_copy(weight, lanes)
-        # Of its own: a storage that safetensors has mapped cannot change its size.
-        weight.data = torch.empty_like(self.host, device=device)
+        storage = weight.untyped_storage()
+        # Of its own: a storage that safetensors has mapped cannot change its size, and another device needs its own.
+        if weight.device != device or not storage.resizable() or storage.nbytes() != self.host.nbytes:
+            weight.data = torch.empty_like(self.host, device=device)
         lanes.resize(weight, 0)
 
     def fetch(self, lanes, holder) -> None:
@@ -353,6 +357,27 @@ def _check_kind(weight: torch.nn.Parameter) -> None:
             f"weight_streaming streams unquantized weights and bitsandbytes' 4-bit ones, not {kind}: use "
             "load_in_4bit=True, or leave it out"
         )
+
+
+def _refuse_merging(model: torch.nn.Module, streamer: Streamer) -> None:
+    """Keep peft from merging adapters into weights that are empty on the device."""
+    tuner = getattr(model, "base_model", None)
+    for name in ("merge_and_unload", "merge_adapter"):
+        if hasattr(tuner, name):
+            replace(tuner, name, _unless_streamed(streamer, getattr(tuner, name)))
+
+
+def _unless_streamed(streamer: Streamer, merge):
+    @functools.wraps(merge)
+    def run(*args, **kwargs):
+        if streamer.lanes is not None:
+            raise InputError(
+                f"{merge.__name__}() would change weights that weight_streaming keeps in host memory: save the "
+                "adapter, and merge it by hf-memopt merge"
+            )
+        return merge(*args, **kwargs)
+
+    return run
 
 
 def _saving(streamer: Streamer, own: dict[str, Weights], save):
