@@ -356,6 +356,7 @@ class HostLanes(LanesAtOnce):
         return torch.frombuffer(bytearray(size), dtype=torch.uint8)
 
 
+@pytest.mark.slow
 def test_the_device_holds_what_is_predicted(tmp_path, monkeypatch):
     """On a CPU whose host memory is apart, as in the trace."""
     monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: HostLanes())
@@ -382,11 +383,12 @@ def load_in_4_bits(folder, memory_args, peft_config):
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization)
 
 
+@pytest.mark.slow
 def test_four_bits_leave_the_device_while_they_are_loaded(tmp_path, monkeypatch):
     """The device holds scales, embeddings and one weight; what is then trained is what a loaded model trains."""
     monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: HostLanes())
     wide = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(**wide, num_hidden_layers=12)).to(torch.bfloat16).save_pretrained(tmp_path)
+    LlamaForCausalLM(LlamaConfig(**wide, num_hidden_layers=6)).to(torch.bfloat16).save_pretrained(tmp_path)
     on, lora, kept = MemoryArguments(weight_streaming=True), LoraConfig(r=4, target_modules="all-linear"), []
     resident = allocator_peak(lambda: kept.append(load_in_4_bits(tmp_path, MemoryArguments(), lora)))
     streamed_peak = allocator_peak(lambda: kept.append(load_in_4_bits(tmp_path, on, lora)))

@@ -422,6 +422,7 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         searches: method -> its Request and Search.
         rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
     """
+    resident = [replace(one, settings=f"{one.settings}, all weights on the device") for one in rejected]
     for request in filter(None, (streaming_request(request) for request, _ in searches.values())):
         try:
             search = request.search(say)
@@ -430,10 +431,11 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         if search is None:
             continue
         if not (ladder := _ladder(request, search)):
-            rejected.append(Rejected(f"{_METHODS[request.preset.method]}, streamed", what_lacks(request, search)))
+            lacking = Rejected(f"{_METHODS[request.preset.method]}, weights streamed", what_lacks(request, search))
+            rejected.append(lacking)
+            resident.append(lacking)
             nearest += filter(None, [with_host_memory(request, search)])
             continue
-        resident = [Rejected(f"{one.settings}, all weights on the device", one.reason) for one in rejected]
         others = left_out(request, search, [rung.choice for rung in ladder])
         link = search.cost.link_bound(usual_profile(ladder).choice)
         return Plan(request, ladder, [*resident, *_safe_left_out(ladder), *others], link=link)
