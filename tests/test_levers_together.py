@@ -188,7 +188,8 @@ def test_what_is_refused_says_why():
 
 
 ESTIMATED = [
-    *(slow((name,)) for name in LEVERS),
+    # Weights stay where they are on a CPU: test_weight_streaming.py has one whose host memory is apart.
+    *(slow((name,)) for name in LEVERS if name != "weight_streaming"),
     slow(("activation_compression", "checkpointing")),
     slow(("activation_compression", "bf16")),
     slow(("activation_compression", "LoRA")),
@@ -211,7 +212,7 @@ def test_the_estimator_sees_it(names, tmp_path):
         changed,
         LENGTH,
         "cpu",
-        peft_config=lora() if has_adapters(names) else None,
+        peft_config=lora() if "LoRA" in names else None,
         memory_args=MemoryArguments(**memory),
     ).peak_allocated_bytes
     # Which positions carry labels is not known before the data are: all of them are counted.
