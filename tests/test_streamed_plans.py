@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_plan import config, request_for
@@ -11,6 +12,8 @@ from hf_memopt.estimator.overheads import context
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.training_fields import checkpointing_period
 from hf_memopt.hardware import get_hardware
+from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.search import Search
 from hf_memopt.planner.streaming import streaming_request
 
@@ -41,6 +44,18 @@ def test_traces_hold_whole_patterns_of_streamed_layers():
     assert checkpointing_period({}, replace(half, checkpoint_ratio=0.25)) == 4
 
 
+def test_plans_say_where_the_link_bounds_the_speed(monkeypatch):
+    """A second for the weights, one way, and as long for the activations."""
+    device = get_hardware("rtx_3060")
+    job, size = SimpleNamespace(device=device), device.host_link
+    cost = Cost(SimpleNamespace(job=job, streamed_bytes=lambda choice: size, activations=lambda choice: size))
+    monkeypatch.setattr(Cost, "_micro", lambda self, choice: 2.5)
+    choice = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16", streamed=1.0)
+    assert cost.copying(choice) == 2 and cost.link_bound(choice) is None
+    said = cost.link_bound(replace(choice, activations_offloaded=True))
+    assert said.endswith("a micro-batch computes for 2.5 s, and its weights take 3 s to arrive")
+
+
 @pytest.mark.slow
 def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     """Not of all layers, where nine tenths of the weights have room; sketches stand for the estimates."""
@@ -62,4 +77,3 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     answer = json.loads(json.dumps(made.to_dict()))
     assert answer["ladder"][-1]["memory_arguments"]["weight_streaming_ratio"] == share
     assert f"weights of {share:.0%} of the layers in host memory" in answer["ladder"][-1]["settings"]
-    assert any(note.startswith("the link to host memory bounds the speed") for note in answer["notes"])

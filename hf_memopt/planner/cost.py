@@ -72,9 +72,11 @@ class Cost:
 
     def copying(self, choice: Choice) -> float:
         """Seconds in which a micro-batch's streamed weights are copied, once for forward and once for backward: each
-        layer's while the one before computes (estimator.throughput)."""
-        size = self.sketch.streamed_bytes(choice)
-        return 2 * size / host_link(self.sketch.job.device) if size else 0.0
+        layer's while the one before computes (estimator.throughput). Activations come back by the same link."""
+        size = 2 * self.sketch.streamed_bytes(choice)
+        if size and (choice.activations_offloaded or choice.inputs_offloaded):
+            size += self.sketch.activations(choice)
+        return size / host_link(self.sketch.job.device) if size else 0.0
 
     def link_bound(self, choice: Choice) -> str | None:
         """That a micro-batch waits for its weights, in a sentence; None where it does not."""
