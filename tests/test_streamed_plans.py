@@ -10,6 +10,7 @@ from test_plan import config, request_for
 from hf_memopt import MemoryArguments, plan
 from hf_memopt.estimator.overheads import context
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.step_time import host_link
 from hf_memopt.estimator.training_fields import checkpointing_period
 from hf_memopt.hardware import get_hardware
 from hf_memopt.planner.choices import Choice
@@ -47,7 +48,7 @@ def test_traces_hold_whole_patterns_of_streamed_layers():
 def test_plans_say_where_the_link_bounds_the_speed(monkeypatch):
     """A second for the weights, one way, and as long for the activations."""
     device = get_hardware("rtx_3060")
-    job, size = SimpleNamespace(device=device), device.host_link
+    job, size = SimpleNamespace(device=device), host_link(device)
     cost = Cost(SimpleNamespace(job=job, streamed_bytes=lambda choice: size, activations=lambda choice: size))
     monkeypatch.setattr(Cost, "_micro", lambda self, choice: 2.5)
     choice = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16", streamed=1.0)

@@ -412,7 +412,8 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
         rejected += [Rejected(field, reason) for field, reason in request.trl.left_out()]
     plain = plain_alternative(request, search, rung)
     beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
-    return Plan(request, ladder, rejected, plain=plain, methods=beside)
+    link = search.cost.link_bound(rung.choice)
+    return Plan(request, ladder, rejected, plain=plain, methods=beside, link=link)
 
 
 def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
