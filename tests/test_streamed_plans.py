@@ -13,10 +13,12 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.step_time import host_link
 from hf_memopt.estimator.training_fields import checkpointing_period
 from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.streaming import streaming_request
+from hf_memopt.planner.streaming import streaming_request, what_lacks, with_host_memory
+from hf_memopt.units import GIB
 
 
 def test_which_jobs_may_stream():
@@ -55,6 +57,28 @@ def test_plans_say_where_the_link_bounds_the_speed(monkeypatch):
     assert cost.copying(choice) == 2 and cost.link_bound(choice) is None
     said = cost.link_bound(replace(choice, activations_offloaded=True))
     assert said.endswith("a micro-batch computes for 2.5 s, and its weights take 3 s to arrive")
+
+
+def test_what_is_missing_is_host_memory():
+    some = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16", streamed=0.75)
+    all_layers, found = replace(some, streamed=1.0), {}
+    host = {some: 20 * GIB, all_layers: 26 * GIB}
+    search = SimpleNamespace(
+        choices=[],
+        short_of_host=[all_layers, some],
+        needs=lambda choice: 8 * GIB,
+        host_bytes=host.get,
+        seconds={some: 2, all_layers: 1},
+        found=found,
+        estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
+    )
+    request = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
+    said = "needs about 20.00 GiB of host memory, of 16.00 GiB (a small box; --host-memory sets the limit)"
+    assert what_lacks(request, search) == said
+    assert with_host_memory(request, search).startswith("--host-memory 21 (") and list(found) == [some]
+    request.memory_budget = 7 * GIB
+    assert what_lacks(request, search) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
+    assert with_host_memory(request, search) is None
 
 
 @pytest.mark.slow

@@ -26,26 +26,29 @@ def streaming_request(request):
 
 def what_lacks(request, search: Search) -> str:
     """Why nothing fits a request with streamed weights."""
-    least = min([*search.choices, *search.short_of_host], key=lambda choice: (search.needs(choice), choice.levers))
-    needs, budget, host = int(search.needs(least)), request.memory_budget, request.host_memory
-    if needs > budget or host is None:
-        return f"needs about {gib(needs)} with weights in host memory, of {gib(budget)}"
+    fitting, host = _fitting(request, search), request.host_memory
+    if not fitting or host is None:
+        needs = int(min(map(search.needs, (*search.choices, *search.short_of_host))))
+        return f"needs about {gib(needs)} with weights in host memory, of {gib(request.memory_budget)}"
     return (
-        f"needs about {gib(search.host_bytes(least))} of host memory for its weights, of {gib(host.bytes)} "
-        f"({host.source}; --host-memory sets the limit)"
+        f"needs about {gib(search.host_bytes(fitting[0]))} of host memory, of {gib(host.bytes)} ({host.source}; "
+        "--host-memory sets the limit)"
     )
 
 
 def with_host_memory(request, search: Search) -> str | None:
     """The limit of host memory with which a request with streamed weights fits, as a sentence; None for none."""
-    budget = request.memory_budget
-    members = [choice for choice in search.short_of_host if search.needs(choice) <= budget]
-    for share in sorted({choice.streamed for choice in members})[:_TRIES]:
-        same = [choice for choice in members if choice.streamed == share]
-        choice = min(same, key=lambda one: (one.complexities, search.seconds[one]))
+    shares = {choice.streamed: choice for choice in reversed(_fitting(request, search))}
+    for choice in sorted(shares.values(), key=search.host_bytes)[:_TRIES]:
         search.estimate([choice])
         estimate = search.found[choice]
-        if estimate is not None and estimate.device_bytes <= budget:
+        if estimate is not None and estimate.device_bytes <= request.memory_budget:
             memory = -(-estimate.host_bytes // GIB)
             return f"--host-memory {memory} (frozen weights are streamed from there): {gib(estimate.device_bytes)}"
     return None
+
+
+def _fitting(request, search: Search) -> list:
+    """Choices that fit the device by their sketches and lack host memory, from the one that needs the least of it."""
+    fitting = [choice for choice in search.short_of_host if search.needs(choice) <= request.memory_budget]
+    return sorted(fitting, key=lambda choice: (search.host_bytes(choice), search.seconds[choice]))
