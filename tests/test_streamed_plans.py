@@ -68,7 +68,6 @@ def test_what_is_missing_is_host_memory():
         short_of_host=[all_layers, some],
         needs=lambda choice: 8 * GIB,
         host_bytes=host.get,
-        seconds={some: 2, all_layers: 1},
         found=found,
         estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
     )

@@ -76,11 +76,8 @@ class LanesAtOnce(AtOnce):
 
 
 def make_lanes(device: torch.device):
-    """What fetches weights to a device; None, with a warning, where it shares its memory with the host."""
-    if device.type in ("cpu", "mps"):
-        logger.warning("weight_streaming has no effect here: weights are in host memory already")
-        return None
-    return Lanes(device)
+    """What fetches weights to a device; None where it shares its memory with the host."""
+    return None if device.type in ("cpu", "mps") else Lanes(device)
 
 
 def host_copy(weight: torch.Tensor, lanes) -> torch.Tensor:
@@ -236,6 +233,7 @@ class Streamer:
         device = device or next(self.inner.parameters()).device
         self.lanes, self._placed = lanes or make_lanes(device), True
         if self.lanes is None:
+            logger.warning("weight_streaming has no effect here: weights are in host memory already")
             return
         for weights in self.weights():
             if weights.host is None:

@@ -51,4 +51,5 @@ def with_host_memory(request, search: Search) -> str | None:
 def _fitting(request, search: Search) -> list:
     """Choices that fit the device by their sketches and lack host memory, from the one that needs the least of it."""
     fitting = [choice for choice in search.short_of_host if search.needs(choice) <= request.memory_budget]
-    return sorted(fitting, key=lambda choice: (search.host_bytes(choice), search.seconds[choice]))
+    # Of larger micro-batches sketches say too little, and what is proposed must be sure to fit.
+    return sorted(fitting, key=lambda one: (search.host_bytes(one), one.approximations, search.needs(one)))
