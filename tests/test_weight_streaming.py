@@ -1,20 +1,32 @@
 """Streamed weights: the same losses and gradients from copies that come as late as they may, few alive at a time."""
 
+import dataclasses
 import weakref
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.job import describe
+from hf_memopt.estimator.tracing.trace import loaded_tensors
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import check_with_trl, refusals
+from hf_memopt.levers.streamed_loading import streams_on_load, weights_streamed_on_load
 from hf_memopt.levers.weight_streaming import Lanes, LanesAtOnce, stream_weights, streamer_of
 
 LAYERS = 4
+FIELDS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+)
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
@@ -216,7 +228,7 @@ def test_four_bits_travel_as_they_are():
     assert_same(gradients(other, "not reentrant"), gradients(model(), "not reentrant"))
 
 
-def trainer_of(folder, **memory):
+def trainer_of(folder, model=None, **memory):
     rows = [{"input_ids": (torch.arange(12) + n) % 64, "labels": (torch.arange(12) + n) % 64} for n in range(8)]
     args = TrainingArguments(
         str(folder),
@@ -232,7 +244,8 @@ def trainer_of(folder, **memory):
         activation_checkpointing_kwargs={"use_reentrant": False},
     )
     memory_args = MemoryArguments(loss_chunk_size=8, **memory)
-    return MemoryTrainer(with_lora(llama()), args, default_data_collator, rows, memory_args=memory_args)
+    model = model or with_lora(llama())
+    return MemoryTrainer(model, args, default_data_collator, rows, memory_args=memory_args)
 
 
 def test_a_run_and_its_resumption(tmp_path, monkeypatch):
@@ -261,6 +274,17 @@ def test_what_is_refused():
         MemoryArguments(weight_streaming=True, weight_streaming_ratio=0)
     with pytest.raises(InputError, match="no layer of LlamaForCausalLM that it would stream has any: train adapters"):
         stream_weights(llama())
+
+
+def test_adapters_are_not_merged_into_empty_weights():
+    model = with_lora(llama())
+    stream_weights(model)
+    model.merge_adapter()  # nothing has moved yet
+    model.unmerge_adapter()
+    streamer_of(model).place(LateLanes())
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(InputError, match=r"^merge_.*\(\) would change weights .* by hf-memopt merge$"):
+            merge()
 
 
 def test_other_quantized_weights_are_refused():
@@ -323,3 +347,69 @@ def test_the_estimator_sees_it(layers):
     adapters = 4 * layers * 8 * (4 * 1024 + 3 * (512 + 1024))
     assert found.breakdown["parameters"] == pytest.approx(2 * layer + adapters, rel=0.03)
     assert found.phases["load"] == pytest.approx(adapters, rel=0.2)
+
+
+class HostLanes(LanesAtOnce):
+    """Copies at once between the "device", whose memory is torch's allocator's, and a host that it does not count."""
+
+    def buffer(self, size):
+        return torch.frombuffer(bytearray(size), dtype=torch.uint8)
+
+
+@pytest.mark.slow
+def test_the_device_holds_what_is_predicted(tmp_path, monkeypatch):
+    """On a CPU whose host memory is apart, as in the trace."""
+    monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: HostLanes())
+    wide = LlamaConfig(**SMALL | {"hidden_size": 256, "intermediate_size": 512}, num_hidden_layers=LAYERS)
+    trainer = trainer_of(tmp_path, with_lora(LlamaForCausalLM(wide)), weight_streaming=True)
+    storages = [tensor.untyped_storage() for tensor in loaded_tensors(trainer.model)]
+    resident = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    measured = resident + allocator_peak(trainer.train)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    fields = {name: value for name, value in trainer.args.to_dict().items() if name in FIELDS}
+    job = describe(wide, fields, 12, "cpu", peft_config=lora, memory_args=trainer.memory_args)
+    peaks = run_trace(dataclasses.replace(job.at_depth(LAYERS), host_apart=True)).peaks
+    assert max(peak.total for peak in peaks.values()) == pytest.approx(measured, rel=0.03)
+    assert min(peak.host for peak in peaks.values()) >= 0.9 * sum(
+        weight.numel() * 4 for weight in trainer.model.parameters() if not weight.requires_grad
+    )
+
+
+def load_in_4_bits(folder, memory_args, peft_config):
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    with weights_streamed_on_load(memory_args, quantization, peft_config):
+        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization)
+
+
+@pytest.mark.slow
+def test_four_bits_leave_the_device_while_they_are_loaded(tmp_path, monkeypatch):
+    """The device holds scales, embeddings and one weight; what is then trained is what a loaded model trains."""
+    monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: HostLanes())
+    wide = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**wide, num_hidden_layers=6)).to(torch.bfloat16).save_pretrained(tmp_path)
+    on, lora, kept = MemoryArguments(weight_streaming=True), LoraConfig(r=4, target_modules="all-linear"), []
+    resident = allocator_peak(lambda: kept.append(load_in_4_bits(tmp_path, MemoryArguments(), lora)))
+    streamed_peak = allocator_peak(lambda: kept.append(load_in_4_bits(tmp_path, on, lora)))
+    plain, model = kept
+    weights = [w for w in model.parameters() if w.dtype is torch.uint8]
+    assert weights and not any(w.untyped_storage().nbytes() for w in weights)
+    four_bits = sum(w.nbytes for w in weights)
+    assert resident - streamed_peak > 0.9 * four_bits
+    torch.manual_seed(1)
+    plain = add_adapters(plain, lora).train()
+    torch.manual_seed(1)
+    model = add_adapters(model, lora).train()
+    stream_weights(model)
+    wanted = gradients(plain, "not reentrant")
+    assert_same(gradients(model, "not reentrant"), wanted)
+
+
+def test_weights_that_adapters_are_made_from_are_loaded_to_the_device(tmp_path):
+    on = MemoryArguments(weight_streaming=True)
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    assert streams_on_load(on, quantization, LoraConfig(init_lora_weights="gaussian"))
+    assert not streams_on_load(on, quantization, LoraConfig(use_dora=True))
+    assert not streams_on_load(on, quantization, LoraConfig(init_lora_weights="pissa"))
+    assert not streams_on_load(on, None, LoraConfig())

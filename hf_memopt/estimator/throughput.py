@@ -104,7 +104,8 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
 
     Activations are what the host holds in forward and backward beyond what it always holds. A layer's copies overlap
     with that layer alone, those of transformers with nothing (planner.cost). Streamed weights are what it always
-    holds: they come once in forward and once in backward, each layer's while the one before computes.
+    holds: they come once in forward and once in backward, each layer's while the one before computes, by the link by
+    which activations come back.
 
     Args:
         computing: seconds of a micro-batch's kernels.
@@ -112,8 +113,8 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     """
     held = [peak.host for name, peak in peaks.items() if name.startswith(("forward", "backward"))]
     streamed = min(held, default=0) if getattr(job.memory_args, "weight_streaming", False) else 0
-    late = max(0.0, 2 * streamed / host_link(job.device) - computing)
     moved = max(held, default=0) - min(held, default=0)
+    late = max(0.0, (2 * streamed + moved) / host_link(job.device) - computing) if streamed else 0.0
     if not moved:
         return late
     moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from math import lcm
 from typing import Any
 
 from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true, read_fsdp_version, read_settings
@@ -155,11 +156,12 @@ def zero_limit(fields: dict[str, Any], name: str) -> float:
 
 
 def checkpointing_period(fields: dict[str, Any], memory_args=None) -> int:
-    """After how many layers activation checkpointing repeats."""
+    """After how many layers activation checkpointing and the streaming of weights repeat."""
+    streamed = period_of(memory_args.weight_streaming_ratio) if getattr(memory_args, "weight_streaming", False) else 1
     if getattr(memory_args, "checkpoint_ratio", None) is not None:
-        return period_of(memory_args.checkpoint_ratio)
+        return lcm(streamed, period_of(memory_args.checkpoint_ratio))
     kwargs = fields.get("activation_checkpointing_kwargs") or {}
-    return kwargs.get("every_n_layers") or 1 if isinstance(kwargs, dict) else 1
+    return lcm(streamed, kwargs.get("every_n_layers") or 1 if isinstance(kwargs, dict) else 1)
 
 
 def peak_rank(fields: dict[str, Any], engine: str, world_size: int) -> int:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.four_bit_quantizer import quantizer_replaced
 from hf_memopt.levers.quantized_experts import (
     ONLY_4_BIT,
     dequantize_on_access,
@@ -12,8 +13,6 @@ from hf_memopt.levers.quantized_experts import (
     quantize,
     stays,
 )
-
-_METHOD = "bitsandbytes_4bit"
 
 
 @contextmanager
@@ -32,14 +31,8 @@ def experts_quantized_on_load(memory_args: MemoryArguments, quantization, peft_c
         return
     if not getattr(quantization, "load_in_4bit", False):
         raise InputError(ONLY_4_BIT)
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # the table that register_quantizer() fills
-
-    plain = AUTO_QUANTIZER_MAPPING[_METHOD]
-    AUTO_QUANTIZER_MAPPING[_METHOD] = _with_experts(plain, peft_config)
-    try:
+    with quantizer_replaced(lambda plain: _with_experts(plain, peft_config)):
         yield
-    finally:
-        AUTO_QUANTIZER_MAPPING[_METHOD] = plain
 
 
 def _with_experts(plain: type, peft_config) -> type:

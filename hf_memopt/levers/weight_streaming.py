@@ -12,6 +12,7 @@ views of a frozen weight: these are filled again with it.
 
 import functools
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from hf_memopt.levers.replaced import replace
 from hf_memopt.levers.selective_checkpointing import is_checkpointed
 
 logger = logging.getLogger(__name__)
+
+HOST_ELEMENTS = "host_elements"  # attribute of an empty weight: levers.streamed_loading has moved its elements
 
 
 def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
@@ -40,7 +43,9 @@ def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
     """
     inner = inner_model(model)
     if streamer_of(inner) is None:
-        Streamer(inner, ratio).install()
+        streamer = Streamer(inner, ratio)
+        streamer.install()
+        _refuse_merging(model, streamer)
 
 
 def streamer_of(model: torch.nn.Module) -> "Streamer | None":
@@ -71,11 +76,14 @@ class LanesAtOnce(AtOnce):
 
 
 def make_lanes(device: torch.device):
-    """What fetches weights to a device; None, with a warning, where it shares its memory with the host."""
-    if device.type in ("cpu", "mps"):
-        logger.warning("weight_streaming has no effect here: weights are in host memory already")
-        return None
-    return Lanes(device)
+    """What fetches weights to a device; None where it shares its memory with the host."""
+    return None if device.type in ("cpu", "mps") else Lanes(device)
+
+
+def host_copy(weight: torch.Tensor, lanes) -> torch.Tensor:
+    """A weight's elements in host memory."""
+    host = lanes.buffer(weight.numel() * weight.element_size()).view(weight.dtype).view(weight.shape)
+    return host.copy_(weight.detach())
 
 
 class Weights:
@@ -98,11 +106,14 @@ class Weights:
     def leave(self, lanes, device: torch.device) -> None:
         """Move the elements to host memory, and leave an empty storage on the device."""
         weight = self.weight
-        buffer = lanes.buffer(weight.numel() * weight.element_size())
-        self.host = buffer.view(weight.dtype).view(weight.shape)
-        self.host.copy_(weight.detach())
-        # Of its own: a storage that safetensors has mapped cannot change its size.
-        weight.data = torch.empty_like(self.host, device=device)
+        self.host = vars(weight).pop(HOST_ELEMENTS, None)
+        if self.host is not None:
+            return
+        self.host = host_copy(weight, lanes)
+        storage = weight.untyped_storage()
+        # Of its own: a storage that safetensors has mapped cannot change its size, and another device needs its own.
+        if weight.device != device or not storage.resizable() or storage.nbytes() != self.host.nbytes:
+            weight.data = torch.empty_like(self.host, device=device)
         lanes.resize(weight, 0)
 
     def fetch(self, lanes, holder) -> None:
@@ -166,10 +177,9 @@ class Streamer:
             self._layers[-1].after = self._head
 
     def _stream_layers(self, ratio: float) -> list[Unit]:
-        layers = list(_layers(self.inner))
         units = []
-        for number, (layer, stack) in enumerate(layers):
-            unit = self._unit(layer) if is_checkpointed(number, ratio) else None
+        for layer, stack in streamed_layers(self.inner, ratio):
+            unit = self._unit(layer)
             if unit is None:
                 continue
             if units and units[-1][1] is stack:
@@ -222,8 +232,20 @@ class Streamer:
             return
         device = device or next(self.inner.parameters()).device
         self.lanes, self._placed = lanes or make_lanes(device), True
-        for weights in self._known.values() if self.lanes is not None else ():
-            weights.leave(self.lanes, device)
+        if self.lanes is None:
+            logger.warning("weight_streaming has no effect here: weights are in host memory already")
+            return
+        for weights in self.weights():
+            if weights.host is None:
+                weights.leave(self.lanes, device)
+        for weight in self.inner.parameters():  # loaded to be streamed, and not streamed
+            if (host := vars(weight).pop(HOST_ELEMENTS, None)) is not None:
+                self.lanes.resize(weight, host.numel() * host.element_size())
+                weight.data.copy_(host)
+
+    def weights(self) -> Collection[Weights]:
+        """What is streamed, on the device or not."""
+        return self._known.values()
 
     def release_all(self) -> None:
         """Free what is on the device: after backward, and of a step that failed."""
@@ -307,13 +329,18 @@ class Streamer:
         torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
 
 
-def _layers(inner: torch.nn.Module):
-    """Yield a model's layers and the list that each is in."""
+def streamed_layers(inner: torch.nn.Module, ratio: float) -> list[tuple[torch.nn.Module, torch.nn.ModuleList]]:
+    """The layers of a transformers model that are streamed, and the list that each is in."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    for stack in inner.modules():
-        if isinstance(stack, torch.nn.ModuleList):
-            yield from ((layer, stack) for layer in stack if isinstance(layer, GradientCheckpointingLayer))
+    layers = [
+        (layer, stack)
+        for stack in inner.modules()
+        if isinstance(stack, torch.nn.ModuleList)
+        for layer in stack
+        if isinstance(layer, GradientCheckpointingLayer)
+    ]
+    return [one for number, one in enumerate(layers) if is_checkpointed(number, ratio)]
 
 
 def _of(inner: torch.nn.Module, name: str):
@@ -328,6 +355,27 @@ def _check_kind(weight: torch.nn.Parameter) -> None:
             f"weight_streaming streams unquantized weights and bitsandbytes' 4-bit ones, not {kind}: use "
             "load_in_4bit=True, or leave it out"
         )
+
+
+def _refuse_merging(model: torch.nn.Module, streamer: Streamer) -> None:
+    """Keep peft from merging adapters into weights that are empty on the device."""
+    tuner = getattr(model, "base_model", None)
+    for name in ("merge_and_unload", "merge_adapter"):
+        if hasattr(tuner, name):
+            replace(tuner, name, _unless_streamed(streamer, getattr(tuner, name)))
+
+
+def _unless_streamed(streamer: Streamer, merge):
+    @functools.wraps(merge)
+    def run(*args, **kwargs):
+        if streamer.lanes is not None:
+            raise InputError(
+                f"{merge.__name__}() would change weights that weight_streaming keeps in host memory: save the "
+                "adapter, and merge it by hf-memopt merge"
+            )
+        return merge(*args, **kwargs)
+
+    return run
 
 
 def _saving(streamer: Streamer, own: dict[str, Weights], save):

@@ -149,4 +149,6 @@ def _families(choice: Choice) -> list[str]:
         named.append("activations in host memory")
     if choice.optimizer_offloaded:
         named.append("optimizer states in host memory")
+    if 0 < choice.streamed < 1:
+        named.append("some layers' weights in host memory")
     return named + choice.trl.families()

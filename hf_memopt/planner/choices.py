@@ -34,6 +34,7 @@ MOST_SAMPLES = 64  # of a micro-batch; more do not make matmuls faster
 _SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
 _LONGEST_PERIOD = 4
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine takes three times as long
+_STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
 
@@ -59,6 +60,7 @@ class Choice:
         compressed: activations in 8 bits.
         activations_offloaded: activations in host memory between forward and backward.
         optimizer_offloaded: optimizer states in host memory, one device.
+        streamed: share of the layers whose frozen weights are in host memory, with the embeddings; 0 without.
         trl: what TRL's trainer of a task adds.
     """
 
@@ -73,6 +75,7 @@ class Choice:
     compressed: bool = False
     activations_offloaded: bool = False
     optimizer_offloaded: bool = False
+    streamed: float = 0.0
     trl: TrlChoice = NO_TRL
 
     @property
@@ -95,6 +98,7 @@ class Choice:
             self.compressed,
             self.activations_offloaded,
             self.optimizer_offloaded,
+            self.streamed > 0,
             "8bit" in self.optim,
         )
         return sum(switches) + self.trl.levers
@@ -106,6 +110,7 @@ class Choice:
             self.inputs_offloaded
             + self.activations_offloaded
             + self.optimizer_offloaded
+            + (self.streamed > 0)
             + ("offload" in self.strategy)
         )
 
@@ -130,6 +135,8 @@ class Choice:
             fields |= ACTIVATION_OFFLOAD.settings
         if self.optimizer_offloaded:
             fields["optimizer_cpu_offload"] = OPTIMIZER_OFFLOAD.settings["optimizer_cpu_offload"]
+        if self.streamed:
+            fields |= {"weight_streaming": True, "weight_streaming_ratio": self.streamed}
         if 0 < self.checkpointed < 1 and not self._every_n():
             fields["checkpoint_ratio"] = self.checkpointed
         return fields
@@ -153,8 +160,9 @@ class Choice:
                 kwargs["offload"] = True
             training |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
         training["optim"] = self.optim
-        if self.compressed or self.activations_offloaded:
-            training.pop("torch_compile", None)  # the compiler itself decides which activations are kept
+        # The compiler itself decides which activations are kept, and needs the weights in place.
+        if self.compressed or self.activations_offloaded or self.streamed:
+            training.pop("torch_compile", None)
         return replace(
             preset,
             micro_batch_size=self.micro_batch,
@@ -198,6 +206,7 @@ class SearchSpace:
         memory_args: the user's MemoryArguments, which stay.
         task: as the estimator names it.
         fixed: the user's TrainingArguments fields, which stay.
+        streaming: frozen weights of at least some layers are in host memory.
     """
 
     preset: Preset
@@ -207,14 +216,15 @@ class SearchSpace:
     memory_args: MemoryArguments
     task: str
     fixed: dict[str, Any]
+    streaming: bool = False
 
     def choices(self) -> Iterator[Choice]:
         """Every combination that compatibility accepts, in no order."""
         for strategy in self._strategies():
             layers = self._checkpointing(strategy)
             for optim, dtype, optimizer_offloaded in self._optimizers(strategy):
-                for micro, (checkpointed, inputs), (compressed, offloaded), chunked in itertools.product(
-                    self._micro_batches(), layers, self._activations(strategy), self._losses()
+                for micro, (checkpointed, inputs), (compressed, offloaded), chunked, streamed in itertools.product(
+                    self._micro_batches(), layers, self._activations(strategy), self._losses(), self._streamed()
                 ):
                     if inputs and (compressed or offloaded):
                         continue  # both would take the layers' inputs
@@ -232,6 +242,7 @@ class SearchSpace:
                         compressed=compressed,
                         activations_offloaded=offloaded,
                         optimizer_offloaded=optimizer_offloaded,
+                        streamed=streamed,
                     )
                     configured = choice.configured(self.preset)
                     memory_args = memory_arguments(self.memory_args, choice)
@@ -278,10 +289,10 @@ class SearchSpace:
         if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
             return [(0.0, False), (1.0, False)]
         layers, period = count_layers(self.config), layer_period(self.config)
-        shares = _SHARES if strategy in ("none", "ddp") else _SHARES_OF_ENGINES
+        shares = _SHARES if strategy in ("none", "ddp") and not self.streaming else _SHARES_OF_ENGINES
         # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
         shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
-        if layers <= _FEW_LAYERS:
+        if layers <= _FEW_LAYERS and not self.streaming:
             shares = [part / layers for part in range(layers + 1)]
         offloads = self.preset.hardware.memory_apart and not strategy.startswith("zero3")
         return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
@@ -292,6 +303,12 @@ class SearchSpace:
         if fixed or strategy.startswith("zero3") or strategy == "fsdp2":
             return [(False, False)]
         return [(False, False), (True, False)] + ([(False, True)] if self.preset.hardware.memory_apart else [])
+
+    def _streamed(self) -> list[float]:
+        if not self.streaming:
+            return [0.0]
+        period = layer_period(self.config)
+        return [share for share in _STREAMED_SHARES if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
 
     def _losses(self) -> list[bool]:
         fixed = self.memory_args.loss_chunk_size or self.memory_args.logits_to_keep

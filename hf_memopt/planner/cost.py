@@ -67,8 +67,26 @@ class Cost:
     def step(self, choice: Choice) -> float:
         """One optimizer step."""
         micro = self._micro(choice)
-        moved = self._offloaded(choice)
+        moved = self._offloaded(choice) + max(0.0, self.copying(choice) - micro)
         return self.steps.seconds(self.computed(choice, micro + moved)) + self._generating(choice)
+
+    def copying(self, choice: Choice) -> float:
+        """Seconds in which a micro-batch's streamed weights are copied, once for forward and once for backward: each
+        layer's while the one before computes (estimator.throughput). Activations come back by the same link."""
+        size = 2 * self.sketch.streamed_bytes(choice)
+        if size and (choice.activations_offloaded or choice.inputs_offloaded):
+            size += self.sketch.activations(choice)
+        return size / host_link(self.sketch.job.device) if size else 0.0
+
+    def link_bound(self, choice: Choice) -> str | None:
+        """That a micro-batch waits for its weights, in a sentence; None where it does not."""
+        copying, micro = self.copying(choice), self._micro(choice)
+        if copying <= micro:
+            return None
+        return (
+            f"the link to host memory bounds the speed: a micro-batch computes for {micro:.2g} s, and its weights "
+            f"take {copying:.2g} s to arrive"
+        )
 
     def _generating(self, choice: Choice) -> float:
         """Seconds in which a step's completions are written, at least: every token of a group that grows together

@@ -29,6 +29,7 @@ from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.sketch import Sketch, baselines, sketch_of, traced_jobs
+from hf_memopt.planner.streaming import streaming_request, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.batch import batch_settings
@@ -90,6 +91,7 @@ class Request:
         more: further arguments of estimator.job.describe: video, frozen, task, attn_implementation, …
         quantization: makes the BitsAndBytesConfig of a preset; None for the preset's own.
         host_memory: what one process may use on the host; None where unknown.
+        streaming: frozen weights may be in host memory (planner.streaming).
     """
 
     model: Any
@@ -104,6 +106,7 @@ class Request:
     more: dict[str, Any] = field(default_factory=dict)
     quantization: Callable[[Preset], Any] | None = None
     host_memory: HostMemory | None = None
+    streaming: bool = False
 
     @property
     def model_name(self) -> str:
@@ -185,6 +188,7 @@ class Request:
             memory_args=self.memory_args,
             task=self.more.get("task") or infer_task(self.config),
             fixed=self.fields,
+            streaming=self.streaming,
         )
         return list(space.choices())
 
@@ -195,6 +199,7 @@ class Request:
 
         def build(samples: int, checkpointed: bool) -> Job:
             choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=float(checkpointed))
+            choice = replace(choice, streamed=float(self.streaming))
             if plain.trl.steps_per_generation:  # a group for every sample, whose batch the trainer takes as whole
                 group = self.trl.setting("num_generations")
                 choice = replace(choice, trl=replace(plain.trl, steps_per_generation=group))
@@ -222,6 +227,7 @@ class Plan:
         plain: what the balanced profile (or the safest) would be with every layer checkpointed, without host memory
             and rounding; None where it is so.
         methods: with method "any", the settings of each method that fits, the planned one among them.
+        link: that the link to host memory bounds the speed of the usual profile; None where it does not.
     """
 
     request: Request
@@ -231,6 +237,7 @@ class Plan:
     nearest: list[str] = field(default_factory=list)
     plain: Alternative | None = None
     methods: list[Alternative] = field(default_factory=list)
+    link: str | None = None
 
     def __iter__(self):
         return iter(self.ladder)
@@ -249,7 +256,7 @@ class Plan:
         """What of the device's memory and speed was measured on it; of GRPO and RLOO, what a step generates."""
         device = self.request.preset.hardware
         memory = measured_memory(device) if measured_on(device) else ()
-        notes = [*memory, *filter(None, [speed_note(device)])]
+        notes = [*memory, *filter(None, [self.link, speed_note(device)])]
         if self.request.trl is not None and self.ladder:
             notes += self.request.trl.notes(usual_profile(self.ladder).choice, device)
         return notes
@@ -393,7 +400,9 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
         else:
             rejected.append(_too_large(request, search, search.smallest() if search else None))
     if not ladders:
-        return _nothing_fits(request, search, rejected, say)
+        nearest: list[str] = []
+        streamed = _streamed(searches, rejected, nearest, say)
+        return streamed or _nothing_fits(request, search, rejected, nearest, say)
     without_host = (method for method, rungs in ladders.items() if not usual_profile(rungs).choice.offloads)
     method = next(without_host, next(iter(ladders)))
     (request, search), ladder = searches[method], ladders[method]
@@ -403,7 +412,35 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
         rejected += [Rejected(field, reason) for field, reason in request.trl.left_out()]
     plain = plain_alternative(request, search, rung)
     beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
-    return Plan(request, ladder, rejected, plain=plain, methods=beside)
+    link = search.cost.link_bound(rung.choice)
+    return Plan(request, ladder, rejected, plain=plain, methods=beside, link=link)
+
+
+def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
+    """The plan of the first method that fits with frozen weights in host memory; None where none does.
+
+    Args:
+        searches: method -> its Request and Search.
+        rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
+    """
+    resident = [replace(one, settings=f"{one.settings}, all weights on the device") for one in rejected]
+    for request in filter(None, (streaming_request(request) for request, _ in searches.values())):
+        try:
+            search = request.search(say)
+        except InputError:  # weights that cannot be streamed
+            continue
+        if search is None:
+            continue
+        if not (ladder := _ladder(request, search)):
+            lacking = Rejected(f"{_METHODS[request.preset.method]}, weights streamed", what_lacks(request, search))
+            rejected.append(lacking)
+            resident.append(lacking)
+            nearest += filter(None, [with_host_memory(request, search)])
+            continue
+        others = left_out(request, search, [rung.choice for rung in ladder])
+        link = search.cost.link_bound(usual_profile(ladder).choice)
+        return Plan(request, ladder, [*resident, *_safe_left_out(ladder), *others], link=link)
+    return None
 
 
 def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...]) -> Callable[[str], None]:
@@ -413,7 +450,12 @@ def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...])
     return lambda text: say(f"method {methods.index(method) + 1} of {len(methods)}: {text}")
 
 
-def _nothing_fits(request: Request, search: Search | None, rejected: list[Rejected], say) -> Plan:
+def _nothing_fits(request: Request, search: Search | None, rejected: list[Rejected], nearest: list[str], say) -> Plan:
+    """What is missing.
+
+    Args:
+        nearest: changes that are known to make the job fit.
+    """
     least = search.smallest() if search else None
     if least is None:
         return Plan(request, [], rejected)
@@ -421,7 +463,8 @@ def _nothing_fits(request: Request, search: Search | None, rejected: list[Reject
     if estimate.device_bytes <= budget:
         wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
         return Plan(request, [], rejected, estimate.host_bytes - request.host_memory.bytes, [wanted])
-    return Plan(request, [], rejected, estimate.device_bytes - budget, nearest_changes(request, search, least, say))
+    nearest = [*nearest, *nearest_changes(request, search, least, say)]
+    return Plan(request, [], rejected, estimate.device_bytes - budget, nearest)
 
 
 def usual_profile(ladder: list[Rung]) -> Rung:

@@ -38,7 +38,7 @@ class Search:
     _off: dict[tuple, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cost = Cost(self.sketch)
+        cost = self.cost = Cost(self.sketch)
         self.seconds = {choice: cost.step(choice) for choice in self.choices}
         self._rank = {choice: cost.rank(choice) for choice in self.choices}
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
@@ -183,6 +183,7 @@ def _keys(choice: Choice) -> list[tuple]:
     """Keys that choices with similar sketch errors share, the most specific first."""
     kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
     levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
+    levers += (choice.streamed,)
     states = (choice.optim, choice.optimizer_offloaded, choice.trl.precomputed, choice.trl.sleeps)
     return [
         (choice.strategy, states, levers, kind, choice.checkpointed),
@@ -210,6 +211,8 @@ def summarize(choice: Choice) -> str:
             ("8-bit activations", choice.compressed),
             ("activations in host memory", choice.activations_offloaded),
             ("optimizer in host memory", choice.optimizer_offloaded),
+            ("weights in host memory", choice.streamed == 1),
+            (f"weights of {choice.streamed:.0%} of the layers in host memory", 0 < choice.streamed < 1),
         )
         if on
     ]

@@ -150,9 +150,25 @@ class Sketch:
             moved += self.activations(choice) * (_COMPRESSED[2] if choice.compressed else 1)
         if choice.optimizer_offloaded:
             moved += 8 * self.trained
+        moved += self.streamed_bytes(choice)
         if "offload" in choice.strategy:  # fp32 weights, states and gradients, and weights in 16 bits
             moved += (16 * self.trained + self.loaded) / self.job.world_size
         return int(moved)
+
+    @functools.cached_property
+    def _streamed(self) -> tuple[float, float]:
+        """Bytes of frozen weights in host memory in the traced job: of the layers, and of all else."""
+        if not getattr(self.job.memory_args, "weight_streaming", False):
+            return 0.0, 0.0
+        peaks = self.kept[0].peaks.items()
+        held = min(peak.host for name, peak in peaks if name.startswith(("forward", "backward")))
+        outside = min(held, self.outside_layers * getattr(torch, self.job.dtype).itemsize)
+        return held - outside, outside
+
+    def streamed_bytes(self, choice: Choice) -> float:
+        """Bytes of weights that a choice keeps in host memory, or the user's own settings do."""
+        layers, outside = self._streamed
+        return outside + layers * (choice.streamed or 1)
 
     def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
         """What a segment holds whatever the micro-batch is, and what its samples take.
@@ -178,6 +194,8 @@ class Sketch:
         """What levers and engines make of one device's memory."""
         activations = kinds.get("activations", 0)
         kinds["parameters"] = kinds.get("parameters", 0) - self._reference(choice)
+        if choice.streamed:  # of the traced job all layers are
+            kinds["parameters"] += (1 - choice.streamed) * self._streamed[0]
         if name.startswith(GENERATION):
             growing = 0  # a cache, which nothing compresses or moves
         if choice.chunked_loss:

@@ -27,6 +27,7 @@ from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
+from hf_memopt.levers.streamed_loading import weights_streamed_on_load
 from hf_memopt.packages import require
 from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
@@ -520,7 +521,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
             kwargs["dtype"] = getattr(torch, kwargs["dtype"])
             model = auto.from_config(config, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
         else:
-            with experts_quantized_on_load(job.memory_args, kwargs.get("quantization_config"), job.peft_config):
+            loading = job.memory_args, kwargs.get("quantization_config"), job.peft_config
+            with experts_quantized_on_load(*loading), weights_streamed_on_load(*loading):
                 model = auto.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise InputError(

@@ -142,6 +142,8 @@ def fake_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.nn.Parameter):
         return empty
     weight = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if getattr(tensor, "streamed_on_load", False):  # levers.streamed_loading
+        weight.streamed_on_load = True
     if hasattr(tensor, "has_fp16_weights"):  # an 8-bit weight of bitsandbytes
         codes = None if tensor.CB is None else weight.data
         scales = None if tensor.SCB is None else fake_tensor(tensor.SCB)

@@ -16,6 +16,7 @@ from hf_memopt.estimator.tracing.tasks import TASKS, with_token_ids
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.streamed_loading import mark_streamed, streams_on_load
 from hf_memopt.remote_code import is_trusted
 from hf_memopt.video.model_parts import train_parts
 
@@ -69,6 +70,10 @@ def make_model(settings: ModelSettings, distribute: Callable | None = None):
         model = add_adapters(model, adapters_for(settings, model))
     if settings.memory_args is not None:
         apply_levers(model, settings.memory_args)
+        if not is_quantized(settings.config) and streams_on_load(
+            settings.memory_args, settings.quantization_config, settings.peft_config
+        ):
+            mark_streamed(model)
     return model
 
 

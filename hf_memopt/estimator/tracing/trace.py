@@ -39,7 +39,7 @@ from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.levers.activation_offload import Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
-from hf_memopt.levers.weight_streaming import streamer_of
+from hf_memopt.levers.weight_streaming import Streamer, streamer_of
 from hf_memopt.presets.trl_configs import trl_trainer
 
 
@@ -140,12 +140,10 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
         _add_weights(each, ledger)
     stacks = repeated_layers(model)
     streamer = streamer_of(model) if job.host_apart else None
-    loaded_on_device = getattr(model, "is_quantized", False)
-    if streamer is not None and not loaded_on_device:
-        streamer.place(streaming_lanes(ledger))
+    moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
-    _load(model, ledger)
+    _load(model, ledger, moved)
     if streamer is not None:
         streamer.place(streaming_lanes(ledger))
     ledger.enter("start", "other")
@@ -191,10 +189,31 @@ def _unquantized_experts(model: torch.nn.Module) -> bool:
     return getattr(model, "is_quantized", False) and largest is not None and largest.element_size() > 1
 
 
-def _load(model: torch.nn.Module, ledger: Ledger) -> None:
+def _leave_on_load(streamer: Streamer, model: torch.nn.Module, ledger: Ledger) -> int:
+    """Move the weights to the host that are never on the device together: those of an unquantized model, which is
+    loaded on the host, and those that levers.streamed_loading moves.
+
+    Returns:
+        Bytes of the largest one that is quantized on the device.
+    """
+    lanes, largest = streaming_lanes(ledger), 0
+    quantized = getattr(model, "is_quantized", False)
+    for weights in streamer.weights():
+        weight = weights.weight
+        if not quantized or getattr(weight, "streamed_on_load", False):
+            weights.leave(lanes, weight.device)
+            largest = max(largest, quantized * weights.host.nbytes)
+    return largest
+
+
+def _load(model: torch.nn.Module, ledger: Ledger, moved: int) -> None:
     """Weights reach the device one by one in their own dtype and are quantized there. (A checkpoint that safetensors
-    maps into host memory is not counted: the system can drop its pages.)"""
-    if size := staged_bytes(model):
+    maps into host memory is not counted: the system can drop its pages.)
+
+    Args:
+        moved: bytes of a quantized weight that leaves the device again.
+    """
+    if size := staged_bytes(model) + moved:
         ledger.enter("load", "workspace")
         unquantized = torch.empty(size, dtype=torch.uint8)
         del unquantized

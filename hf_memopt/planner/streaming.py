@@ -1,0 +1,55 @@
+"""Which jobs are planned again with frozen weights in host memory, once nothing fits with them on the device."""
+
+from dataclasses import replace
+
+from hf_memopt.estimator.trl_job import TRL_TASKS
+from hf_memopt.planner.search import Search
+from hf_memopt.units import GIB, gib
+
+_TRIES = 2  # estimates
+
+
+def streaming_request(request):
+    """A plan.Request with streamed weights; None where there is nothing to stream or weight_streaming refuses.
+
+    It is not asked for before: a device that holds the weights trains faster, and needs no host memory.
+    """
+    preset, more = request.preset, request.more
+    if preset.processes > 1 or not preset.hardware.memory_apart or preset.method == "full":
+        return None
+    if request.memory_args.weight_streaming or request.streaming:
+        return None
+    if more.get("task") in TRL_TASKS or more.get("video") is not None:
+        return None
+    return replace(request, streaming=True)
+
+
+def what_lacks(request, search: Search) -> str:
+    """Why nothing fits a request with streamed weights."""
+    fitting, host = _fitting(request, search), request.host_memory
+    if not fitting or host is None:
+        needs = int(min(map(search.needs, (*search.choices, *search.short_of_host))))
+        return f"needs about {gib(needs)} with weights in host memory, of {gib(request.memory_budget)}"
+    return (
+        f"needs about {gib(search.host_bytes(fitting[0]))} of host memory, of {gib(host.bytes)} ({host.source}; "
+        "--host-memory sets the limit)"
+    )
+
+
+def with_host_memory(request, search: Search) -> str | None:
+    """The limit of host memory with which a request with streamed weights fits, as a sentence; None for none."""
+    shares = {choice.streamed: choice for choice in reversed(_fitting(request, search))}
+    for choice in sorted(shares.values(), key=search.host_bytes)[:_TRIES]:
+        search.estimate([choice])
+        estimate = search.found[choice]
+        if estimate is not None and estimate.device_bytes <= request.memory_budget:
+            memory = -(-estimate.host_bytes // GIB)
+            return f"--host-memory {memory} (frozen weights are streamed from there): {gib(estimate.device_bytes)}"
+    return None
+
+
+def _fitting(request, search: Search) -> list:
+    """Choices that fit the device by their sketches and lack host memory, from the one that needs the least of it."""
+    fitting = [choice for choice in search.short_of_host if search.needs(choice) <= request.memory_budget]
+    # Of larger micro-batches sketches say too little, and what is proposed must be sure to fit.
+    return sorted(fitting, key=lambda one: (search.host_bytes(one), one.approximations, search.needs(one)))

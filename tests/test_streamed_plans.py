@@ -1,0 +1,103 @@
+"""Plans with frozen weights in host memory: only where nothing else fits, and with as few of them as must be."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from test_plan import config, request_for
+
+from hf_memopt import MemoryArguments, plan
+from hf_memopt.estimator.overheads import context
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.step_time import host_link
+from hf_memopt.estimator.training_fields import checkpointing_period
+from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware.host_memory import HostMemory
+from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.cost import Cost
+from hf_memopt.planner.search import Search
+from hf_memopt.planner.streaming import streaming_request, what_lacks, with_host_memory
+from hf_memopt.units import GIB
+
+
+def test_which_jobs_may_stream():
+    request = request_for(config(1), "lora", hardware="rtx_3060")
+    asked = streaming_request(request)
+    shares = {choice.streamed for choice in asked.choices()}
+    assert max(shares) == 1 and min(shares) > 0
+    assert not any(choice.streamed for choice in request.choices())
+    assert all(choice.offloads and choice.memory_fields()["weight_streaming"] for choice in asked.choices())
+    on = MemoryArguments(weight_streaming=True)
+    for other in (
+        request_for(config(1), "full", hardware="rtx_3060"),
+        request_for(config(1), "lora"),  # a CPU
+        request_for(config(1), "lora", hardware="rtx_3060x2"),
+        replace(request, memory_args=on),
+        replace(request, more={"task": "dpo"}),
+        asked,
+    ):
+        assert streaming_request(other) is None
+
+
+def test_traces_hold_whole_patterns_of_streamed_layers():
+    half = MemoryArguments(weight_streaming=True, weight_streaming_ratio=0.5)
+    assert checkpointing_period({}, half) == 2
+    assert checkpointing_period({"activation_checkpointing_kwargs": {"every_n_layers": 3}}, half) == 6
+    assert checkpointing_period({}, replace(half, checkpoint_ratio=0.25)) == 4
+
+
+def test_plans_say_where_the_link_bounds_the_speed(monkeypatch):
+    """A second for the weights, one way, and as long for the activations."""
+    device = get_hardware("rtx_3060")
+    job, size = SimpleNamespace(device=device), host_link(device)
+    cost = Cost(SimpleNamespace(job=job, streamed_bytes=lambda choice: size, activations=lambda choice: size))
+    monkeypatch.setattr(Cost, "_micro", lambda self, choice: 2.5)
+    choice = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16", streamed=1.0)
+    assert cost.copying(choice) == 2 and cost.link_bound(choice) is None
+    said = cost.link_bound(replace(choice, activations_offloaded=True))
+    assert said.endswith("a micro-batch computes for 2.5 s, and its weights take 3 s to arrive")
+
+
+def test_what_is_missing_is_host_memory():
+    some = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16", streamed=0.75)
+    all_layers, found = replace(some, streamed=1.0), {}
+    host = {some: 20 * GIB, all_layers: 26 * GIB}
+    search = SimpleNamespace(
+        choices=[],
+        short_of_host=[all_layers, some],
+        needs=lambda choice: 8 * GIB,
+        host_bytes=host.get,
+        found=found,
+        estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
+    )
+    request = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
+    said = "needs about 20.00 GiB of host memory, of 16.00 GiB (a small box; --host-memory sets the limit)"
+    assert what_lacks(request, search) == said
+    assert with_host_memory(request, search).startswith("--host-memory 21 (") and list(found) == [some]
+    request.memory_budget = 7 * GIB
+    assert what_lacks(request, search) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
+    assert with_host_memory(request, search) is None
+
+
+@pytest.mark.slow
+def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
+    """Not of all layers, where nine tenths of the weights have room; sketches stand for the estimates."""
+
+    def by_sketch(search, new):
+        for choice in new:
+            size, host = int(search.needs(choice)), search.host_bytes(choice)
+            search.found[choice] = Estimate(size, size, size, host, "forward", {}, {}, 2**40, {}, ())
+
+    monkeypatch.setattr(Search, "estimate", by_sketch)
+    deep = config(12, hidden_size=512, intermediate_size=2048, vocab_size=200)
+    weights = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
+    memory = int((context(get_hardware("rtx_3060")) + 0.9 * weights) / 0.94)
+    settings = {"memory": memory, "training": {"optim": "adamw_torch"}, "lora": {"r": 2}}
+    made = plan(deep, "rtx_3060", 1, 64, "lora", **settings)
+    share = made.ladder[-1].choice.streamed
+    assert 0 < share < 1
+    assert made.rejected[0].settings == "LoRA, all weights on the device"
+    answer = json.loads(json.dumps(made.to_dict()))
+    assert answer["ladder"][-1]["memory_arguments"]["weight_streaming_ratio"] == share
+    assert f"weights of {share:.0%} of the layers in host memory" in answer["ladder"][-1]["settings"]
