@@ -10,7 +10,7 @@ WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
 bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu gpu-wheels test test-slow test-engines test-pages test-all bench lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-all bench lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-engines  engines on several processes and machines, some minutes"
 	@echo "make test-pages    reports and documentation in a browser; needs Chromium"
 	@echo "make test-all      all four"
+	@echo "make test-sweeps   the other cases of the slow tests that have many; before a release"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
 	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
@@ -37,7 +38,11 @@ test: $(TESTABLE)
 # Operators first: a test's time limit is not for compiling.
 test-slow: $(TESTABLE)
 	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
-	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not engines and not pages and not cuda"
+	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not sweep and not engines and not pages and not cuda"
+
+# Every case of the long lists that the slow tests take a part of: before a release.
+test-sweeps: $(TESTABLE)
+	python -m pytest -m "sweep and not engines and not pages and not cuda"
 
 test-engines: $(TESTABLE)
 	python -m pytest -m engines
@@ -66,6 +71,8 @@ bench: $(INSTALLED)
 	python benchmarks/preset_peak.py
 	python benchmarks/planner_cpu.py
 	python benchmarks/plans.py
+	python benchmarks/lengths.py
+	python benchmarks/questions.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_model_types.py
 	python benchmarks/engines.py

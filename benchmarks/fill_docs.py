@@ -24,6 +24,7 @@ from levers_docs import ROOT
 
 _INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)
 _TABLES = {
+    "docs/index.md": questions_docs.FIRST_PAGE,
     "docs/levers.md": levers_docs.TABLES,
     "docs/memory.md": {**devices_docs.TABLES, **optimizers_docs.TABLES, **peft_docs.TABLES},
     "docs/estimate.md": {**model_types_docs.TABLES, **scripts_docs.TABLES},

@@ -199,4 +199,25 @@ def truth() -> str:
     return f"{explanation}\n\n{table(heads, lines)}\n\n{measured('planner_cpu', data)}"
 
 
-TABLES = {"truth": truth, "practical": practical, "settings": settings, "tables": tables}
+def lengths() -> str:
+    """The longest sequences by card, and what each memory feature adds."""
+    data = results("lengths")
+    cards = list(dict.fromkeys(row["hardware"] for row in data["rows"]))
+    found = {(row["method"], row["settings"], row["hardware"]): row for row in data["rows"]}
+    lines = []
+    for method, settings in dict.fromkeys((row["method"], row["settings"]) for row in data["rows"]):
+        rows = [found.get((method, settings, card)) for card in cards]
+        lines.append([f"`{method}`", settings, *(_length(row) for row in rows)])
+    made = table(["method", "settings", *(f"`{card}`" for card in cards)], lines)
+    source = f"Predicted {data['date']} with torch {data['versions']['torch']}, transformers "
+    return f"{made}\n\n{source}{data['versions']['transformers']}: [lengths.json](../benchmarks/results/lengths.json)."
+
+
+def _length(row: dict | None) -> str:
+    if row is None:
+        return ""
+    limit = "" if row["limited_by"] == "device" else f" ({row['limited_by']})"
+    return f"{row['seq_len']:,}{limit}"
+
+
+TABLES = {"lengths": lengths, "truth": truth, "practical": practical, "settings": settings, "tables": tables}

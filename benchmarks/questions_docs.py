@@ -103,4 +103,31 @@ def source() -> str:
     )
 
 
+def first_answer(name: str) -> str:
+    """A question's command and the usual profile alone, or the first cards."""
+    row = rows()[name]
+    made = _cards(row) if "cards" in row else _usual(row)
+    return f"```bash\n{row['command']}\n```\n\n{made}"
+
+
+def _usual(row: dict) -> str:
+    if not row["profiles"]:
+        return _nothing(row)
+    one = next((one for one in row["profiles"] if one["profile"] == row["profile"]), row["profiles"][0])
+    heads = ["method", "settings", "GiB of each device", "tokens/s", "hours for 10M tokens"]
+    return table(heads, [[f"`{row['method']}`", one["settings"], *_figures({"estimated": True, **one})]])
+
+
+def own_script() -> str:
+    """A script in the shape of transformers' run_clm.py: predicted without its weights, then really trained."""
+    row = next(row for row in results("estimator_scripts")["rows"] if row["script"] == "run_clm")
+    lines = [[f"{row['predicted_bytes']:,}", f"{row['measured_bytes']:,}", f"{row['error']:+.2%}"]]
+    heads = ["predicted peak of run_clm.py (bytes)", "measured on a CPU (bytes)", "error"]
+    return f"{table(heads, lines)}\n\n[All scripts](estimate.md#a-script-of-your-own)."
+
+
+_FIRST = ("8B on a 4090", "70B on 8 x A100", "8B on Colab", "8B on an M2", "cheapest card")
+FIRST_PAGE = {f"first {name}": (lambda name=name: first_answer(name)) for name in _FIRST} | {
+    "first own script": own_script
+}
 TABLES = {**{name: (lambda name=name: answer(name)) for name in rows()}, "questions": source}

@@ -99,6 +99,8 @@ BOUNDS = {
     "video_fps": _POSITIVE,
     "max_pixels_per_frame": _POSITIVE,
     "max_video_tokens": _POSITIVE,
+    "max_download_mib": _POSITIVE,
+    "frame_cache_gib": _POSITIVE,
     "max_bad_videos": _NOT_NEGATIVE,
     "answer_tokens": _COUNT,
     # LoraConfig and BitsAndBytesConfig

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None):
         },
         adapters={"learning_rate": 1e-5},
         builtin={
-            "learning_rate": 1e-3,
+            "learning_rate": 2e-3,
             "max_steps": 60,
             "save_strategy": "no",
             "logging_steps": 1,

@@ -65,6 +65,24 @@ def nothing_frozen():
     freeze_imports()
 
 
+_KEPT = 10  # slow cases of one test in make test-slow
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
+def pytest_collection_modifyitems(items):
+    """Of a test with more slow cases than _KEPT, evenly spaced ones stay in make test-slow; make test-sweeps runs the
+    others."""
+    tests: dict[str, list] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in tests.values():
+        kept = {place * len(cases) // _KEPT for place in range(_KEPT)}
+        for place, item in enumerate(cases):
+            if len(cases) > _KEPT and place not in kept:
+                item.add_marker("sweep")
+
+
 def pytest_collection_finish(session):
     freeze_imports()
 

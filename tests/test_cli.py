@@ -20,7 +20,7 @@ def test_help_names_the_commands_and_shows_examples(command):
 
     commands = typer.main.get_command(app).commands
     code, output, _ = command("--help")
-    assert code == 0 and len(commands) == 14
+    assert code == 0 and len(commands) == 16
     for name in commands:
         assert name in output
         code, text, _ = command(name, "--help")
@@ -32,6 +32,23 @@ def test_bare_and_version(command):
     assert code == 0 and "Usage:" in output and "estimate" in output
     code, output, _ = command("--version")
     assert code == 0 and output.split() == ["hf-memopt", metadata.version("hf_memopt")]
+
+
+def test_hf_memopt_is_an_extension_of_hf(command, tmp_path, monkeypatch):
+    """Registered, `hf memopt …` runs this program; nothing is looked up on GitHub."""
+    from huggingface_hub.cli import extensions
+
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(extensions, "_github_request", lambda *_, **__: pytest.fail("asked GitHub"))
+    monkeypatch.setattr(extensions.constants, "HF_HUB_DISABLE_UPDATE_CHECK", True)
+    code, output, _ = command("register")
+    assert code == 0 and "`hf memopt` runs" in output
+    assert dict(extensions.list_installed_extensions_for_help())["memopt"].startswith("Predict")
+    started = []
+    monkeypatch.setattr(extensions.subprocess, "call", lambda argv: started.append(argv) or 0)
+    assert extensions.dispatch_unknown_top_level_extension(["memopt", "--version"], {"jobs"}) == 0
+    assert started == [[str(BIN / "hf-memopt"), "--version"]]
 
 
 @pytest.mark.parametrize(

@@ -240,13 +240,31 @@ def test_commands_are_understood(page, line):
     if words[0] == "accelerate":
         _launch(words)
         return
+    _parse(words)
+
+
+def test_commands_for_coding_agents_are_understood():
+    """SKILL.md's commands, its front matter, and what AGENTS.md links to."""
+    skill = (ROOT / "SKILL.md").read_text(encoding="utf-8")
+    _, front, text = skill.split("---\n", 2)
+    header = yaml.safe_load(front)
+    assert header["name"] == "hf-memopt" and len(header["description"]) < 1024  # the format's limit
+    lines = [line for line in re.findall(r"`(hf-memopt [^`]+)`", text) if len(line.split()) > 2]
+    assert len(lines) > 9
+    for line in lines:
+        _parse(shlex.split(line))
+    for link in re.findall(r"\]\((\w+\.md)\)", (ROOT / "AGENTS.md").read_text(encoding="utf-8")):
+        assert (ROOT / link).is_file()
+
+
+def _parse(words: list[str]) -> None:
+    """What the command line itself reads; an unknown option raises."""
     import typer
 
     from hf_memopt.cli.app import app
 
     group = typer.main.get_command(app)
-    command = group.commands[words[1]]
-    command.make_context(words[1], words[2:], resilient_parsing=False)
+    group.commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False)
 
 
 def _launch(words: list[str]) -> None:

@@ -79,6 +79,16 @@ def test_five_seconds_are_ten_frames_and_the_runs_limit_holds(files):
     assert len(read_clip(files / "short.mkv", more_than_there_are).frames) == 6, "not an error, as in qwen-vl-utils"
 
 
+def test_frames_are_dropped_evenly_without_decoding_again(files):
+    clip = read_clip(files / "long.mp4", FrameLimits(21, None))
+    assert clip.thinned(None, 2) is clip and clip.thinned(21, 2) is clip
+    few = clip.thinned(7, 2)
+    assert few.indices == tuple(clip.indices[position] for position in (0, 4, 8, 12, 16, 20))
+    assert few.timestamps == tuple(clip.timestamps[position] for position in (0, 4, 8, 12, 16, 20))
+    assert numpy.array_equal(few.frames, clip.frames[::4]) and few.rate == clip.rate
+    assert few.thinned(1, 2).indices == (0,)
+
+
 def test_a_segment_of_a_variable_rate_is_one_in_time(tmp_path):
     times = [index * 33 for index in range(30)] + [1000 + index * 500 for index in range(10)]
     path = videos.write(tmp_path / "v.mp4", videos.numbered(40), milliseconds=times)

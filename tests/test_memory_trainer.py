@@ -794,7 +794,7 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
     script.write_text(SCRIPT.format(paths=[here]))
     moments = random.Random(5)
     kills = 0
-    for _ in range(8):
+    for _ in range(4):
         with open(tmp_path / "log", "w") as log:
             process = subprocess.Popen(
                 [sys.executable, script, tmp_path / "out", tmp_path / "losses"], stdout=log, stderr=log

@@ -7,6 +7,7 @@ import random
 import psutil
 import pytest
 import torch
+from conftest import slow
 from test_memory_trainer import QUIET, Rows, collate, llama, train
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -322,6 +323,44 @@ def test_memory_is_logged_beside_the_loss(tmp_path):
     assert any("memory/peak_allocated_gib" in entry for entry in state["log_history"])
 
 
+@pytest.mark.parametrize("tracker", [slow("tensorboard"), slow("trackio")])
+def test_trackers_get_memory_beside_the_loss(tracker, tmp_path, monkeypatch):
+    """Through Trainer's own report_to, where the tracker is installed."""
+    pytest.importorskip(tracker)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    sent = _spy(tracker, monkeypatch)
+
+    def prepare(trainer):
+        trainer.show_predicted_peak(3 * GIB)
+
+    train(tmp_path, prepare=prepare, **LOGGING | {"report_to": tracker})
+    assert {"train/loss", "train/memory/peak_allocated_gib"} <= sent.keys()
+    assert sent["train/memory/predicted_peak_allocated_gib"] == 3.0
+
+
+def _spy(tracker: str, monkeypatch) -> dict[str, float]:
+    """What the tracker is asked to keep; it keeps it, too."""
+    sent: dict[str, float] = {}
+    if tracker == "trackio":
+        import trackio
+
+        real = trackio.log
+        monkeypatch.setattr(
+            trackio, "log", lambda logs, *rest, **named: (sent.update(logs), real(logs, *rest, **named))
+        )
+        return sent
+    from torch.utils.tensorboard import SummaryWriter
+
+    scalar = SummaryWriter.add_scalar
+
+    def add_scalar(writer, name, value, *rest, **named):
+        sent[name] = value
+        return scalar(writer, name, value, *rest, **named)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    return sent
+
+
 def test_the_console_stays_readable(tmp_path, capsys):
     train(tmp_path, max_steps=2, logging_strategy="steps", logging_steps=1)
     shown = capsys.readouterr().out
@@ -333,10 +372,12 @@ def test_any_trainer_can_have_it(tmp_path):
 
     def prepare(trainer):
         trainer.add_callback(tracker)
-        MemoryCallback().attach(trainer)
+        MemoryCallback(predicted_peak_bytes=3 * GIB).attach(trainer)
 
     train(tmp_path, kind=Trainer, prepare=prepare, **LOGGING)
-    assert any("memory/allocated_gib" in logs for logs in tracker.got)
+    shown = [logs for logs in tracker.got if "loss" in logs]
+    assert all("memory/allocated_gib" in logs for logs in shown)
+    assert [logs["memory/predicted_peak_allocated_gib"] for logs in shown] == [3.0, 3.0]
 
 
 def _watched(capacity: float, **arguments):

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -386,6 +387,30 @@ def test_a_copy_that_is_ended_is_done_without():
         return item * 2
 
     assert on_all_cores(work, [1, 2, 3]) == [2, 4, 6]
+
+
+def test_a_copy_that_is_stuck_is_done_without(monkeypatch):
+    parent = os.getpid()
+    monkeypatch.setattr("hf_memopt.estimator.tracing.parallel._PATIENCE", 0.5)
+
+    def work(item: int) -> int:
+        if os.getpid() != parent:
+            threading.Event().wait()  # as on a lock that a thread of the parent held when it was copied
+        return item * 2
+
+    assert on_all_cores(work, [1, 2, 3, 4]) == [2, 4, 6, 8]
+
+
+def test_an_error_in_a_copy_is_raised_here():
+    parent = os.getpid()
+
+    def work(item: int) -> int:
+        if os.getpid() != parent:
+            raise InputError(f"item {item}")
+        return item
+
+    with pytest.raises(InputError, match="item"):
+        on_all_cores(work, [1, 2, 3, 4])
 
 
 # ---- what is printed

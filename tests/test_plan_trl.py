@@ -117,8 +117,9 @@ def test_sketches_are_near_estimates(task):
 
 
 @pytest.mark.slow
-def test_a_reference_that_does_not_fit_is_precomputed():
-    wide = config(4, hidden_size=512, intermediate_size=2048, vocab_size=32000)
+def test_a_reference_that_does_not_fit_is_precomputed(tmp_path):
+    config(4, hidden_size=512, intermediate_size=2048, vocab_size=32000).save_pretrained(tmp_path)
+    wide = str(tmp_path)
     settings = {"method": "full", "seq_len": 96, "effective_batch_size": 4, "task": "dpo"}
     ample = plan(wide, "rtx_4090", **settings)
     assert all(rung.choice.trl.reference for rung in ample), "the pass over the data takes time"

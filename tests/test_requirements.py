@@ -16,7 +16,16 @@ def requirements() -> list[Requirement]:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = [config["options"]["install_requires"], *config["options.extras_require"].values()]
-    return [Requirement(line) for lines in listed for line in lines.split("\n") if line.strip()]
+    found = [Requirement(line) for lines in listed for line in lines.split("\n") if line.strip()]
+    return [one for one in found if canonicalize_name(one.name) != "hf-memopt"]  # `all` names the other extras
+
+
+def test_all_names_every_extra_that_any_machine_takes():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    (everything,) = [Requirement(line) for line in extras["all"].split("\n") if line.strip()]
+    assert everything.extras == set(extras) - {"all", "dev", "docs", "gpu"}
 
 
 def pins() -> dict[str, Version]:

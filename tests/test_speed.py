@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import slow
+from peft import LoraConfig
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -150,6 +151,25 @@ def test_inputs_that_transformers_offloads_are_counted_on_the_host():
     assert here.breakdown["activations"] - there.breakdown["activations"] == pytest.approx(inputs, rel=0.1)
     assert there.device_bytes < here.device_bytes and there.host_bytes > here.host_bytes
     assert there.step_seconds > here.step_seconds + 2 * inputs / get_hardware("rtx_3060").host_link
+
+
+@pytest.mark.slow
+def test_streamed_weights_arrive_no_faster_than_the_link():
+    """Few tokens: what is fetched twice a micro-batch takes longer than computing with it."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 4, "vocab_size": 512}
+    config = LlamaConfig(num_hidden_layers=12, **shape)
+    fields = {"per_device_train_batch_size": 1, "bf16": True, "gradient_accumulation_steps": 1}
+    adapters = LoraConfig(r=4, target_modules="all-linear")
+    here, there = (
+        estimate(
+            config, fields, 64, "rtx_3060", adapters, "bfloat16", memory_args=MemoryArguments(weight_streaming=on)
+        )
+        for on in (False, True)
+    )
+    matrices = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
+    link = get_hardware("rtx_3060").host_link
+    assert there.step_seconds > max(here.step_seconds, 2 * matrices / link)
+    assert there.step_seconds < here.step_seconds + 4 * matrices / link
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.program import run
+from hf_memopt.video import media
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import Medium, conversation
@@ -188,6 +189,15 @@ def test_too_long_a_sample_loses_frames_first(name, family, files):
     few = Encoder(processor, Limits(max_frames=16, max_video_tokens=limit), files)(row("150.mp4"))
     types = torch.tensor(processor.create_mm_token_type_ids([few["input_ids"].tolist()])[0])
     assert (types > 0).sum() <= limit
+
+
+def test_frames_are_dropped_without_decoding_again(family, files, monkeypatch):
+    read, decoded = media.read_clip, []
+    monkeypatch.setattr(media, "read_clip", lambda *given: decoded.append(given) or read(*given))
+    short = fresh(family, "qwen2_5_vl", files, max_frames=16, max_video_tokens=10)(
+        row("150.mp4", images=["picture.png"])
+    )
+    assert count_frames(short, 2) < 16 and len(decoded) == 1
 
 
 def test_then_the_end_of_the_answer(family, files):

@@ -67,6 +67,19 @@ def _at_least_one(value: int | None) -> int | None:
     return value
 
 
+def _length(value: str | None) -> int | str | None:
+    """A number of tokens, or "max".
+
+    Raises:
+        typer.BadParameter: neither.
+    """
+    if value is None or value == "max":
+        return value
+    if not value.lstrip("-").isdecimal():
+        raise typer.BadParameter(f"{value!r} is neither a number of tokens nor max")
+    return _at_least_one(int(value))
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
@@ -202,6 +215,7 @@ def estimate(
     epilog="Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
     "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
     "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max · "
+    "hf-memopt plan llama-3.1-8b --hardware rtx_4090 --method lora --seq-len max · "
     "hf-memopt plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M · "
     "hf-memopt plan qwen3-8b --hardware rtx_4090 --task grpo --seq-len 768 --set max_completion_length=512"
 )
@@ -219,7 +233,13 @@ def plan(
         ),
     ] = "auto",
     seq_len: Annotated[
-        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            callback=_length,
+            help="Tokens per sample; max: the longest that fits, with one memory feature after another. "
+            "Default: the preset's.",
+        ),
     ] = None,
     effective_batch_size: Annotated[
         int | None,
@@ -286,7 +306,7 @@ def plan(
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
     from hf_memopt.cli.cards import ANY, CardOptions
-    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_plan, run_which_card
+    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
 
     settings = settings or []
@@ -294,8 +314,9 @@ def plan(
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     if hardware.lower() != ANY:
         cards.refuse()
-    elif frames is not None:
-        raise InputError("--frames max is counted for one card: name it with --hardware")
+    elif frames is not None or seq_len == "max":
+        limit = "--frames" if frames is not None else "--seq-len"
+        raise InputError(f"{limit} max is counted for one card: name it with --hardware")
     if frames is not None and task is not None:
         raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
     if frames is not None:
@@ -318,7 +339,7 @@ def plan(
     )
     if hardware.lower() == ANY:
         raise typer.Exit(run_which_card(options, cards, json))
-    raise typer.Exit(run_plan(options, json))
+    raise typer.Exit(run_lengths(options, json) if seq_len == "max" else run_plan(options, json))
 
 
 @app.command(
@@ -380,10 +401,18 @@ def dry_run(
     os._exit(code)
 
 
-@app.command(epilog="Example: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh")
+@app.command(
+    epilog="Examples: hf-memopt export rtx_4090 my-run --method qlora, then sh my-run/launch.sh · hf-memopt export "
+    "a100_80gb_x8 my-run --target skypilot -- --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara"
+)
 def export(
     preset: Annotated[str, typer.Argument(help="A name from `hf-memopt presets`, or auto.", autocompletion=_presets)],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write to; created if missing.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="More arguments of the recipe, after --.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="slurm, skypilot, hf-jobs or kubernetes: the files of a job there. Default: launch.sh."),
+    ] = None,
     method: Method = "full",
     strategy: Strategy = None,
     precision: Precision = None,
@@ -424,6 +453,8 @@ def export(
         machines=machines,
         sequence_parallel=sequence_parallel,
         yaml_only=yaml_only,
+        target=target,
+        arguments=arguments or [],
     )
     export_preset(options, json)
 
@@ -588,6 +619,24 @@ def doctor(
     if files:
         raise typer.Exit(check_files(files, json))
     examine(json)
+
+
+@app.command(epilog="Example: hf-memopt schema estimate > estimate.schema.json")
+def schema(
+    command: Annotated[str, typer.Argument(help="advise, doctor, dry-run, estimate, export, plan, presets or show.")],
+) -> None:
+    """Print the JSON schema (draft 2020-12) of what a command prints with --json."""
+    from hf_memopt.cli.schema import run_schema
+
+    run_schema(command)
+
+
+@app.command(epilog="Example: hf-memopt register, then hf memopt estimate llama-3.1-8b --hardware rtx_4090")
+def register(json: Json = False) -> None:
+    """Make `hf memopt` a command of the hub's command line, which runs this installation."""
+    from hf_memopt.cli.register import run_register
+
+    run_register(json)
 
 
 def _print_version(asked: bool) -> None:

@@ -8,6 +8,7 @@ from hf_memopt.cli.settings import parse_settings, quantization_config, split_mo
 from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
 from hf_memopt.errors import InputError
 from hf_memopt.hardware import get_hardware
+from hf_memopt.packages import require
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
 from hf_memopt.units import size
@@ -40,6 +41,8 @@ def run_estimate(
     options: JobOptions, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions
 ) -> int:
     """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
+    if plot_file:
+        require("matplotlib", "--plot")
     import_libraries()
     amount.read()
     from hf_memopt.estimator.api import estimate_job
@@ -124,6 +127,8 @@ def resolve_job(options: JobOptions):
     preset = _resolve_preset(options)
     texts, sizes = split_model_sizes(options.settings)
     settings = parse_settings(texts)
+    if preset.strategy.startswith("zero"):
+        require("deepspeed", f"strategy={preset.strategy}")
     own = settings.own
     preset = replace(preset, dtype=own.get("dtype", preset.dtype))
     if not preset.name:  # on several devices, too, as many samples a device as TrainingArguments has
@@ -188,6 +193,8 @@ class DryRunOptions:
 
 def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
     """Print the estimate of a script's job; 0 if it fits or the capacity is unknown, 1 if it does not fit."""
+    if plot_file:
+        require("matplotlib", "--plot")
     from hf_memopt.estimator import estimate_trainer
     from hf_memopt.estimator.dry_run import caught_trainer
     from hf_memopt.estimator.duration import run_duration, training_steps

@@ -2,16 +2,17 @@
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json
 from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
-from hf_memopt.files import folder_for, shipped, write_folder
+from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
+from hf_memopt.presets.cloud import TARGETS, cloud_files
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
 
@@ -28,6 +29,8 @@ class ExportOptions:
         machines: each with the preset's devices; also writes slurm.sbatch.
         sequence_parallel: devices that split each sequence.
         yaml_only: accelerate.yaml alone, which holds DeepSpeed's settings itself.
+        target: slurm | skypilot | hf-jobs | kubernetes: the files of a job there; None for this machine's.
+        arguments: more arguments of the recipe.
     """
 
     preset: str
@@ -40,6 +43,8 @@ class ExportOptions:
     machines: int | None = None
     sequence_parallel: int | None = None
     yaml_only: bool = False
+    target: str | None = None
+    arguments: list[str] = field(default_factory=list)
 
 
 def export_preset(options: ExportOptions, as_json: bool) -> None:
@@ -52,11 +57,18 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     check(preset.setup())
     if options.recipe not in RECIPES:
         raise choose("recipe", options.recipe, RECIPES)
+    if options.target is not None and options.target not in TARGETS:
+        raise choose("target", options.target, TARGETS)
+    if options.target and options.yaml_only:
+        raise InputError(f"target={options.target} and yaml_only exclude each other: leave one out")
     folder = folder_for(options.directory)
-    files = _yaml_alone(preset, options.nvme_path) if options.yaml_only else _contents(preset, folder, options)
+    files = _files(preset, folder, options)
     write_folder(folder, files)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
+    elif options.target:
+        start = _STARTS[options.target].format(_here(folder))
+        print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start}")
     elif options.yaml_only:
         config = shlex.quote(str(folder / "accelerate.yaml"))
         print(f"wrote accelerate.yaml to {folder}; use it with: accelerate launch --config_file {config} SCRIPT.py")
@@ -64,6 +76,29 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
         start = "sbatch" if preset.machines > 1 else "sh"
         script = shlex.quote(str(folder / ("slurm.sbatch" if preset.machines > 1 else "launch.sh")))
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
+
+
+# How each target's own tool starts what was written; {} is the folder.
+_STARTS = {
+    "slurm": "sbatch {}/slurm.sbatch",
+    "skypilot": "cd {} && sky launch skypilot.yaml",
+    "hf-jobs": "sh {}/hf_jobs.sh",
+    "kubernetes": "kubectl apply -f {}/kubernetes.yaml",
+}
+
+
+def _here(folder: Path) -> str:
+    return shlex.quote(from_here(folder))
+
+
+def _files(preset: Preset, folder: Path, options: ExportOptions) -> dict[str, str]:
+    """What the options ask for: file name -> text."""
+    if options.yaml_only:
+        return _yaml_alone(preset, options.nvme_path)
+    if options.target in (None, "slurm"):
+        return _contents(preset, folder, options)
+    config_files = {"training_arguments.json": _json(_settings(preset)), **_yaml_alone(preset, options.nvme_path)}
+    return cloud_files(preset, options.target, [options.recipe, *_recipe_arguments(preset, options)], config_files)
 
 
 def _split_sequences(preset: Preset, devices: int) -> Preset:
@@ -84,16 +119,20 @@ def _split_sequences(preset: Preset, devices: int) -> Preset:
 
 def _contents(preset: Preset, folder: Path, options: ExportOptions) -> dict[str, str]:
     """File name -> text."""
-    settings = preset.settings()
-    if preset.machines > 1 or preset.sequence_parallel > 1:  # follows from the effective batch when the job starts
-        del settings["gradient_accumulation_steps"]
-    files = {"training_arguments.json": _json(settings)}
+    files = {"training_arguments.json": _json(_settings(preset))}
     deepspeed = _with_nvme_path(preset, options.nvme_path)
     if deepspeed:
         files["deepspeed.json"] = _json(deepspeed)
     # accelerate resolves this path against the working directory, so it has to be absolute.
     files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), _comment(preset))
-    return files | scripts(preset, folder, _recipe_command(preset, folder, options))
+    return files | scripts(preset, folder, _recipe_command(preset, folder, options), batch=options.target == "slurm")
+
+
+def _settings(preset: Preset) -> dict:
+    settings = preset.settings()
+    if preset.machines > 1 or preset.sequence_parallel > 1:  # follows from the effective batch when the job starts
+        del settings["gradient_accumulation_steps"]
+    return settings
 
 
 def _yaml_alone(preset: Preset, nvme_path: str | None) -> dict[str, str]:
@@ -122,18 +161,18 @@ def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
 
 def _recipe_command(preset: Preset, folder: Path, options: ExportOptions) -> list[str]:
     script = shipped("recipes") / f"{options.recipe}.py"
+    config = ["--config", shlex.quote(str(folder / "training_arguments.json"))]
+    return [shlex.quote(str(script)), *config, *map(shlex.quote, _recipe_arguments(preset, options))]
+
+
+def _recipe_arguments(preset: Preset, options: ExportOptions) -> list[str]:
+    """What the recipe takes beside its configuration."""
     return [
-        shlex.quote(str(script)),
-        "--preset",
-        options.preset,
-        "--method",
-        preset.method,
-        "--effective_batch_size",
-        str(preset.effective_batch_size),
-        "--config",
-        shlex.quote(str(folder / "training_arguments.json")),
+        *("--preset", options.preset, "--method", preset.method),
+        *("--effective_batch_size", str(preset.effective_batch_size)),
         *mesh_words(preset.strategy),
         *(["--attn_implementation", "sdpa"] if preset.sequence_parallel > 1 else []),
+        *options.arguments,
     ]
 
 

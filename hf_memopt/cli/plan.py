@@ -301,6 +301,66 @@ def _print_nearest(made) -> None:
         print(f"  would fit: {change}")
 
 
+def run_lengths(options: PlanOptions, as_json: bool) -> int:
+    """Print the longest sequences by memory features; 0 if any fits, 1 if none does."""
+    for name, value in (("--export", options.export), ("--strategy", options.strategy)):
+        if value is not None:
+            raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
+    import_libraries()
+    from hf_memopt.planner.lengths import longest_sequences
+    from hf_memopt.planner.plan import ask
+    from hf_memopt.presets import METHODS
+
+    settings = parse_settings(options.settings)
+    _check_quantization(settings, options.method)
+    more = _model_arguments(options.model, settings) | _task(options, settings)
+    question = ask(
+        options.model,
+        options.method,
+        training=settings.training,
+        lora=settings.lora,
+        memory_args=more.pop("memory_args"),
+        quantization=more.pop("quantization"),
+        more=more,
+        hardware=options.hardware,
+        effective_batch_size=options.effective_batch_size,
+        memory=_bytes(options.memory_gib),
+        host_memory=_bytes(options.host_memory_gib),
+    )
+    methods = METHODS if options.method == "any" else (options.method,)
+    requests = [question.for_method(method) for method in methods]
+    found = [(request.preset.method, row) for request in requests for row in longest_sequences(request, _log)]
+    if as_json:
+        rows = [{"method": method, **vars(row), "estimate": row.estimate.to_dict()} for method, row in found]
+        print_json({"lengths": rows, "capacity_bytes": requests[0].memory})
+    else:
+        _print_lengths(requests[0], found)
+    return 0 if any(row.seq_len for _, row in found) else 1
+
+
+def _print_lengths(request, found) -> None:
+    print(
+        f"{request.model_name} on {request.preset.hardware.label} ({gib(request.memory)}): the longest sequence "
+        f"predicted to fit in {RUNGS['balanced'][1]:.0%} of it, one sample at a time"
+    )
+    if not found:
+        print("nothing fits: the weights alone take more; see --method qlora")
+        return
+    table = [
+        (
+            method,
+            row.settings,
+            row.seq_len or "none",
+            row.limited_by,
+            gib(row.estimate.device_bytes),
+            gib(row.estimate.host_bytes),
+            f"{row.estimate.tokens_per_second:,.0f}" if row.estimate.tokens_per_second else "?",
+        )
+        for method, row in found
+    ]
+    print_table("", ("method", "settings", "tokens", "limit", "device", "host", "tokens/s"), table)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FramesOptions:
     """A video model of which the most frames that fit are asked for."""

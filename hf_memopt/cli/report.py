@@ -5,6 +5,7 @@ from pathlib import Path
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.errors import InputError
 from hf_memopt.files import folder_for, user_path, write_whole
+from hf_memopt.packages import require
 from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import PAGE, compare_page, differences, figure_texts, figures, run_page
@@ -19,6 +20,7 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
     Raises:
         InputError: a folder holds no run, or the page cannot be written.
     """
+    require("matplotlib", "report")
     folders = [user_path(directory).resolve() for directory in directories]
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise InputError(f"{twice[0]} is named more than once: name each run once")

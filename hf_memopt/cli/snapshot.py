@@ -6,6 +6,7 @@ from hf_memopt import charts
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
+from hf_memopt.packages import require
 from hf_memopt.reports.page import render_page
 from hf_memopt.reports.snapshot_analysis import Snapshot, analyze_snapshot
 from hf_memopt.reports.snapshot_recording import KINDS
@@ -21,6 +22,8 @@ def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
     """
     if top < 1:
         raise InputError(f"--top {top} must be 1 or more")
+    if plot:
+        require("matplotlib", "--plot")
     working(f"reading {file}")
     found = analyze_snapshot(file, top)
     if plot:

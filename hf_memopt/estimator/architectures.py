@@ -95,7 +95,7 @@ def _bundled(model: str) -> Path | None:
         return named
     source = f"https://huggingface.co/{model}/"
     return (
-        next((path for path in sorted(_FOLDER.glob("*.json")) if source in path.read_text()), None)
+        next((path for path in sorted(_FOLDER.glob("*.json")) if source in path.read_text(encoding="utf-8")), None)
         if "/" in model
         else None
     )
@@ -106,7 +106,7 @@ def hub_id(model: str) -> str:
     named = _FOLDER / f"{str(model).lower()}.json"
     if Path(model).exists() or not named.is_file():
         return str(model)
-    source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", named.read_text())
+    source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", named.read_text(encoding="utf-8"))
     return source[1] if source else str(model)
 
 

@@ -64,7 +64,7 @@ def smallest_combination(job: Job, found: Estimate, map_fn=one_by_one) -> Saving
 
 def _fitting(job: Job, map_fn) -> Estimate | None:
     """A job's estimate if it fits."""
-    (estimate,) = estimate_jobs([job], map_fn)
+    (estimate,) = estimate_jobs([job], map_fn, speed=False)
     return None if isinstance(estimate, InputError) or not estimate.fits else estimate
 
 

@@ -62,7 +62,8 @@ def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]
 
 def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[Saving]:
     savings = []
-    for (change, _), other in zip(changes, estimate_jobs([changed for _, changed in changes], map_fn), strict=True):
+    estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
+    for (change, _), other in zip(changes, estimates, strict=True):
         if isinstance(other, InputError):
             continue
         saved = found.device_bytes - other.device_bytes

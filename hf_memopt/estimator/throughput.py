@@ -100,26 +100,30 @@ def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estim
 
 
 def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float) -> float:
-    """Seconds that a micro-batch waits for activations on their way to the host and back: what the host holds in
-    forward and backward beyond what it always holds. A layer's copies overlap with that layer alone, those of
-    transformers with nothing (planner.cost).
+    """Seconds that a micro-batch waits for what travels between the host and the device.
+
+    Activations are what the host holds in forward and backward beyond what it always holds. A layer's copies overlap
+    with that layer alone, those of transformers with nothing (planner.cost). Streamed weights are what it always
+    holds: they come once in forward and once in backward, each layer's while the one before computes.
 
     Args:
         computing: seconds of a micro-batch's kernels.
         recomputed: of these, the second forward of checkpointed layers.
     """
     held = [peak.host for name, peak in peaks.items() if name.startswith(("forward", "backward"))]
+    streamed = min(held, default=0) if getattr(job.memory_args, "weight_streaming", False) else 0
+    late = max(0.0, 2 * streamed / host_link(job.device) - computing)
     moved = max(held, default=0) - min(held, default=0)
     if not moved:
-        return 0.0
+        return late
     moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value
     if not getattr(job.memory_args, "activation_offload", False):
-        return 2 * moving
+        return late + 2 * moving
     kept = computing - recomputed
     forward = _FORWARD * kept
     share = max(0.0, 1 - recomputed / forward)  # of the layers that are not checkpointed
     passes = share * forward, share * (kept - forward)
-    return sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
+    return late + sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
 
 
 def unknown_speed(job: Job) -> str | None:

@@ -16,6 +16,10 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
     Raises:
         InputError: a memory feature does not support this model.
     """
+    if memory_args.quantized_experts:
+        from hf_memopt.levers.quantized_experts import quantize_experts
+
+        quantize_experts(model)
     if memory_args.sliding_window is not None:
         from hf_memopt.levers.sliding_window import set_window
 
@@ -47,6 +51,10 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
     keep_chosen_layers(model)
     if memory_args.checkpoint_ratio is not None or memory_args.checkpoint_keeps is not None:
         checkpoint_in_part(model, memory_args.checkpoint_ratio, memory_args.checkpoint_keeps)
+    if memory_args.weight_streaming:
+        from hf_memopt.levers.weight_streaming import stream_weights
+
+        stream_weights(model, memory_args.weight_streaming_ratio)
     if memory_args.activation_offload:
         from hf_memopt.levers.activation_offload import offload_activations
 

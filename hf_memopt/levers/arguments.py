@@ -127,6 +127,14 @@ class MemoryArguments:
     activation_offload: bool = field(
         default=False, metadata={"help": "Offload activations to host memory between forward and backward."}
     )
+    weight_streaming: bool = field(
+        default=False,
+        metadata={"help": "Keep frozen weights in host memory and fetch each layer's while it runs. For one device."},
+    )
+    weight_streaming_ratio: float = field(
+        default=1.0,
+        metadata={"help": "With weight_streaming: share of the layers that are streamed, evenly spread."},
+    )
     checkpoint_ratio: float | None = field(
         default=None, metadata={"help": "Share of the layers that are checkpointed, evenly spread."}
     )
@@ -142,6 +150,12 @@ class MemoryArguments:
     )
     frozen_without_grad: bool = field(
         default=True, metadata={"help": "Run frozen modules under no_grad where no input requires a gradient."}
+    )
+    quantized_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "With 4-bit weights: quantize the experts of MoE layers, too, which stay in 16 bits otherwise."
+        },
     )
     adam_mini: bool = field(
         default=False, metadata={"help": "Use Adam-mini instead of `optim`: one second moment per block of weights."}
@@ -198,6 +212,10 @@ class MemoryArguments:
         for name, known in CHOICES.items():
             if getattr(self, name) not in (None, *known):
                 raise choose(name, getattr(self, name), known)
+        if not 0 < self.weight_streaming_ratio <= 1:
+            raise InputError(
+                f"weight_streaming_ratio={self.weight_streaming_ratio} must lie above 0 and up to 1 (all layers)"
+            )
         for name, nothing in (("checkpoint_ratio", "no layer"), ("compile_memory_budget", "inputs alone")):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -42,6 +42,12 @@ def refusals(
             "loss_chunk_size calls the head a second time, which crashes when transformers shards the model: leave it "
             "out, or use fsdp2 or zero3"
         )
+    if memory_args.quantized_experts:
+        if fields.get("torch_compile"):
+            yield "quantized_experts chooses which tensors to save, as torch_compile does: use one of them"
+        if engine in ("fsdp1", "fsdp2", "mesh") or zero_stage == 3:
+            name = "ZeRO-3" if zero_stage == 3 else engine
+            yield f"quantized_experts needs whole weights, and {name} shards them: leave it out"
     if memory_args.logits_to_keep:
         if memory_args.loss_chunk_size is not None:
             yield "loss_chunk_size already skips tokens without labels: leave logits_to_keep out"
@@ -72,9 +78,24 @@ def refusals(
             yield "max_batch_size and max_tokens_per_batch both limit the micro-batch: use one of them"
         if str(fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
             yield "max_tokens_per_batch already groups samples by length: leave train_sampling_strategy out"
+    yield from _refuse_streaming(memory_args, fields, engine)
     yield from _refuse_attention(memory_args)
     yield from _refuse_checkpointing(memory_args, fields)
     yield from _refuse_optimizers(memory_args, fields, engine)
+
+
+def _refuse_streaming(memory_args: MemoryArguments, fields: dict[str, Any], engine: str) -> Iterator[str]:
+    if not memory_args.weight_streaming:
+        if (ratio := memory_args.weight_streaming_ratio) != MemoryArguments.weight_streaming_ratio:
+            yield f"weight_streaming_ratio={ratio} has no effect without weight_streaming: set it too, or leave it out"
+        return
+    if engine != "none":
+        yield (
+            f"weight_streaming supports a single device: leave it out under {engine}, and use strategy "
+            "zero3_offload_cpu"
+        )
+    if fields.get("torch_compile"):
+        yield "torch_compile would compile weights that are not on the device: leave weight_streaming out"
 
 
 def _refuse_attention(memory_args: MemoryArguments) -> Iterator[str]:
@@ -145,3 +166,5 @@ def check_with_trl(memory_args: MemoryArguments, what: str) -> None:
     for name in ("loss_chunk_size", "logits_to_keep"):
         if getattr(memory_args, name):
             raise InputError(f"{name} goes without {what}: TRL's trainers compute their loss in tiles themselves")
+    if memory_args.weight_streaming:
+        raise InputError(f"weight_streaming goes without {what}: TRL's trainers read the head outside of the model")

@@ -34,10 +34,13 @@ class MemoryCallback(TrainerCallback):
 
     Args:
         memory_args: MemoryArguments, for thresholds and limits.
+        predicted_peak_bytes: `peak_allocated_bytes` of the run's estimate, which trackers draw beside the
+            measured one; the recipes set it.
     """
 
-    def __init__(self, memory_args: MemoryArguments | None = None) -> None:
+    def __init__(self, memory_args: MemoryArguments | None = None, predicted_peak_bytes: int | None = None) -> None:
         self.memory_args = memory_args or MemoryArguments()
+        self.predicted_peak_bytes = predicted_peak_bytes
         self.monitor: MemoryMonitor | None = None
         self.growth: GrowthDiagnosis | None = None
         self._peaks: dict[str, int] = {}
@@ -132,6 +135,8 @@ class MemoryCallback(TrainerCallback):
             "memory/allocator_retries": reading.retries,
             "data_wait_share": waited / 10**4,
         }
+        if self.predicted_peak_bytes is not None:
+            figures["memory/predicted_peak_allocated_gib"] = round(self.predicted_peak_bytes / 2**30, 4)
         shares = {"device_busy_share": self.monitor.reader.busy(), "disk_wait_share": self._disk_wait.share()}
         for name, share in shares.items():
             if share is not None:

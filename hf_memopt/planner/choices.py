@@ -25,6 +25,7 @@ from hf_memopt.levers.changes import (
 )
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
+from hf_memopt.packages import is_installed
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
@@ -35,6 +36,11 @@ _LONGEST_PERIOD = 4
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine takes three times as long
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
+
+
+def available_strategies() -> list[str]:
+    """Those of STRATEGIES whose package is installed: DeepSpeed is on Linux alone."""
+    return [name for name in STRATEGIES if is_installed("deepspeed") or not name.startswith("zero")]
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,7 @@ class SearchSpace:
             return ["none"]
         if self.preset.strategy != "none":
             return [self.preset.strategy]
-        return [name for name in STRATEGIES if self.preset.hardware.memory_apart or "offload" not in name]
+        return [name for name in available_strategies() if self.preset.hardware.memory_apart or "offload" not in name]
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""

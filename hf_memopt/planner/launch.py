@@ -83,7 +83,7 @@ def launcher_command(rung) -> list[str]:
     """`accelerate launch`, with the shipped file where one has the same settings."""
     preset = rung.preset
     file = shipped("accelerate_configs") / config_name(preset)
-    if file.is_file() and yaml.safe_load(file.read_text()) == accelerate_config(rung):
+    if file.is_file() and yaml.safe_load(file.read_text(encoding="utf-8")) == accelerate_config(rung):
         return ["accelerate", "launch", "--config_file", shlex.quote(from_here(file))]
     config = accelerate_config(rung, from_here(file.parent / "deepspeed" / f"{preset.strategy}.json"))
     argv = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]

@@ -22,12 +22,12 @@ def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
     ]
 
 
-def scripts(preset: Preset, folder: Path, recipe_command: list[str]) -> dict[str, str]:
-    """An exported folder's scripts: file name -> text. For several devices slurm.sbatch too."""
+def scripts(preset: Preset, folder: Path, recipe_command: list[str], batch: bool = False) -> dict[str, str]:
+    """An exported folder's scripts: file name -> text. For several devices slurm.sbatch too, with `batch` for one."""
     if preset.machines > 1:  # a save that fails shows in the first minute, not at the end of the allocation
         recipe_command = [*recipe_command, "--probe_save", "true"]
     made = {"launch.sh": launch_script(preset, folder, recipe_command)}
-    if preset.processes > 1:
+    if preset.processes > 1 or batch:
         with_output = [*recipe_command, "--output_dir", shlex.quote(str(folder / "out"))]
         made["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
     return made

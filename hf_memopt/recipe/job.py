@@ -26,6 +26,8 @@ from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
 from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.levers.expert_loading import experts_quantized_on_load
+from hf_memopt.packages import require
 from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
@@ -166,6 +168,10 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     _check_recipe(recipe, training)
 
     engine = resolve_engine(training)
+    require("datasets", "a recipe")
+    require("matplotlib", "a recipe's report")
+    if engine.name.startswith("zero"):
+        require("deepspeed", f"strategy={engine.name}")
     unchanged, preset = _resolve_preset(parsed, recipe, engine)
     peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()
@@ -514,7 +520,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
             kwargs["dtype"] = getattr(torch, kwargs["dtype"])
             model = auto.from_config(config, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
         else:
-            model = auto.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
+            with experts_quantized_on_load(job.memory_args, kwargs.get("quantization_config"), job.peft_config):
+                model = auto.from_pretrained(job.model_name, trust_remote_code=job.recipe.trust_remote_code, **kwargs)
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise InputError(
             f"the tokenizer has {len(tokenizer)} tokens and {job.model_name} embeds "

@@ -164,6 +164,8 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
     trainer.add_callback(GradientCheck())
     trainer.add_callback(peaks)
     trainer.when_probed = job.probed
+    if estimate is not None:
+        trainer.show_predicted_peak(estimate.peak_allocated_bytes)
     try:
         with quick_cpu_info(job.args):
             trainer.train(resume_from_checkpoint=resume)

@@ -16,7 +16,9 @@ from hf_memopt.recipe.job import Job, load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator
+from hf_memopt.video.downloads import Downloads
 from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.media import Limits
 from hf_memopt.video.moving_shapes import moving_shapes
@@ -53,7 +55,14 @@ PROFILES: dict[str, dict[str, Any]] = {
 class VideoArguments(RecipeArguments):
     """The video recipe's own arguments."""
 
-    OR_NONE: ClassVar = ("max_frames", "video_fps", "max_pixels_per_frame", "max_video_tokens")
+    OR_NONE: ClassVar = (
+        "max_frames",
+        "video_fps",
+        "max_pixels_per_frame",
+        "max_video_tokens",
+        "max_download_mib",
+        "frame_cache_gib",
+    )
 
     video_profile: str | None = field(
         default=None,
@@ -96,6 +105,20 @@ class VideoArguments(RecipeArguments):
     )
     media_folder: str | None = field(
         default=None, metadata={"help": "Where relative paths start. Default: the data file's folder."}
+    )
+    max_download_mib: float | None = field(
+        default=None,
+        metadata={
+            "help": "MiB of a video or image that a row names by http(s) address, at most; it is kept in "
+            "output_dir/downloads. Default: such rows are refused."
+        },
+    )
+    frame_cache_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "GiB of decoded frames to keep in output_dir/frame_cache, at most, so that later epochs read "
+            "them; the least recently used give way. Default: videos are decoded in each epoch."
+        },
     )
 
     @classmethod
@@ -164,7 +187,7 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, _ = load_job_rows(job, source, with_media=True)
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
-    encode = Encoder(processor, limits, _folder(recipe.media_folder, source))
+    encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
     made = [
         None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
@@ -173,6 +196,16 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     for samples in filter(None, made):
         samples.check(_GLANCED_AT if _holds_files(samples.rows) else math.inf)
     return tuple(made)
+
+
+def _downloads(job: Job) -> Downloads | None:
+    largest = job.recipe.max_download_mib
+    return None if largest is None else Downloads(Path(job.args.output_dir) / "downloads", largest)
+
+
+def _frame_cache(job: Job) -> FrameCache | None:
+    largest = job.recipe.frame_cache_gib
+    return None if largest is None else FrameCache(Path(job.args.output_dir) / "frame_cache", largest)
 
 
 def _folder(given: str | None, source: str) -> Path:

@@ -271,5 +271,5 @@ def _sync(folder: Path) -> None:
     """Flush a folder's files to disk. Otherwise a power cut can leave the renamed folder with empty files."""
     for file in folder.rglob("*"):
         if file.is_file():
-            with open(file, "rb") as opened:
+            with open(file, "rb+") as opened:  # Windows flushes only what is open for writing
                 os.fsync(opened.fileno())

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.packages import require
 from hf_memopt.trainer import manifest
 
 _FSDP = "pytorch_model_fsdp_0"  # accelerate's FSDP_MODEL_NAME, of the first model
@@ -90,6 +91,7 @@ def _merge_zero(source: Path, target: Path) -> None:
     DeepSpeed 0.19.8's own safetensors writer fails on tied weights, and on the views of one flat tensor that ZeRO-1
     and 2 return: safetensors refuses shared storage. So every tensor is cloned, tied ones once.
     """
+    require("deepspeed", f"consolidating {source}, a checkpoint of ZeRO,")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from huggingface_hub import save_torch_state_dict
 

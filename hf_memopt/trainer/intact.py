@@ -87,7 +87,9 @@ def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
     if not weights and not any(checkpoint.glob("*_model*.bin")):
         return "no model.safetensors or adapter_model.safetensors"
     for index in checkpoint.glob("*.safetensors.index.json"):
-        missing = set(json.loads(index.read_text())["weight_map"].values()) - {file.name for file in weights}
+        missing = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - {
+            file.name for file in weights
+        }
         if missing:
             return f"no {min(missing)}"
     faults = map(_safetensors_fault, weights)

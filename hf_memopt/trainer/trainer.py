@@ -14,6 +14,7 @@ from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.refusals import check_levers, check_with_trl
+from hf_memopt.levers.weight_streaming import streamer_of
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.snapshot_callback import SnapshotCallback
@@ -140,8 +141,17 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         if model is None:
             return
         apply_levers(model, self.memory_args, self.args.label_smoothing_factor)
+        if (streamer := streamer_of(model)) is not None:
+            streamer.place(device=self.args.device)
+            if self.place_model_on_device and getattr(model, "quantization_method", None) is None:
+                self._move_model_to_device(model, self.args.device)
         if self.memory_args.loss_chunk_size is not None:
             self.label_smoother = None  # the chunked loss smooths labels itself
+
+    def _move_model_to_device(self, model, device) -> None:
+        if self.memory_args.weight_streaming and streamer_of(model) is None:
+            return  # _apply_levers() does it, once what is streamed lies in host memory
+        super()._move_model_to_device(model, device)
 
     def _engine(self) -> str:
         """none, ddp, fsdp1, fsdp2, mesh or deepspeed."""
@@ -196,6 +206,14 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         """The user's MemoryCallback, or one that runs before all other callbacks."""
         callbacks = (callback for callback in self.callback_handler.callbacks if isinstance(callback, MemoryCallback))
         return next(callbacks, None) or MemoryCallback(self.memory_args).attach(self)
+
+    def show_predicted_peak(self, peak_bytes: int) -> None:
+        """Log the allocated peak that an estimate predicts beside the measured one, for the trackers of report_to.
+
+        Args:
+            peak_bytes: `peak_allocated_bytes` of the estimate.
+        """
+        self._callback.predicted_peak_bytes = peak_bytes
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         check_start(self.args, self.accelerator.state)

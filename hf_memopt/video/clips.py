@@ -1,7 +1,7 @@
 """Clips: the chosen frames of a video file, evenly spaced over all of it, decoded into one array."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -54,6 +54,24 @@ class Clip:
     def rate(self) -> float:
         """The file's average frames per second."""
         return self.total / self.duration
+
+    def thinned(self, max_frames: int | None, multiple_of: int) -> "Clip":
+        """The clip with at most `max_frames` of its frames, evenly spaced from the first to the last.
+
+        Args:
+            multiple_of: the model's temporal patch size.
+        """
+        if max_frames is None or len(self.frames) <= max_frames:
+            return self
+        lasts = self.timestamps[-1] - self.timestamps[0]
+        times = FrameTimes(list(self.timestamps), None, [], lasts / (len(self.frames) - 1))
+        chosen = choose_frames(times, FrameLimits(max_frames, multiple_of=multiple_of))
+        return replace(
+            self,
+            frames=self.frames[chosen],
+            indices=tuple(self.indices[position] for position in chosen),
+            timestamps=tuple(self.timestamps[position] for position in chosen),
+        )
 
 
 def read_clip(source: VideoSource, limits: FrameLimits) -> Clip:

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 from hf_memopt.data.columns import CLIP_SAMPLING, FORMS, SAMPLING, check_columns, find_form, is_empty
 from hf_memopt.data.turns import read_messages
 from hf_memopt.errors import InputError
+from hf_memopt.video.downloads import display_url, is_url
 from hf_memopt.video.sampling import IMAGE_SAMPLING, Sampling
 
 _TAGS = re.compile(r"(<video>|<image>)")
 _UNSUPPORTED_TAGS = re.compile(r"<audio>|<bbox>|<ref-object>")  # audio, and ms-swift's boxes
 _KINDS = ("video", "image")
+_AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 _SOURCE_KEYS = ("path", "url", "bytes")
 _SAMPLING_KEYS = {"video": CLIP_SAMPLING, "image": IMAGE_SAMPLING}
 
@@ -29,15 +31,17 @@ class Medium(NamedTuple):
     sampling: Sampling = Sampling()
 
 
-def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
+def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict], list[Medium]]:
     """Messages whose content is a list of parts, and the media that they refer to.
 
     Supports all forms of columns.FORMS with messages. Content is a text with <video> and <image> tags (as in
     LLaMA-Factory and LLaVA) or a list of parts. Media are in the columns `videos` or `video` and `images` or `image`,
-    or in the parts. Without tags, media come before the first user message's text.
+    or in the parts. Without tags, media come before the first user message's text. LLaVA-Video's rows write <image>
+    for a video.
 
     Args:
         where: names the row in errors.
+        urls: media may be http(s) addresses.
 
     Raises:
         InputError: numbers of tags and media differ, there is no answer, or a part or column would be ignored.
@@ -51,6 +55,9 @@ def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
     messages = [_with_parts(message, where) for message in read_messages(row, form, where)]
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: has no answer (a message of the assistant)")
+    parts = [part for message in messages for part in message["content"] if part["type"] in _KINDS]
+    if listed["video"] and not listed["image"] and not any("source" in part for part in parts):
+        _name_videos(parts)
     _put_first(messages, listed)
     media = []
     for part in (part for message in messages for part in message["content"] if part["type"] in _KINDS):
@@ -60,7 +67,7 @@ def conversation(row: dict, where: str) -> tuple[list[dict], list[Medium]]:
         source = listed[kind].pop(0) if source is None else source
         sampling = sampling | (_sampling(source, kind) if isinstance(source, dict) else {})
         common = row if kind == "video" else {}  # a row's columns are of its videos
-        media.append(Medium(kind, _check_source(source, kind, where), Sampling.read(common, sampling, where)))
+        media.append(Medium(kind, _check_source(source, kind, where, urls), Sampling.read(common, sampling, where)))
     for kind, left in listed.items():
         if left:
             raise InputError(f"{where}: has {len(left)} {kind}(s) more than <{kind}> tags")
@@ -89,6 +96,8 @@ def _parts(part, where: str) -> list[dict]:
     if kind == "text":
         _check_keys(part, ("type", "text"), where)
         return _parts_of_text(part.get("text") or "", where)
+    if kind in _AUDIO_PARTS:
+        raise InputError(f"{where}: a part is {kind!r}, and no recipe trains on audio: leave it out of the data")
     if kind not in _KINDS:
         raise InputError(
             f'{where}: unknown part {kind!r}. Write {{"type": "text", "text": …}}, {{"type": "video", '
@@ -126,8 +135,8 @@ def _parts_of_text(text: str, where: str) -> list[dict]:
     return parts
 
 
-def _check_source(source, kind: str, where: str):
-    """A file's name or bytes.
+def _check_source(source, kind: str, where: str, urls: bool):
+    """A file's name or bytes, or an address.
 
     Raises:
         InputError: anything else. (Not BadVideo: an unsupported row is never skipped as a bad file.)
@@ -140,7 +149,7 @@ def _check_source(source, kind: str, where: str):
     if isinstance(source, bytes) and source:
         return source
     if isinstance(source, list | tuple) and kind == "video":
-        return [_check_frame(frame, where) for frame in source] or _check_source(None, kind, where)
+        return [_check_frame(frame, where, urls) for frame in source] or _check_source(None, kind, where, urls)
     if isinstance(source, list | tuple):
         raise InputError(f"{where}: an image is a list of {len(source)} files: write one path for each <image>")
     if not source:
@@ -148,15 +157,29 @@ def _check_source(source, kind: str, where: str):
     if not hasattr(source, "__fspath__") and not isinstance(source, str):
         raise InputError(f"{where}: a {kind} is {source!r}, and must be a path")
     path = str(source).removeprefix("file://")
+    if is_url(path) and urls:
+        return path
+    if is_url(path):
+        raise InputError(
+            f"{where}: {display_url(path)} is an address: download it and write the file's path, or allow downloads "
+            "by --max_download_mib 500"
+        )
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://|data:", path):
         raise InputError(f"{where}: {path[:100]} is not a file: download it, and write the file's path")
     return path
 
 
-def _check_frame(frame, where: str) -> str:
+def _check_frame(frame, where: str, urls: bool) -> str:
     if not isinstance(frame, str):
         raise InputError(f"{where}: a frame of a video is {frame!r}, and must be a path")
-    return _check_source(frame, "frame", where)
+    return _check_source(frame, "frame", where, urls)
+
+
+def _name_videos(parts: list[dict]) -> None:
+    """Where a row has videos, no images and no <video>, <image> stands for a video, as in LLaVA-Video's data."""
+    if not any(part["type"] == "video" for part in parts):
+        for part in parts:
+            part["type"] = "video"
 
 
 def _put_first(messages: list[dict], listed: dict[str, list]) -> None:

@@ -11,7 +11,9 @@ from hf_memopt.data.tokens import IGNORED, label_spans
 from hf_memopt.data.turns import read_tools
 from hf_memopt.errors import InputError
 from hf_memopt.video.collator import TOKENS, join
-from hf_memopt.video.conversations import conversation
+from hf_memopt.video.conversations import Medium, conversation
+from hf_memopt.video.downloads import Downloads
+from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.media import EncodedMedium, Limits, MediaEncoder
 
 
@@ -22,17 +24,30 @@ class Encoder:
     Args:
         processor: of load_processor().
         folder: of relative paths.
+        downloads: of media that rows name by http(s) address; None to refuse such rows.
+        frame_cache: of video files; None to decode them whenever they are read.
     """
 
     processor: Any
     limits: Limits
     folder: Path = field(default_factory=Path)
+    downloads: Downloads | None = None
+    frame_cache: FrameCache | None = None
     chat: Chat = field(init=False)
     media: MediaEncoder = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chat", Chat(self.processor))
-        object.__setattr__(self, "media", MediaEncoder(self.processor, self.limits, self.folder))
+        media = MediaEncoder(self.processor, self.limits, self.folder, self.downloads, self.frame_cache)
+        object.__setattr__(self, "media", media)
+
+    def read(self, row: dict, where: str) -> tuple[list[dict], list[Medium]]:
+        """conversation() of a row; no file is opened.
+
+        Raises:
+            InputError: the row is in no supported form.
+        """
+        return conversation(row, where, urls=self.downloads is not None)
 
     def __call__(self, row: dict, where: str = "row") -> dict[str, torch.Tensor]:
         """A row's sample: `input_ids`, `labels`, position inputs and the media's tensors.
@@ -46,13 +61,14 @@ class Encoder:
             BadVideo: a video cannot be decoded.
             InputError: the prompt alone is too long.
         """
-        messages, media = conversation(row, where)
+        messages, media = self.read(row, where)
         text, spans = self.chat.text_and_answers(messages, read_tools(row, where), where)
         if not spans:
             raise InputError(f"{where}: cannot locate its answer in the chat template's text")
         max_frames = self.limits.max_frames
+        decoded = [self.media.decode(medium) for medium in media]
         while True:
-            encoded = [self.media.encode(medium, max_frames) for medium in media]
+            encoded = [self.media.encode(part, max_frames) for part in decoded]
             sample, media_tokens = self._tokenize(text, spans, encoded, where)
             max_frames = self._fewer_frames(len(sample["input_ids"]), media_tokens, encoded)
             if max_frames is None:

@@ -11,6 +11,8 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.video.clips import Clip, estimate_pixels, read_clip
 from hf_memopt.video.conversations import Medium
+from hf_memopt.video.downloads import Downloads, is_url
+from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.frame_files import estimate_frame_pixels, frames_in, read_frames
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.images import open_image
@@ -77,11 +79,15 @@ class MediaEncoder:
     Args:
         processor: of load_processor(); its smallest size is lowered where max_pixels_per_frame asks for that.
         folder: of relative paths.
+        downloads: of media that are http(s) addresses.
+        frame_cache: of video files; None to decode them whenever they are read.
     """
 
     processor: Any
     limits: Limits
     folder: Path
+    downloads: Downloads | None = None
+    frame_cache: FrameCache | None = None
 
     def __post_init__(self) -> None:
         lower_shortest_edge(self.processor, self.limits.max_pixels_per_frame)
@@ -97,18 +103,27 @@ class MediaEncoder:
         settings = settings_dict(self.processor.video_processor)
         return (settings.get("patch_size") or 1) * (settings.get("merge_size") or 2)
 
-    def encode(self, medium: Medium, max_frames: int | None) -> EncodedMedium:
-        """A medium's tensors and text.
+    def decode(self, medium: Medium) -> Clip | EncodedMedium:
+        """A video's frames; of an image, what encode() returns.
 
         Raises:
             BadVideo: the file is missing or cannot be decoded.
         """
-        limits = self._frame_limits(medium, max_frames)
+        limits = self._frame_limits(medium, self.limits.max_frames)
         if medium.kind == "image":
             return self._encode_image(medium.source, limits)
         source = self._open_clip(medium)
-        clip = read_frames(source, limits) if isinstance(source, list) else read_clip(source, limits)
-        return self._encode_clip(clip)
+        if isinstance(source, list):
+            return read_frames(source, limits)
+        if self.frame_cache is not None and isinstance(source, Path):
+            return self.frame_cache.read(source, limits)
+        return read_clip(source, limits)
+
+    def encode(self, decoded: Clip | EncodedMedium, max_frames: int | None) -> EncodedMedium:
+        """The tensors and text of what decode() returned, of a clip with at most so many of its frames."""
+        if isinstance(decoded, EncodedMedium):
+            return decoded
+        return self._encode_clip(decoded.thinned(max_frames, self.temporal_patch_size))
 
     def estimate_pixels(self, medium: Medium) -> float:
         """Roughly the pixels of a video's frames, from its header.
@@ -131,6 +146,8 @@ class MediaEncoder:
         return self.open_source(medium.source)
 
     def _path(self, source: str) -> Path:
+        if self.downloads is not None and is_url(source):
+            return self.downloads.fetch(source)
         path = Path(source).expanduser()
         return path if path.is_absolute() else self.folder / path
 

@@ -8,7 +8,6 @@ from hf_memopt.data.columns import row_number
 from hf_memopt.data.row_places import Place
 from hf_memopt.data.turns import read_tools
 from hf_memopt.video.bad_videos import BadVideos
-from hf_memopt.video.conversations import conversation
 from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.video_files import BadVideo
 
@@ -46,7 +45,7 @@ class VideoSamples(torch.utils.data.Dataset):
             if index >= max_rows:
                 return
             where = self.where(index)
-            messages, _ = conversation(row, where)
+            messages, _ = self.encode.read(row, where)
             self.encode.chat.check(messages, read_tools(row, where), where)
 
     def sizes(self, max_rows: float = math.inf) -> list[float]:
@@ -59,7 +58,7 @@ class VideoSamples(torch.utils.data.Dataset):
 
     def _estimate_pixels(self, index: int) -> float:
         try:
-            _, media = conversation(self.rows[index], self.where(index))
+            _, media = self.encode.read(self.rows[index], self.where(index))
             return sum(self.encode.media.estimate_pixels(medium) for medium in media if medium.kind == "video")
         except BadVideo as error:
             self.bad.skip(error)

@@ -20,6 +20,7 @@ from hf_memopt.compatibility.mesh import Mesh
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
 from hf_memopt.estimator.patches.table import Part
+from hf_memopt.packages import require
 
 _C10D = "torch.distributed.distributed_c10d"
 _MESH = "torch.distributed.device_mesh"
@@ -93,6 +94,7 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
 @contextmanager
 def _deepspeed(ledger) -> Iterator[None]:
     """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no checks across ranks."""
+    require("deepspeed", "an estimate of ZeRO")
     import deepspeed
 
     check(Part.DEEPSPEED)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.extrapolate import read_config, with_depth
-from hf_memopt.estimator.tracing.quantization import quantization_method
+from hf_memopt.estimator.tracing.quantization import expert_state, quantization_method
 from hf_memopt.estimator.tracing.quantized_linear import stand_in
 from hf_memopt.levers.replaced import put_back
 
@@ -69,6 +69,8 @@ def _quantized_layers(model: torch.nn.Module, memo: dict[int, object]) -> dict[i
         weight = getattr(module, "weight", None)
         if (state := getattr(weight, "quant_state", None)) is not None:  # a 4-bit layer holds it, too, once it has run
             copies[id(state)] = memo[id(weight)].quant_state
+        if (state := expert_state(module)) is not None:
+            copies[id(state)] = _fake_state(state)
         state = getattr(module, "state", None)
         if type(state).__name__ == "MatmulLtState":
             tensors = {name: value for name, value in vars(state).items() if isinstance(value, torch.Tensor)}

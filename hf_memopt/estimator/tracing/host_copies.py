@@ -4,6 +4,7 @@ import torch
 
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
 from hf_memopt.levers.activation_offload import AtOnce
+from hf_memopt.levers.weight_streaming import LanesAtOnce
 
 
 def host_buffers(ledger: Ledger) -> AtOnce:
@@ -15,6 +16,22 @@ def host_buffers(ledger: Ledger) -> AtOnce:
                 return super().buffer(size)
 
     return HostBuffers()
+
+
+def streaming_lanes(ledger: Ledger) -> LanesAtOnce:
+    """What copies for levers.weight_streaming."""
+
+    class CountedLanes(LanesAtOnce):
+        def buffer(self, size):
+            with ledger.booking(HOST):
+                return super().buffer(size)
+
+        def resize(self, tensor, size):
+            super().resize(tensor, size)
+            with ledger.booking("parameters"):
+                ledger.resized(tensor)
+
+    return CountedLanes()
 
 
 def save_on_host(ledger: Ledger) -> type:

@@ -2,13 +2,15 @@
 
 import multiprocessing
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 _MAX_PROCESSES = 8  # each needs about as much memory as this process
-_jobs: tuple[Callable, Sequence] | None = None
+# A fork that is not stuck may share its core with other programs.
+_PATIENCE = 60  # seconds
+_TIMES_SLOWER = 4
 _warm = False  # a first item has run in this process
 
 
@@ -22,9 +24,9 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
 
     Only results are pickled. Where a process cannot be forked (Windows, and after CUDA was initialised) this is
     one_by_one(). The first item of all runs before the first fork, and this process works, too: what a trace imports
-    and remembers (accounting.fake_outputs), later forks have then.
+    and remembers (accounting.fake_outputs), later forks have then. What a fork does not deliver is computed here.
     """
-    global _jobs, _warm
+    global _warm
     cores = min(len(items), _cores())
     if cores < 2 or not _can_fork():
         return one_by_one(function, items)
@@ -32,19 +34,74 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
         first = function(items[0])
         _warm = True
         return [first, *on_all_cores(function, items[1:])]
-    shares = _shares(len(items), cores)
-    _jobs = (function, items)
+    own, *others = _shares(len(items), cores)
+    forks = [_Fork(function, items, share) for share in others]
     try:
-        with ProcessPoolExecutor(cores - 1, multiprocessing.get_context("fork"), _use_one_thread) as pool:
-            others = [pool.submit(_run_items, share) for share in shares[1:]]
-            results = _run_items(shares[0])
-            for other in others:
-                results |= other.result()
-    except BrokenProcessPool:  # the system killed a fork, most likely because memory ran out
-        return one_by_one(function, items)
+        began = time.monotonic()
+        results = _run_items(function, items, own)
+        patience = _PATIENCE + _TIMES_SLOWER * (time.monotonic() - began)
+        for fork in forks:
+            results |= fork.results(patience) or _run_items(function, items, fork.share)
     finally:
-        _jobs = None
+        for fork in forks:
+            fork.end()
     return [results[number] for number in range(len(items))]
+
+
+class _Fork:
+    """A copy of this process that computes a share of the items.
+
+    A fork has one thread, and a lock that another thread held is held in it for ever: one that says nothing long after
+    this process is done is taken for stuck.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], items: Sequence, share: list[int]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.share = share
+        self._answer, answer = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(function, items, share, answer), daemon=True)
+        self._process.start()
+        answer.close()
+
+    def results(self, patience: float) -> dict[int, Any] | None:
+        """Number of an item -> its result; None where the fork was ended (most likely because memory ran out) or is
+        stuck.
+
+        Args:
+            patience: seconds to wait for.
+
+        Raises:
+            Exception: what the function raised in the fork.
+        """
+        try:
+            answer = self._answer.recv() if self._answer.poll(patience) else None
+        except EOFError:
+            return None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._answer.close()
+
+
+def _work(function: Callable[[Any], Any], items: Sequence, share: list[int], answer) -> None:
+    """What a fork does. It lacks the parent's threads, for which torch's kernels would wait forever."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        results: Any = _run_items(function, items, share)
+    except Exception as error:
+        results = error
+    answer.send(results)
+    answer.close()
+
+
+def _run_items(function: Callable[[Any], Any], items: Sequence, numbers: list[int]) -> dict[int, Any]:
+    return {number: function(items[number]) for number in numbers}
 
 
 def _shares(count: int, cores: int) -> list[list[int]]:
@@ -54,18 +111,6 @@ def _shares(count: int, cores: int) -> list[list[int]]:
     for number in range(count):
         shares[order[number % len(order)]].append(number)
     return shares
-
-
-def _use_one_thread() -> None:
-    """A fork lacks the parent's threads, for which torch's kernels would wait forever."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _run_items(numbers: list[int]) -> dict[int, Any]:
-    function, items = _jobs
-    return {number: function(items[number]) for number in numbers}
 
 
 def _cores() -> int:
@@ -80,6 +125,7 @@ def _can_fork() -> bool:
     initialised = torch.cuda.is_initialized() or torch.xpu.is_initialized()
     return (
         "fork" in multiprocessing.get_all_start_methods()
+        and sys.platform != "darwin"  # whose system libraries crash in a fork of a process that has used them
         and not initialised
         and not torch.distributed.is_initialized()
     )

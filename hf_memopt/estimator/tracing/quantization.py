@@ -174,7 +174,7 @@ def _quantize_by_stand_ins(model, quantization, method: str, pre_quantized: bool
 def companions(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """What a quantized layer keeps beside its parameters and buffers: bitsandbytes' scales and code tables."""
     weight = getattr(module, "weight", None)
-    state = getattr(weight, "quant_state", None)
+    state = getattr(weight, "quant_state", None) or expert_state(module)
     if state is not None:
         nested = state.state2
         parts = (state.absmax, state.code, state.offset, *((nested.absmax, nested.code) if nested else ()))
@@ -183,6 +183,11 @@ def companions(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         scales = getattr(owner, "SCB", None)
         if isinstance(scales, torch.Tensor):
             yield scales
+
+
+def expert_state(module: torch.nn.Module):
+    """The QuantState of experts, in the parametrization that dequantizes them (levers.quantized_experts); or None."""
+    return getattr(module, "quant_state", None) if type(module).__name__ == "Bnb4bitParametrization" else None
 
 
 # Bytes for each element of a weight that is quantized while it is loaded, beside what stays of it.
@@ -199,7 +204,12 @@ def staged_bytes(model: torch.nn.Module) -> int:
         return 0
     converted = (module for module in model.modules() if _is_converted(module))
     largest = max((module.in_features * module.out_features for module in converted), default=0)
-    return largest * _STAGED_BYTES.get(quantization_method(quantizer.quantization_config), 0)
+    layer = largest * _STAGED_BYTES.get(quantization_method(quantizer.quantization_config), 0)
+    # Checkpoints have a tensor for each expert: gates and ups are stacked, then joined (transformers 5.23,
+    # core_model_loading.Concatenate), and stacks and result are there together.
+    states = (state for module in model.modules() if (state := expert_state(module)) is not None)
+    experts = max((2 * state.shape.numel() * state.dtype.itemsize for state in states), default=0)
+    return max(layer, experts)
 
 
 def _is_converted(module: torch.nn.Module) -> bool:

@@ -27,7 +27,7 @@ from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
 from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
-from hf_memopt.estimator.tracing.host_copies import host_buffers, save_on_host
+from hf_memopt.estimator.tracing.host_copies import host_buffers, save_on_host, streaming_lanes
 from hf_memopt.estimator.tracing.optimizers import stand_ins
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet, without_deepspeed
 from hf_memopt.estimator.tracing.quantization import companions, staged_bytes
@@ -39,6 +39,7 @@ from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.levers.activation_offload import Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
+from hf_memopt.levers.weight_streaming import streamer_of
 from hf_memopt.presets.trl_configs import trl_trainer
 
 
@@ -138,9 +139,15 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     for each in (model, *held):
         _add_weights(each, ledger)
     stacks = repeated_layers(model)
+    streamer = streamer_of(model) if job.host_apart else None
+    loaded_on_device = getattr(model, "is_quantized", False)
+    if streamer is not None and not loaded_on_device:
+        streamer.place(streaming_lanes(ledger))
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
     _load(model, ledger)
+    if streamer is not None:
+        streamer.place(streaming_lanes(ledger))
     ledger.enter("start", "other")
     announce_layers(job.batch, model, stacks, ledger)
     for each in held:
