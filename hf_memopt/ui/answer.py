@@ -19,11 +19,12 @@ _POLL_SECONDS = 0.1
 _LONGEST_OUTPUT = 8 * 2**20  # bytes
 
 
-def ask(question: Question, command: str, limits: Limits) -> str:
+def ask(question: Question, command: str, limits: Limits, *more: str) -> str:
     """The JSON that a command prints about a question.
 
     Args:
         command: estimate or plan.
+        more: options of the command beside the question's, which come from us, not from the form.
 
     Raises:
         InputError: the question is refused, by check_public() or by the command, or exceeds the limits.
@@ -32,7 +33,7 @@ def ask(question: Question, command: str, limits: Limits) -> str:
         check_public(question)
     # -P: the folder that it starts in is not searched for modules.
     program = [sys.executable, "-P", "-c", "from hf_memopt.cli import main; main()"]
-    code, output, error = run_limited([*program, *question.argv(command)], limits)
+    code, output, error = run_limited([*program, *question.argv(command, *more)], limits)
     if code not in (0, 1) or not output:  # 1 is an answer: it does not fit
         lines = [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
         raise InputError(lines[-1] if lines else f"{command} ended with exit code {code}; try a smaller model")

@@ -53,13 +53,14 @@ class Question:
         pairs += [("seq_len", str(self.seq_len))] if self.seq_len is not None else []
         return urlencode([*pairs, *(("set", setting) for setting in self.settings)])
 
-    def argv(self, command: str) -> list[str]:
+    def argv(self, command: str, *more: str) -> list[str]:
         """Arguments of hf-memopt.
 
         Args:
             command: estimate or plan.
+            more: options of the command beside the question's.
         """
         options = [f"--hardware={self.hardware}", f"--method={self.method}"]
         options += [f"--seq-len={self.seq_len}"] if self.seq_len is not None else []
         options += [f"--set={setting}" for setting in self.settings]
-        return [command, *options, "--json", "--", self.model]
+        return [command, *options, *more, "--json", "--", self.model]
