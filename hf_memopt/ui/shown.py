@@ -28,13 +28,15 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
     parts = [
         f'<p class="memopt-{tone}" role="status"><strong>{verdict}</strong>: {size(needed)}{of} '
         f"at the peak, in {escape(estimate['phase'])}.</p>",
-        _bars(estimate["breakdown"]),
+        _bars(estimate["breakdown"] | {"context and allocator": needed - sum(estimate["breakdown"].values())}),
         _changes(estimate["levers"]),
     ]
     if picture.is_file():
         data = base64.b64encode(picture.read_bytes()).decode()
         words = f"Predicted memory over two training steps; the peak is {size(estimate['peak_allocated_bytes'])}."
-        parts.append(f'<img alt="{words}" src="data:image/png;base64,{data}">')
+        image = f'<img alt="{words}" src="data:image/png;base64,{data}">'
+        # On a phone the picture scrolls in its own region, by keyboard too, and stays legible.
+        parts.append(f'<div class="memopt-wide" role="region" aria-label="Timeline" tabindex="0">{image}</div>')
     return "".join(parts)
 
 
@@ -43,10 +45,10 @@ def _bars(breakdown: dict[str, int]) -> str:
     largest = max([*breakdown.values(), 1])
     rows = []
     for kind, count in breakdown.items():
-        if count:
+        if count > 0:
             style = f"width:{100 * count / largest:.1f}%;background:{COLOURS.get(kind, COLOURS['other'])}"
             rows.append(
-                f'<tr><th scope="row">{escape(kind.replace("_", " "))}</th><td>{size(count)}</td>'
+                f'<tr><th scope="row">{escape(kind.replace("_", " "))}</th><td class="memopt-size">{size(count)}</td>'
                 f'<td class="memopt-bar"><div style="{style}"></div></td></tr>'
             )
     return f"<table><caption>What fills the memory at the peak</caption>{''.join(rows)}</table>"
