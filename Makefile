@@ -136,5 +136,5 @@ $(TESTABLE): $(INSTALLED)
 	@touch $@
 
 $(READABLE): $(TESTABLE)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8,docs]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8,docs,ui]'
 	@touch $@

@@ -20,7 +20,7 @@ def test_help_names_the_commands_and_shows_examples(command):
 
     commands = typer.main.get_command(app).commands
     code, output, _ = command("--help")
-    assert code == 0 and len(commands) == 16
+    assert code == 0 and len(commands) == 17
     for name in commands:
         assert name in output
         code, text, _ = command(name, "--help")

@@ -605,6 +605,21 @@ def calibrate(
     raise typer.Exit(run_calibrate(budget, export, rehearse, fresh, json))
 
 
+@app.command(epilog="Examples: hf-memopt ui · hf-memopt ui --host 0.0.0.0 --port 8080 --public")
+def ui(
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 7860,
+    public: Annotated[bool, typer.Option("--public", help="Strangers ask: no files, few settings, no token.")] = False,
+    share: Annotated[
+        bool, typer.Option("--share/--no-share", help="Open gradio's tunnel to the page; implies --public.")
+    ] = False,
+) -> None:
+    """Ask by clicking: a page in the browser; needs gradio."""
+    from hf_memopt.cli.ui import run_ui
+
+    run_ui(host, port, public or share, share)
+
+
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")
 def doctor(
     files: Annotated[

@@ -1,0 +1,185 @@
+"""The page: a form, its answers, files to download and a link that asks the same again."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gradio as gr
+
+from hf_memopt.errors import InputError
+from hf_memopt.hardware import list_hardware
+from hf_memopt.presets import METHODS
+from hf_memopt.ui.answer import ask
+from hf_memopt.ui.limits import Limits, bundled_models
+from hf_memopt.ui.question import Question
+from hf_memopt.ui.shown import show_error, show_estimate, show_plan
+
+_FEATURES = {
+    "Activation checkpointing": "gradient_checkpointing=true",
+    "Loss in chunks": "loss_chunk_size=1024",
+    "MLPs in tiles": "mlp_tile_size=1024",
+    "Activations in 8 bits": "activation_compression=int8",
+}
+_MOST_WAITING = 20  # questions; another gets the queue's own refusal
+_FILES_KEPT_SECONDS = 3600
+# System fonts: nothing is fetched from elsewhere.
+_FONTS = ["system-ui", "sans-serif"]
+_CSS = """
+.memopt table { width: 100%; border-collapse: collapse; margin: 0.5em 0; }
+.memopt caption { text-align: left; font-weight: 600; padding: 0.5em 0; }
+.memopt tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }
+.memopt th, .memopt td { border: 0; text-align: left; padding: 0.25em 0.75em 0.25em 0; vertical-align: middle; }
+.memopt th { font-weight: 500; } .memopt td.memopt-size { white-space: nowrap; }
+.memopt td { overflow-wrap: break-word; }
+.memopt .memopt-bar { width: 40%; } .memopt .memopt-bar div { height: 1em; min-width: 2px; }
+.memopt .memopt-wide { overflow-x: auto; } .memopt img { width: 100%; min-width: 620px; height: auto; }
+.memopt p { font-size: 1.1em; }
+.memopt .memopt-yes { border-left: 4px solid #2e7d32; padding-left: 0.5em; }
+.memopt .memopt-no { border-left: 4px solid #b22222; padding-left: 0.5em; }
+"""
+
+
+def build_page(limits: Limits) -> gr.Blocks:
+    """The page, not served yet.
+
+    Args:
+        limits: of each question.
+    """
+    with gr.Blocks(
+        title="hf_memopt: does it fit?",
+        analytics_enabled=False,
+        delete_cache=(_FILES_KEPT_SECONDS, _FILES_KEPT_SECONDS),
+    ) as page:
+        gr.Markdown("# Does it fit?\nThe memory of a Hugging Face training job, predicted before it runs.")
+        with gr.Row():
+            model = gr.Dropdown(
+                bundled_models(),
+                value="llama-3.1-8b",
+                label="Model",
+                info="A name or a hub id",
+                allow_custom_value=True,
+            )
+            card = gr.Dropdown(
+                list_hardware(), value="rtx_4090", label="Card", info="Several: rtx_4090x2", allow_custom_value=True
+            )
+        with gr.Row():
+            method = gr.Radio(list(METHODS), value="lora", label="Method")
+            length = gr.Number(label="Tokens per sample", info="Empty: the preset's", value=None, precision=0)
+        features = gr.CheckboxGroup(list(_FEATURES), label="Memory features", info="Of the estimate and the plan")
+        others = gr.Textbox(
+            label="Other settings", info="KEY=VALUE, separated by spaces, as in lora.r=8 optim=adamw_8bit"
+        )
+        with gr.Row():
+            fit, plan = gr.Button("Does it fit?", variant="primary"), gr.Button("Plan")
+        answer = gr.HTML(label="Answer", elem_classes="memopt", min_height=80)
+        link = gr.HTML(label="Link", elem_classes="memopt")
+        files = gr.File(label="Files to download", file_count="multiple", interactive=False, visible=False)
+        form = [model, card, method, length, features, others]
+        # One id for both buttons: one question runs at a time, whichever it is.
+        queued = {"concurrency_limit": 1, "concurrency_id": "question", "api_visibility": "private"}
+        for button, command in ((fit, "estimate"), (plan, "plan")):
+            button.click(_answering(command, limits), form, [answer, link, files], **queued)
+        page.load(_read_link, None, [*form, answer], api_visibility="private")
+    return page.queue(max_size=_MOST_WAITING, api_open=False)
+
+
+def launch_page(page: gr.Blocks, host: str, port: int, share: bool = False, wait: bool = True) -> str:
+    """Serve a page.
+
+    Args:
+        share: whether gradio opens a tunnel to it.
+        wait: until it is interrupted.
+
+    Returns:
+        Its address on this machine.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    theme = gr.themes.Default(font=_FONTS, font_mono=["ui-monospace", "monospace"])
+    # Its own greys have less contrast than WCAG asks for (4.5 to 1).
+    theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300")
+    _, address, _ = page.launch(
+        server_name=host,
+        server_port=port,
+        share=share,
+        prevent_thread_lock=not wait,
+        theme=theme,
+        css=_CSS,
+        footer_links=[],
+        ssr_mode=False,
+        run_history=False,
+    )
+    return address
+
+
+def _answering(command: str, limits: Limits):
+    """The function of a button: yields what is being done, then the answer, the link and the files."""
+
+    def answered(*fields) -> Iterator[tuple]:
+        nothing = gr.File(visible=False)
+        try:
+            question = _question(*fields)
+        except InputError as error:
+            yield show_error(str(error)), "", nothing
+            return
+        link = f'<a href="?{escape(question.to_query())}">Link to this question</a>'
+        doing = {"estimate": "Tracing the training steps", "plan": "Comparing settings, which takes a minute or two"}
+        yield f'<p role="status">{doing[command]} …</p>', link, nothing
+        # gradio copies the files into its cache before it resumes this generator, which then removes the folder.
+        with TemporaryDirectory(prefix="hf-memopt-ui-") as folder:
+            try:
+                shown, written = _ask(question, command, limits, Path(folder))
+            except InputError as error:
+                yield show_error(str(error)), link, nothing
+                return
+            yield shown, link, gr.File([str(file) for file in written], visible=True)
+
+    return answered
+
+
+def _question(model, card, method, length, features, others) -> Question:
+    """The form's question.
+
+    Raises:
+        InputError: a field that is empty or no text.
+    """
+    if not model or not card:
+        raise InputError(f"{'card' if model else 'model'}: choose one")
+    settings = [_FEATURES[name] for name in features or ()] + (others or "").split()
+    return Question(model=str(model), hardware=str(card), method=str(method), seq_len=length, settings=tuple(settings))
+
+
+def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tuple[str, list[Path]]:
+    """The answer as HTML, and its files, which are written to a folder."""
+    picture, answer = folder / "timeline.png", folder / f"{command}.json"
+    more = [f"--plot={picture}"] if command == "estimate" else []
+    result = json.loads(ask(question, command, limits, *more))
+    for profile in result.get("ladder", ()):
+        profile.pop("launch", None)  # it names this machine's folders
+    answer.write_text(json.dumps(result, indent=2), encoding="utf-8")
+    script = folder / "hf_memopt.sh"
+    argv = [one for one in question.argv(command) if one != "--json"]
+    script.write_text(f"#!/bin/sh\n{shlex.join(['hf-memopt', *argv])}\n", encoding="utf-8")
+    shown = show_estimate(result, picture) if command == "estimate" else show_plan(result)
+    return shown, [file for file in (answer, picture, script) if file.is_file()]
+
+
+def _read_link(request: gr.Request) -> list:
+    """The form as the page's address asks, and a sentence where the address is faulty."""
+    query = str(request.request.url.query) if request.request else ""
+    # gradio's own fields, as a Space's __theme, are none of the question's.
+    query = "&".join(part for part in query.split("&") if part and not part.startswith("__"))
+    if not query:
+        return [gr.skip()] * 7
+    try:
+        asked = Question.from_query(query)
+    except InputError as error:
+        return [*[gr.skip()] * 6, show_error(str(error))]
+    names = {setting: name for name, setting in _FEATURES.items()}
+    features = [names[setting] for setting in asked.settings if setting in names]
+    others = " ".join(setting for setting in asked.settings if setting not in names)
+    return [asked.model, asked.hardware, asked.method, asked.seq_len, features, others, gr.skip()]

@@ -1,0 +1,66 @@
+"""A question as a form and its share link hold it, and as a command line."""
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlencode
+
+from hf_memopt.errors import InputError, brief
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a form asks.
+
+    Attributes:
+        model: as `estimate` takes it.
+        hardware: as `estimate --hardware` takes it.
+        method: full, lora or qlora.
+        seq_len: tokens per sample; None for the preset's.
+        settings: KEY=VALUE, as `--set` takes them.
+    """
+
+    model: str
+    hardware: str = "rtx_4090"
+    method: str = "lora"
+    seq_len: int | None = None
+    settings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_query(cls, query: str) -> "Question":
+        """The question of a share link; what the link leaves out has its default.
+
+        Raises:
+            InputError: an unknown field, no model, a length that is no number, or too many fields.
+        """
+        try:
+            pairs = parse_qsl(query.removeprefix("?"), max_num_fields=40)
+        except ValueError as error:
+            raise InputError("link: more than 40 fields; leave some out") from error
+        fields = {name: value for name, value in pairs if name != "set"}
+        unknown = fields.keys() - {"model", "hardware", "method", "seq_len"}
+        if unknown:
+            raise InputError(f"link: {brief(min(unknown))} is not model, hardware, method, seq_len or set")
+        if not fields.get("model"):
+            raise InputError("link: name the model, as in model=llama-3.1-8b")
+        length = fields.pop("seq_len", None)
+        if length is not None and not (length.isascii() and length.isdecimal() and len(length) < 10):
+            raise InputError(f"link: seq_len={brief(length)} is not a number of tokens")
+        settings = tuple(value for name, value in pairs if name == "set")
+        return cls(**fields, seq_len=int(length) if length else None, settings=settings)
+
+    def to_query(self) -> str:
+        """The query string of a link that asks this."""
+        pairs = [("model", self.model), ("hardware", self.hardware), ("method", self.method)]
+        pairs += [("seq_len", str(self.seq_len))] if self.seq_len is not None else []
+        return urlencode([*pairs, *(("set", setting) for setting in self.settings)])
+
+    def argv(self, command: str, *more: str) -> list[str]:
+        """Arguments of hf-memopt.
+
+        Args:
+            command: estimate or plan.
+            more: options of the command beside the question's.
+        """
+        options = [f"--hardware={self.hardware}", f"--method={self.method}"]
+        options += [f"--seq-len={self.seq_len}"] if self.seq_len is not None else []
+        options += [f"--set={setting}" for setting in self.settings]
+        return [command, *options, *more, "--json", "--", self.model]

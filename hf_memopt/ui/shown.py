@@ -1,0 +1,87 @@
+"""Answers as HTML: a verdict, what fills the memory, the timeline and the plan's profiles."""
+
+import base64
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.charts import COLOURS
+from hf_memopt.units import size
+
+
+def show_error(sentence: str) -> str:
+    """A refused or failed question, which screen readers announce at once."""
+    return f'<p class="memopt-no" role="alert">{escape(sentence)}</p>'
+
+
+def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
+    """What estimate answers.
+
+    Args:
+        estimate: its JSON.
+        picture: the timeline, a PNG; left out where it is missing.
+    """
+    needed, capacity = estimate["device_bytes"], estimate["capacity_bytes"]
+    verdict = {True: "It fits", False: "It does not fit", None: "Capacity unknown"}[estimate["fits"]]
+    of = f" of {size(capacity)}" if capacity else ""
+    tone = "no" if estimate["fits"] is False else "yes"
+    parts = [
+        f'<p class="memopt-{tone}" role="status"><strong>{verdict}</strong>: {size(needed)}{of} '
+        f"at the peak, in {escape(estimate['phase'])}.</p>",
+        _bars(estimate["breakdown"] | {"context and allocator": needed - sum(estimate["breakdown"].values())}),
+        _changes(estimate["levers"]),
+    ]
+    if picture.is_file():
+        data = base64.b64encode(picture.read_bytes()).decode()
+        words = f"Predicted memory over two training steps; the peak is {size(estimate['peak_allocated_bytes'])}."
+        image = f'<img alt="{words}" src="data:image/png;base64,{data}">'
+        # On a phone the picture scrolls in its own region, by keyboard too, and stays legible.
+        parts.append(f'<div class="memopt-wide" role="region" aria-label="Timeline" tabindex="0">{image}</div>')
+    return "".join(parts)
+
+
+def _bars(breakdown: dict[str, int]) -> str:
+    """A row a kind with a bar as long as its share of the largest."""
+    largest = max([*breakdown.values(), 1])
+    rows = []
+    for kind, count in breakdown.items():
+        if count > 0:
+            style = f"width:{100 * count / largest:.1f}%;background:{COLOURS.get(kind, COLOURS['other'])}"
+            rows.append(
+                f'<tr><th scope="row">{escape(kind.replace("_", " "))}</th><td class="memopt-size">{size(count)}</td>'
+                f'<td class="memopt-bar"><div style="{style}"></div></td></tr>'
+            )
+    return f"<table><caption>What fills the memory at the peak</caption>{''.join(rows)}</table>"
+
+
+def _changes(levers: list[dict[str, Any]]) -> str:
+    """The changes that save most, where estimate proposes any."""
+    rows = [[one["change"], size(one["saved_bytes"]), "yes" if one["fits"] else "no"] for one in levers[:8]]
+    return _table("Changes that save most", ("change", "saves", "fits"), rows) if rows else ""
+
+
+def show_plan(plan: dict[str, Any]) -> str:
+    """What plan answers, from its JSON."""
+    if not plan["ladder"]:
+        missing = plan.get("missing_bytes")
+        more = f"; {size(missing)} are missing" if missing else ""
+        return show_error(f"Nothing fits{more}. Try a method with less memory, a shorter length or a larger card.")
+    rows = [
+        [
+            one["profile"],
+            one["settings"],
+            size(one["estimate"]["device_bytes"]),
+            f"{one['tokens_per_second']:,.0f}" if one["tokens_per_second"] else "–",
+        ]
+        for one in plan["ladder"]
+    ]
+    title = f"The fastest settings that fit: {plan['seq_len']} tokens, {plan['effective_batch_size']} samples a step"
+    return '<p role="status"><strong>Planned.</strong></p>' + _table(
+        title, ("profile", "settings", "memory", "tokens/s"), rows
+    )
+
+
+def _table(caption: str, columns: tuple[str, ...], rows: list[list[str]]) -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"

@@ -1,0 +1,93 @@
+"""Questions of a web page: links, what strangers may ask, and limits of time and memory."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from hf_memopt.errors import InputError
+from hf_memopt.ui import answer
+from hf_memopt.ui.answer import run_limited
+from hf_memopt.ui.limits import Limits, bundled_models, check_public
+from hf_memopt.ui.question import Question
+
+QUESTION = Question(model="llama-3.1-8b", seq_len=4096, settings=("optim=adamw_torch", "lora.r=8"))
+
+
+def test_a_link_holds_the_question():
+    assert Question.from_query("?" + QUESTION.to_query()) == QUESTION
+    assert Question.from_query("model=gpt2") == Question(model="gpt2")
+
+
+@pytest.mark.parametrize("query", ["", "hardware=cpu", "model=a&x=1", "model=a&seq_len=-1", "&".join(["set=a"] * 41)])
+def test_a_faulty_link_is_one_sentence(query):
+    with pytest.raises(InputError, match=r"^link: "):
+        Question.from_query(query)
+
+
+def test_options_in_a_field_stay_values():
+    assert Question(model="--plot=x").argv("estimate")[-2:] == ["--", "--plot=x"]
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "gpt2"])
+def test_names_and_hub_ids_are_public(model):
+    check_public(replace(QUESTION, model=model))
+    check_public(replace(QUESTION, model=model, hardware="rtx_4090x8"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "/etc/passwd"},
+        {"model": "../x"},
+        {"model": "a/../b"},
+        {"model": "a/b/c"},
+        {"model": "https://x/y"},
+        {"model": "a/b\n"},
+        {"hardware": "/tmp/card.toml"},
+        {"hardware": '{"label": "x"}'},
+        {"hardware": "auto"},
+        {"method": "--plot"},
+        {"seq_len": 0},
+        {"seq_len": 2**31},
+        {"settings": ("deepspeed=/etc/passwd",)},
+        {"settings": ("push_to_hub=true",)},
+        {"settings": ("optim=../x",)},
+        {"settings": ("optim",)},
+        {"settings": ("lora.r=8",) * 21},
+    ],
+    ids=str,
+)
+def test_strangers_may_not_ask_for(changed):
+    with pytest.raises(InputError):
+        check_public(replace(QUESTION, **changed))
+
+
+def python(code: str, limits: Limits) -> tuple[int, str, str]:
+    return run_limited([sys.executable, "-S", "-c", code], limits)
+
+
+def test_time_and_memory_are_limited():
+    with pytest.raises(InputError, match="more than 0 s"):
+        python("import time; time.sleep(60)", Limits(seconds=0.2))
+    with pytest.raises(InputError, match="of memory"):
+        python("import time; a = bytearray(2**27); time.sleep(60)", Limits(memory_bytes=2**26))
+
+
+def test_strangers_get_no_token(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    code = "import os; print(os.environ.get('HF_TOKEN'), os.listdir())"
+    assert python(code, Limits(public=True))[1].startswith("None")
+    assert python(code, Limits())[1].startswith("hf_")
+
+
+def test_an_error_is_its_one_sentence(monkeypatch):
+    monkeypatch.setattr(
+        answer, "run_limited", lambda command, limits: (2, "", "noise\nerror: model x: no such folder\n")
+    )
+    with pytest.raises(InputError, match=r"^model x: no such folder$"):
+        answer.ask(Question(model="x"), "estimate", Limits())
+
+
+def test_bundled_models_are_known():
+    assert "llama-3.1-8b" in bundled_models()
