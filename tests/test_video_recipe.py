@@ -127,6 +127,17 @@ def test_the_demo_looks_at_its_clips(recipe, tmp_path):
     assert load_processor(str(output), AutoConfig.from_pretrained(output)).video_token == processor.video_token
 
 
+def test_the_projector_of_gemma():
+    import torch
+    from transformers import AutoModelForImageTextToText, Gemma4Config
+
+    layer = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    config = Gemma4Config(text_config={**layer, "layer_types": ["full_attention"]}, vision_config=layer)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    assert vision_parts(model) == ("model.vision_tower", ["model.embed_vision"])
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", slow("llava_onevision")])
 @pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
 def test_what_is_trained(name, method, recipe, clips, tmp_path):

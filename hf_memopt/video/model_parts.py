@@ -14,6 +14,7 @@ from hf_memopt.remote_code import is_trusted
 PARTS = ("vision", "projector")
 # transformers' names for the layers between tower and language model, beside the tower or inside it.
 _PROJECTORS = ("multi_modal_projector", "connector", "projector", "merger", "deepstack_merger_list")
+_PROJECTORS += ("embed_vision", "mm_projector", "vision_projection", "aligner")  # Gemma, Kimi, LightOnOCR, DeepSeek-VL
 
 
 def vision_parts(model) -> tuple[str, list[str]]:
