@@ -161,6 +161,55 @@ def test_contrast_of_text(page, pages):
         assert 1.05 / (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05) >= 4.5, colour
 
 
+# ---- the page to click on
+
+
+@pytest.fixture(scope="module")
+def ui():
+    from hf_memopt.ui.limits import Limits
+    from hf_memopt.ui.page import build_page, launch_page
+
+    page = build_page(Limits())
+    yield launch_page(page, "127.0.0.1", None, wait=False)
+    page.close()
+
+
+_UNNAMED = """() => {
+    const named = one => one.labels?.length || one.ariaLabel || one.alt || one.title || one.innerText;
+    return [...document.querySelectorAll('button,input,textarea,img')]
+        .filter(one => one.checkVisibility() && !named(one)).map(one => one.outerHTML.slice(0, 200));
+}"""
+
+
+def test_a_question_is_asked_and_answered(browser, ui):
+    """On a phone by its link; the answer stays in the window on a wide screen, too."""
+    from urllib.parse import urlencode
+
+    from hf_memopt.data.builtin_model import builtin_model
+
+    page = browser.new_page(viewport={"width": WIDTHS["phone"], "height": 800})
+    page.set_default_timeout(120_000)  # of a loaded machine
+    asked, faults = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto(f"{ui}?{urlencode({'model': builtin_model(), 'hardware': 'rtx_4090', 'method': 'full', 'seq_len': 64})}")
+    length = page.get_by_label("Tokens per sample")
+    page.wait_for_function("element => element.value === '64'", arg=length.element_handle())
+    page.get_by_role("button", name="Does it fit?").focus()
+    page.keyboard.press("Enter")
+    page.get_by_text("It fits").wait_for(timeout=240_000)
+    page.get_by_text("Files to download").first.wait_for()
+    assert page.get_by_text("What fills the memory at the peak").is_visible()
+    assert page.get_by_alt_text("Predicted memory").is_visible()
+    assert "seq_len=64" in page.get_by_role("link", name="Link to this question").get_attribute("href")
+    for width in WIDTHS.values():
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    assert page.evaluate(_UNNAMED) == [] and faults == []
+    assert [url for url in asked if not url.startswith((ui, "data:", "blob:"))] == []
+    page.close()
+
+
 # ---- the documentation
 
 
