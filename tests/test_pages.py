@@ -201,6 +201,7 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.get_by_text("Files to download").first.wait_for()
     assert page.get_by_text("What fills the memory at the peak").is_visible()
     assert page.get_by_alt_text("Predicted memory").is_visible()
+    assert page.get_by_text("tokens per second, predicted").is_visible()
     assert "seq_len=64" in page.get_by_role("link", name="Link to this question").get_attribute("href")
     for width in WIDTHS.values():
         page.set_viewport_size({"width": width, "height": 800})

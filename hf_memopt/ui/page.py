@@ -28,7 +28,7 @@ _FILES_KEPT_SECONDS = 3600
 # System fonts: nothing is fetched from elsewhere.
 _FONTS = ["system-ui", "sans-serif"]
 _CSS = """
-.memopt table { width: 100%; border-collapse: collapse; margin: 0.5em 0; }
+.memopt table { width: 100%; border: 0; border-collapse: collapse; margin: 0.5em 0; }
 .memopt caption { text-align: left; font-weight: 600; padding: 0.5em 0; }
 .memopt tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }
 .memopt th, .memopt td { border: 0; text-align: left; padding: 0.25em 0.75em 0.25em 0; vertical-align: middle; }

@@ -28,6 +28,7 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
     parts = [
         f'<p class="memopt-{tone}" role="status"><strong>{verdict}</strong>: {size(needed)}{of} '
         f"at the peak, in {escape(estimate['phase'])}.</p>",
+        _speed(estimate),
         _bars(estimate["breakdown"] | {"context and allocator": needed - sum(estimate["breakdown"].values())}),
         _changes(estimate["levers"]),
     ]
@@ -37,7 +38,17 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
         image = f'<img alt="{words}" src="data:image/png;base64,{data}">'
         # On a phone the picture scrolls in its own region, by keyboard too, and stays legible.
         parts.append(f'<div class="memopt-wide" role="region" aria-label="Timeline" tabindex="0">{image}</div>')
+    parts += [f"<p><small>{escape(note)}</small></p>" for note in estimate["notes"]]
     return "".join(parts)
+
+
+def _speed(estimate: dict[str, Any]) -> str:
+    """Tokens per second, which a card of unknown speed or a job that cannot be counted lacks."""
+    speed, error = estimate["tokens_per_second"], estimate["speed_error"]
+    if speed is None:
+        return ""
+    within = f", ±{error:.0%}" if error else ""
+    return f"<p>{speed:,.0f} tokens per second, predicted{within}</p>"
 
 
 def _bars(breakdown: dict[str, int]) -> str:
