@@ -275,17 +275,21 @@ _WITHOUT_WEIGHTS = tuple(f"hf-memopt {name}" for name in ("estimate", "plan", "s
 
 
 def _commands():
-    """One line for each set of options; those that benchmarks/questions.py answers run there, in minutes."""
+    """A line for each set of options that no other line has, too; those that benchmarks/questions.py answers run
+    there, in minutes."""
     from test_docs import commands
 
     benchmark = (ROOT / "benchmarks" / "questions.py").read_text(encoding="utf-8")
-    lines = sorted({words for _, words in commands() if words.startswith(_WITHOUT_WEIGHTS)})
     unlike = {}
-    for line in lines:
-        name, words = line.split()[1], line.split()
+    for line in sorted({words for _, words in commands() if words.startswith(_WITHOUT_WEIGHTS)}):
         if f'"{line.removeprefix("hf-memopt ")}"' not in benchmark:
-            unlike.setdefault((name, *sorted(word for word in words if word.startswith("--"))), line)
-    return sorted(unlike.values())
+            _, name, *words = line.split()
+            unlike.setdefault((name, frozenset(word for word in words if word.startswith("--"))), line)
+    return sorted(
+        line
+        for (name, options), line in unlike.items()
+        if not any(name == other and options < more for other, more in unlike)
+    )
 
 
 @pytest.mark.parametrize("line", _commands())
