@@ -65,7 +65,7 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = 10  # slow cases of one test in make test-slow
+_KEPT = 8  # slow cases of one test in make test-slow
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers

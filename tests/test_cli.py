@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 import yaml
-from conftest import BIN, ROOT, run, slow
+from conftest import BIN, ROOT, run, slow, sweep
 
 from hf_memopt.presets import get_preset, list_presets
 
@@ -80,7 +80,7 @@ def test_shells_complete(shell, typed, count, found):
         ("presets",),
         ("show", "rtx_4090"),
         ("--help",),
-        slow(("doctor",)),
+        sweep(("doctor",)),
     ],
 )
 def test_no_escape_sequences_where_nobody_wants_colour(words):

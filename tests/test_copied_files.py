@@ -7,7 +7,7 @@ import socket
 
 import pytest
 import yaml
-from conftest import ROOT, run, slow
+from conftest import ROOT, run, slow, sweep
 
 from hf_memopt.cli.doctor import check_files
 from hf_memopt.compatibility import check_config_file
@@ -71,7 +71,7 @@ def _free_port() -> int:
 LAUNCHERS = [
     slow(["torchrun", "--standalone", "--nproc_per_node", 2], ["--deepspeed", "zero2.json"]),
     slow(["deepspeed", "--num_gpus", 2, "--master_port", _free_port()], ["--deepspeed", "zero2.json"]),
-    slow(
+    sweep(
         [
             "accelerate",
             "launch",
