@@ -26,6 +26,7 @@ _SIZES = (
     (r"(.*intermediate_size|.*ffn_dim|d_ff|ffn_hidden_size|mlp_dim|.*mlp_hidden_size|d_inner|n_inner)", 128),
     (r"(.*hidden_size|d_model|n_embd|.*embed_dim|.*hidden_dim|.*embedding_size|word_embed_proj_dim|dim)", 64),
     (r"(projection_dim|out_hidden_size|projector_hidden_size|cross_attention_dim|output_dim|emb_dim)", 64),
+    (r"(adapter_(in|out)_dim|adapter_input_size)", 64),
 )
 _IDS = re.compile(r".*(_token_id|_token_index|_id|_idx|_token_ids)")
 
@@ -60,7 +61,13 @@ def tiny_config(kind: type, small: bool = True, layers: int = LAYERS):
     rope = getattr(default, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
         missing["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
-    return kind(**(missing | changed))
+    try:
+        return kind(**(missing | changed))
+    except ValueError:  # some classes describe each of the default's layers
+        if "mlp_layer_types" not in fields:
+            raise
+        first, *_, last = default.mlp_layer_types
+        return kind(**(missing | changed | {"mlp_layer_types": [first] + [last] * (layers - 1)}))
 
 
 def _tiny(name: str, value, small: bool, layers: int) -> int | None:
