@@ -57,6 +57,7 @@ OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator
 	a().create_op_builder(sys.argv[1]).load()"
 operators: $(INSTALLED)
 	$(OPERATOR) CPUAdamBuilder
+	-$(OPERATOR) ShareMemCommBuilder
 	-$(OPERATOR) AsyncIOBuilder
 
 bench: $(INSTALLED)

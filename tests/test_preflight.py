@@ -1,6 +1,7 @@
 """What would fail after loading is told before: every check is tripped."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +93,7 @@ CPU = {"device": "cpu", "pin_memory": True}
             Launch(deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "/no/such"})),
             ["nvme_path=/no/such is not a folder", "--nvme-path"],
         ),
+        (Launch(locks=[Path("cpu_adam/lock")]), ["cpu_adam/lock is left", "delete it"]),
         (Launch(deepspeed=zero(offload_optimizer={"device": "nvme"})), ["nvme_path=None is not a folder"]),
         (
             Launch(trained=10**15, deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "."})),

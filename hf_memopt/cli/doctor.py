@@ -13,7 +13,7 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.compatibility.config_files import Fault, difference_here, find_faults, kind_of
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.compiler import compiler, has_libaio
+from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.units import gib
 
@@ -200,6 +200,10 @@ def _compiler_problems(packages: dict) -> list[str]:
         problems.append("libaio is missing (package libaio-dev): strategy zero3_offload_nvme cannot be built")
     if importlib.util.find_spec("ninja") is None and not shutil.which("ninja"):
         problems.append("ninja is not installed (pip install ninja): DeepSpeed cannot build its operators")
+    problems += [
+        f"{lock} is left of a compilation that was killed, and DeepSpeed waits for it for ever: delete it"
+        for lock in abandoned_locks()
+    ]
     return problems
 
 

@@ -3,9 +3,13 @@
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
+from pathlib import Path
 
 _USES_LIBAIO = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+_LONGEST_BUILD = 1800  # seconds: DeepSpeed's operators take minutes
 
 
 def compiler() -> str | None:
@@ -24,3 +28,20 @@ def has_libaio() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         command = [found, "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
         return subprocess.run(command, input=_USES_LIBAIO, text=True, capture_output=True).returncode == 0
+
+
+def abandoned_locks() -> list[Path]:
+    """Locks of extensions whose compilation was killed: torch (FileBaton.wait) waits for their end without a limit.
+
+    A process of another machine may hold a lock in a shared home folder, so only old ones count.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root, pattern = (folder, "*/lock") if folder else (get_default_build_root(), f"{_build_prefix()}*/*/lock")
+    return [lock for lock in sorted(Path(root).glob(pattern)) if time.time() - lock.stat().st_mtime > _LONGEST_BUILD]
+
+
+def _build_prefix() -> str:
+    """How torch's folders of this Python's extensions begin (torch.utils.cpp_extension._get_build_directory)."""
+    return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_"

@@ -11,7 +11,7 @@ from hf_memopt.compatibility.engine import is_true
 from hf_memopt.compatibility.launch import cannot_start, parallel_sizes
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.errors import InputError
-from hf_memopt.hardware.compiler import compiler, has_libaio
+from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.units import gib
 
 # ZeRO keeps of every trained weight an fp32 master and two states, and offloaded gradients in fp32 beside them
@@ -45,6 +45,7 @@ class Launch:
         host_free: bytes.
         lockable: bytes that a process may lock in memory.
         compiles: whether DeepSpeed's operators can be built here: operator -> yes or no.
+        locks: of operators whose compilation was killed.
         cannot_start: why DeepSpeed would not start at all; None where it would.
     """
 
@@ -61,6 +62,7 @@ class Launch:
     host_free: int = 2**62
     lockable: int = 2**62
     compiles: dict[str, bool] = field(default_factory=dict)
+    locks: list[Path] = field(default_factory=list)
     cannot_start: str | None = None
 
     def zero(self, part: str) -> dict[str, Any]:
@@ -81,6 +83,8 @@ def problems(launch: Launch) -> Iterator[str]:
     yield from _batches(launch)
     yield from _loading(launch)
     yield from _operators(launch)
+    for lock in launch.locks:
+        yield f"{lock} is left of a compilation that was killed, and DeepSpeed would wait for it for ever: delete it"
     yield from _buffer_size(launch)
     yield from _buffer_count(launch)
     yield from _locked_memory(launch)
@@ -274,6 +278,7 @@ def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> La
         host_free=psutil.virtual_memory().available,
         lockable=_lockable(),
         compiles=_buildable() if engine.deepspeed is not None else {},
+        locks=abandoned_locks() if engine.deepspeed is not None else [],
         cannot_start=cannot_start(engine),
     )
 
