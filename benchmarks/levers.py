@@ -5,8 +5,12 @@ fp32 training with fused AdamW). Peaks are the allocator's over two steps of a r
 baseline and lever taking turns in one process. The gradient is compared after one backward pass from the same weights.
 The held-out loss is that of the embedded pretraining job after 60 steps, against the same job without the lever. On
 CUDA the same is measured with the card's own counters.
+
+Levers for frozen weights are compared with LoRA, and with QLoRA of a mixture of experts. Streamed weights are in host
+memory anyway on a CPU: there, memory beside the allocator's stands in for the host's, and copies do not overlap.
 """
 
+import dataclasses
 import functools
 import json
 import statistics
@@ -16,18 +20,39 @@ import time
 
 import embedded_run
 import torch
+from peft import LoraConfig
 from record import RESULTS, record
 from rich.progress import track
-from transformers import MistralConfig, MistralForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hf_memopt import MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.job import describe
+from hf_memopt.estimator.tracing.trace import loaded_tensors
+from hf_memopt.levers import weight_streaming
+from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.expert_loading import experts_quantized_on_load
 
 VOCABULARY, LENGTH, ROWS, TURNS = 16_000, 1024, 2, 7
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 EAGER = "attn_implementation=eager, beside which guides state sparse attention's savings"
 PROMPTS = "three quarters of every sample are a prompt without labels"
-# name -> (TrainingArguments fields, MemoryArguments fields); the last ones on data of their own
+LORA = "LoRA of all linear layers"
+EXPERTS = "QLoRA beside a mixture of experts"
+JOBS = (PROMPTS, LORA, EXPERTS)  # with a baseline of their own
+FROZEN = (LORA, EXPERTS)
+# name -> (TrainingArguments fields, MemoryArguments fields); the last ones in jobs of their own
 LEVERS = {
     "baseline": ({}, {}),
     "activation_checkpointing (checkpoint_ratio=1)": (CHECKPOINTED, {}),
@@ -64,6 +89,16 @@ LEVERS = {
     f"baseline, {PROMPTS}": ({}, {}),
     f"logits_to_keep, {PROMPTS}": ({}, {"logits_to_keep": True}),
     f"loss_chunk_size=128, {PROMPTS}": ({}, {"loss_chunk_size": 128}),
+    f"baseline, {LORA}": ({}, {}),
+    f"weight_streaming, {LORA}": ({}, {"weight_streaming": True}),
+    f"weight_streaming_ratio=0.5, {LORA}": ({}, {"weight_streaming": True, "weight_streaming_ratio": 0.5}),
+    f"activation_checkpointing, loss_chunk_size=128, {LORA}": (CHECKPOINTED, {"loss_chunk_size": 128}),
+    f"weight_streaming, activation_checkpointing, loss_chunk_size=128, {LORA}": (
+        CHECKPOINTED,
+        {"weight_streaming": True, "loss_chunk_size": 128},
+    ),
+    f"baseline, {EXPERTS}": ({}, {}),
+    f"quantized_experts, {EXPERTS}": ({}, {"quantized_experts": True}),
 }
 if torch.cuda.is_available():
     LEVERS["activation_offload"] = ({}, {"activation_offload": True})
@@ -74,20 +109,54 @@ ANOTHER_FUNCTION = ("sliding_window", "sparse_block_size")  # whose gradient is 
 NO_GRADIENT = ("optimizer_in_backward",)  # which is gone after backward
 
 
-def config(name: str = "") -> MistralConfig:
-    attention = "eager" if name == EAGER else "sdpa"
-    return MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        max_position_embeddings=LENGTH,
-        sliding_window=None,
-        tie_word_embeddings=False,
-        attn_implementation=attention,
-    )
+class HostLanes(weight_streaming.LanesAtOnce):
+    """Copies at once, to memory that the allocator does not count: it stands in for the host's."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(size), dtype=torch.uint8)
+
+
+def config(name: str = "") -> PreTrainedConfig:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": LENGTH,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager" if name == EAGER else "sdpa",
+    }
+    if EXPERTS in name:
+        experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "head_dim": 64}
+        return Qwen3MoeConfig(**sizes, **experts)
+    return MistralConfig(**sizes)
+
+
+def lora(name: str) -> LoraConfig | None:
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj"] if EXPERTS in name else "all-linear"
+    return LoraConfig(r=8, target_modules=linear, task_type="CAUSAL_LM") if name.endswith(FROZEN) else None
+
+
+def four_bits(name: str) -> BitsAndBytesConfig | None:
+    if EXPERTS not in name:
+        return None
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def model_of(name: str, folder: str):
+    torch.manual_seed(0)
+    if not name.endswith(FROZEN):
+        return MistralForCausalLM(config(name))
+    model = AutoModelForCausalLM.from_config(config(name))
+    if quantization := four_bits(name):
+        model.save_pretrained(folder)
+        with experts_quantized_on_load(MemoryArguments(**LEVERS[name][1]), quantization, lora(name)):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=quantization)
+    torch.manual_seed(0)
+    return add_adapters(model, lora(name))
 
 
 def rows(prompts: bool) -> list[dict]:
@@ -100,7 +169,6 @@ def rows(prompts: bool) -> list[dict]:
 
 def trainer_of(name: str, folder: str) -> Trainer:
     fields, memory = LEVERS[name]
-    torch.manual_seed(0)
     settings = {
         "per_device_train_batch_size": ROWS,
         "max_steps": 2,
@@ -111,7 +179,7 @@ def trainer_of(name: str, folder: str) -> Trainer:
         "use_cpu": not torch.cuda.is_available(),
     }
     given = {
-        "model": MistralForCausalLM(config(name)),
+        "model": model_of(name, folder),
         "args": TrainingArguments(folder, **settings, **fields),
         "train_dataset": rows(PROMPTS in name),
         "data_collator": default_data_collator,
@@ -121,10 +189,15 @@ def trainer_of(name: str, folder: str) -> Trainer:
 
 @functools.cache
 def peak_of(name: str) -> int:
-    """Bytes: the allocator's peak over two steps, the model included."""
+    """Bytes: the allocator's peak over two steps, the model included; where weights are frozen, without loading."""
     with tempfile.TemporaryDirectory() as folder:
         if not torch.cuda.is_available():
-            return allocator_peak(lambda: trainer_of(name, folder).train())
+            if not name.endswith(FROZEN):
+                return allocator_peak(lambda: trainer_of(name, folder).train())
+            trainer = trainer_of(name, folder)
+            storages = [tensor.untyped_storage() for tensor in loaded_tensors(trainer.model)]
+            loaded = {storage._cdata: storage.nbytes() for storage in storages}
+            return sum(loaded.values()) + allocator_peak(trainer.train)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         trainer_of(name, folder).train()
@@ -146,10 +219,13 @@ class Stepper:
         Trainer.training_step(self.trainer, self.model, dict(self.batch), items)
 
     def gradient(self) -> torch.Tensor:
-        """Of one batch, all weights in one vector."""
+        """Of one batch, all trained weights in one vector."""
         self.model.zero_grad()
         self.backward()
-        return torch.cat([weight.grad.flatten() for weight in self.model.parameters()])
+        return torch.cat([weight.grad.flatten() for weight in self.trained()])
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def step(self) -> float:
         """Seconds of one step."""
@@ -167,7 +243,7 @@ class Stepper:
 def compared(lever: Stepper, baseline: Stepper) -> dict:
     """The lever's gradient beside the baseline's, from the same weights."""
     with torch.no_grad():
-        for ours, plain in zip(lever.trainer.model.parameters(), baseline.trainer.model.parameters(), strict=True):
+        for ours, plain in zip(lever.trained(), baseline.trained(), strict=True):
             ours.copy_(plain)
     wanted, found = baseline.gradient().double(), lever.gradient().double()
     return {
@@ -182,19 +258,30 @@ def held_out_loss(name: str) -> float:
     return embedded_run.train(fields, memory)[1]
 
 
-def row_of(name: str) -> dict:
+def predicted_peak(name: str) -> int:
+    """Bytes."""
     fields, memory = LEVERS[name]
-    plain = f"baseline, {PROMPTS}" if PROMPTS in name else "baseline"
+    shape = config(name)
+    settings = {
+        "args": {"per_device_train_batch_size": ROWS, **fields},
+        "seq_len": LENGTH,
+        "hardware": "auto" if torch.cuda.is_available() else "cpu",
+        "peft_config": lora(name),
+        "attn_implementation": shape._attn_implementation,
+        "memory_args": MemoryArguments(**memory),
+    }
+    if quantization := four_bits(name):
+        settings |= {"dtype": "float32", "quantization_config": quantization}
+    if memory.get("weight_streaming") and not torch.cuda.is_available():  # an estimate for a CPU does not stream
+        job = dataclasses.replace(describe(shape, **settings).at_depth(shape.num_hidden_layers), host_apart=True)
+        return max(peak.total for peak in run_trace(job).peaks.values())
+    return estimate(shape, **settings).peak_allocated_bytes
+
+
+def row_of(name: str) -> dict:
+    plain = next((f"baseline, {job}" for job in JOBS if name.endswith(job)), "baseline")
     peak, baseline_peak = peak_of(name), peak_of(plain)
-    device = "auto" if torch.cuda.is_available() else "cpu"
-    predicted = estimate(
-        config(),
-        {"per_device_train_batch_size": ROWS, **fields},
-        LENGTH,
-        device,
-        attn_implementation=config(name)._attn_implementation,
-        memory_args=MemoryArguments(**memory),
-    ).peak_allocated_bytes
+    predicted = predicted_peak(name)
     baseline, lever = Stepper(plain), Stepper(name)
     row = {
         "lever": name,
@@ -211,13 +298,15 @@ def row_of(name: str) -> dict:
         seconds = {id(stepper): stepper.step() for stepper in pair}
         ratios.append(seconds[id(lever)] / seconds[id(baseline)])
     row["step_time_ratio"] = round(statistics.median(ratios), 3)
-    if PROMPTS not in name and name != EAGER and not name.startswith(ANOTHER_FUNCTION):
+    if not name.endswith(JOBS) and name != EAGER and not name.startswith(ANOTHER_FUNCTION):
         row["held_out_loss_ratio"] = round(held_out_loss(name) / held_out_loss("baseline"), 5)
     return row
 
 
 def main(chosen: list[str]) -> None:
     """All levers, or those that are named, whose rows then take the place of older ones."""
+    if not torch.cuda.is_available():
+        weight_streaming.make_lanes = lambda _: HostLanes()
     found = [row_of(name) for name in track(chosen or LEVERS, description="levers")]
     for row in found:
         print(

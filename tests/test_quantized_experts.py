@@ -14,7 +14,9 @@ from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.trace import loaded_tensors
+from hf_memopt.levers import activation_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
 from hf_memopt.levers.quantized_experts import (
     dequantize_rows,
@@ -132,6 +134,40 @@ def test_forward_and_gradients_are_those_of_the_dequantized_experts(family, expe
     assert torch.equal(found_loss, loss) and found.keys() == wanted.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
     assert not parametrize._cache  # nothing dequantized outlives the step
+
+
+OTHER_LEVERS = {
+    "loss_chunk_size": 16,
+    "mlp_tile_size": 10,
+    "checkpoint_ratio": 0.5,
+    "checkpoint_keeps": "attention",
+    "weight_streaming": True,
+    "activation_offload": True,
+    "activation_compression": "int8",
+}
+
+
+@pytest.mark.parametrize("lever", sorted(OTHER_LEVERS))
+@pytest.mark.parametrize("family", ["deepseek_v3", *map(slow, ("qwen3_moe", "gpt_oss"))])
+def test_with_every_other_lever(family, lever, monkeypatch):
+    """The CPU stands in for a device with memory of its own: what is offloaded is copied, at once."""
+    monkeypatch.setattr(activation_offload, "make_lanes", lambda _: activation_offload.AtOnce())
+    monkeypatch.setattr(activation_offload, "_SMALLEST", 256)
+    monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: weight_streaming.LanesAtOnce())
+    plain, changed = model_of(family), model_of(family)
+    apply_levers(plain, ON)
+    if lever == "mlp_tile_size" and family in ("qwen3_moe", "gpt_oss"):
+        with pytest.raises(InputError, match="has no MLP as a module of its own"):
+            apply_levers(changed, MemoryArguments(mlp_tile_size=10))
+        return
+    apply_levers(changed, MemoryArguments(quantized_experts=True, **{lever: OTHER_LEVERS[lever]}))
+    (loss, wanted), (found_loss, found) = gradients(plain), gradients(changed)
+    assert torch.allclose(found_loss, loss) and found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        if lever == "activation_compression":
+            assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.999
+        else:
+            assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-7), name
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -50,6 +50,8 @@ def is_mlp(module: torch.nn.Module) -> bool:
         return False
     if any(isinstance(part, _MIXES_TOKENS) for part in module.modules()):
         return False
+    if any(name in ("router", "experts") for name, _ in module.named_children()):  # GptOssMLP, DbrxFFN
+        return False
     parameters = inspect.signature(type(module).forward).parameters.values()
     return len(parameters) == 2 and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)  # self, tokens
 
