@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from test_plan import config, request_for
+from test_quantized_experts import config as config_with_experts
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
@@ -37,6 +38,13 @@ def test_positions_end_it(request_of_a_small_model):
     request = dataclasses.replace(request_of_a_small_model, config=few)
     found = list(longest_sequences(request))
     assert {(row.seq_len, row.limited_by) for row in found} == {(600, "model")}
+
+
+@pytest.mark.slow
+def test_a_model_without_mlps_is_answered_without_tiles(request_of_a_small_model):
+    experts = config_with_experts(vocab_size=2000, max_position_embeddings=600)
+    found = list(longest_sequences(dataclasses.replace(request_of_a_small_model, config=experts)))
+    assert found and not any("MLP" in row.settings for row in found)
 
 
 def test_several_devices_and_videos_are_refused(request_of_a_small_model):
