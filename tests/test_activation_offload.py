@@ -174,6 +174,7 @@ def test_compressed_tensors_move_compressed(checkpointed, late, monkeypatch):
     assert any(kept.dtype is torch.uint8 for buffers in keeper._free.values() for kept in buffers)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_it_says_that_it_does_nothing(tmp_path, caplog):
     wanted = train(tmp_path / "plain")
     found = train(tmp_path / "offloaded", memory={"activation_offload": True})

@@ -69,6 +69,7 @@ def test_states_take_half_of_adams():
     assert 4 < per_weight < 4.4  # bytes; Adam has 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [llama, slow(with_lora)])
 def test_it_learns_and_goes_on_after_running_out(model, tmp_path):
     fields = {
@@ -85,6 +86,7 @@ def test_it_learns_and_goes_on_after_running_out(model, tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on(tmp_path):
     fields = {"memory": {"adam_mini": True}, "save_strategy": "steps", "save_steps": 3}
     wanted = train(tmp_path / "whole", **fields, max_steps=5)

@@ -309,6 +309,7 @@ def test_only_a_logs_end_is_read(tmp_path, monkeypatch):
     assert advise(str(tmp_path / "a.log")).stage == "backward"
 
 
+@pytest.mark.slow
 def test_a_pipe_is_read_to_its_end_but_not_without_end(command, monkeypatch):
     for name, size in (("LARGEST_TEXT", 4 * 2**20), ("_LARGEST_PIPE", 8 * 2**20)):
         monkeypatch.setattr(f"hf_memopt.cli.advise.{name}", size)

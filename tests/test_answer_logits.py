@@ -53,6 +53,7 @@ def answers(trainer):
     trainer.data_collator = masked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fields"),
     [

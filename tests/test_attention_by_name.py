@@ -126,6 +126,7 @@ def test_hub_kernels_count_as_the_version_that_they_build():
     )
 
 
+@pytest.mark.slow
 def test_padding_is_taken_out_and_needs_no_mask():
     padded, plain = (job("flash_attention_2", padded=flag).peak_allocated_bytes for flag in (True, False))
     assert plain < padded < job("sdpa", padded=True, model=config()).peak_allocated_bytes * 1.1
@@ -202,6 +203,7 @@ def test_what_the_kernels_refuse_is_refused():
         job("flex_attention", model=config(attention_dropout=0.1))
 
 
+@pytest.mark.slow
 def test_a_model_with_a_kernel_of_its_own_is_checked_for_it():
     """gpt-oss takes FlashAttention-3 for every flash attention, since it has sinks."""
     small = config("gpt_oss", num_local_experts=4, head_dim=64)

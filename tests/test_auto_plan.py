@@ -82,6 +82,7 @@ def test_it_plans_for_what_is_free(sft, free, capsys):
     assert little.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_what_is_named_is_not_planned(sft, free):
     main, arguments = sft
     free(1)

@@ -155,6 +155,7 @@ def test_a_model_s_own_code_is_never_run_whatever_stdin_says(command, tmp_path):
     assert done.returncode == 2 and "code that comes with it" in done.stderr and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_no_call_leaves_trust_remote_code_open():
     """transformers asks on stdin where it is None, and a pipe may answer."""
     import ast

@@ -88,6 +88,7 @@ def test_old_names_win_over_a_profile(tmp_path):
 QUICK = ["--preset", "cpu", "--max_length", "32", "--held_out", "0", "--dry_run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [

@@ -108,6 +108,7 @@ def test_what_is_written_is_read():
     assert not constant("matmul_efficiency", get_hardware(CARD)).measured
 
 
+@pytest.mark.slow
 def test_an_estimate_uses_it_and_names_it():
     before = predicted()
     keep()
@@ -122,6 +123,7 @@ def test_an_estimate_uses_it_and_names_it():
     assert any("of 2 jobs on this device it was -0.4% to +1.2% off" in note for note in after.notes)
 
 
+@pytest.mark.slow
 def test_no_other_device_is_affected():
     before = [predicted(name) for name in ("rtx_3090", "cpu")]
     keep()

@@ -126,6 +126,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(RUNS))
 def test_whole_runs_are_the_same(name, tmp_path):
     """In float64 up to the loss, which transformers takes in fp32.
@@ -139,6 +140,7 @@ def test_whole_runs_are_the_same(name, tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_out_of_memory_too(tmp_path):
     wanted = train(tmp_path / "plain", kind=Trainer)
     found = train(tmp_path / "chunked", Strikes({"forward": {100}, "backward": {150}}), memory=IN_CHUNKS)
@@ -163,6 +165,7 @@ def test_the_loss_takes_a_sixteenth():
     assert peak(32) <= peak(None) / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, slow(True)])
 def test_the_estimator_sees_it(lora, tmp_path):
     from peft import LoraConfig

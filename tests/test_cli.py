@@ -13,6 +13,7 @@ from conftest import BIN, ROOT, run, slow, sweep
 from hf_memopt.presets import get_preset, list_presets
 
 
+@pytest.mark.slow
 def test_help_names_the_commands_and_shows_examples(command):
     import typer
 
@@ -74,6 +75,7 @@ def test_shells_complete(shell, typed, count, found):
     assert found in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -106,6 +108,7 @@ def test_no_escape_sequences_where_nobody_wants_colour(words):
     assert not re.search(rb"\x1b\[[\d;]*(3|4|9|10)\d[;m]", seen), "a colour"
 
 
+@pytest.mark.slow
 def test_presets_and_show_as_json():
     listed = json.loads(run("hf-memopt", "presets", "--method", "qlora", "--json").stdout)
     assert [entry["name"] for entry in listed["presets"]] == list_presets()
@@ -124,6 +127,7 @@ def test_tables_keep_words_whole_on_80_columns(words, command, monkeypatch):
         assert name in output
 
 
+@pytest.mark.slow
 def test_tables_are_for_people():
     output = run("hf-memopt", "show", "h100_80gb").stdout
     for expected in ("per_device_train_batch_size", "989.4 TFLOP/s", "450 GB/s", "$PYTORCH_ALLOC_CONF"):
@@ -131,6 +135,7 @@ def test_tables_are_for_people():
     assert "l40s_x4_aggressive" in run("hf-memopt", "presets").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [slow(["rtx_4090", "--method", "qlora"]), slow(["a100_80gb_x8"]), ["a100_80gb_x8", "--strategy", "fsdp2"]],
@@ -171,6 +176,7 @@ def test_doctor_as_json():
     assert 0 < report["free_memory_bytes"] <= report["host_memory_bytes"]
 
 
+@pytest.mark.slow
 def test_doctor_checks_every_shipped_file():
     files = sorted((ROOT / "accelerate_configs").rglob("*.yaml")) + sorted(
         (ROOT / "accelerate_configs").rglob("*.json")
@@ -206,6 +212,7 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "words"),
     [
@@ -230,6 +237,7 @@ def test_estimate_names_the_batch_of_every_kind_of_model(command, tmp_path, kind
     assert code == 0 and words in output, errors
 
 
+@pytest.mark.slow
 def test_estimate_takes_a_number_of_devices_as_plan_does(command, tmp_path):
     from transformers import LlamaConfig
 

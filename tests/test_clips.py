@@ -223,6 +223,7 @@ def test_glance_counts_raw_streams(tmp_path):
     assert estimate_pixels(path, FrameLimits(None)) == 50 * 48 * 64
 
 
+@pytest.mark.slow
 def test_frames_beyond_host_memory_are_refused_before_decoding(tmp_path, monkeypatch):
     """Available memory alone is made small here."""
     import psutil

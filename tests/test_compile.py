@@ -50,6 +50,7 @@ def test_the_mode_reaches_the_compiler(tmp_path):
         get_preset("cpu").training_arguments(tmp_path, torch_compile=False, torch_compile_mode="default")
 
 
+@pytest.mark.slow
 def test_cuda_graphs_and_recovery():
     fields = {"torch_compile_mode": "max-autotune"}
     with pytest.raises(InputError, match="use max-autotune-no-cudagraphs, or set oom_recovery=False"):

@@ -171,6 +171,7 @@ def test_a_json_without_a_batch_size_is_refused_with_what_to_add(tmp_path, recip
     assert check_config_file(guides) == "deepspeed"
 
 
+@pytest.mark.slow
 def test_a_recipe_without_a_launcher_names_one(recipe, tmp_path, builtin_model):
     words = ["--preset", "cpu", "--output_dir", str(tmp_path / "out"), "--model_name_or_path", str(builtin_model)]
     with pytest.raises(InputError, match="nothing launched this process: start it with `torchrun"):

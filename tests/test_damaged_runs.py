@@ -168,6 +168,7 @@ def test_folders_and_links_in_the_files_places(tmp_path):
         read_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_goes_where_it_can(tmp_path, command):
     one = write_run(tmp_path / "one", report(), [reading(1)])
     (tmp_path / "file").write_text("")
@@ -184,6 +185,7 @@ def test_the_page_goes_where_it_can(tmp_path, command):
     assert code == 2 and "more than once" in errors
 
 
+@pytest.mark.slow
 def test_names_of_folders_are_shown_as_they_are(tmp_path, command):
     """Bytes that are no UTF-8, markup, control characters, and what matplotlib takes for a formula."""
     one, other = tmp_path / "[/x] \udcff \x1b[31m", tmp_path / "$x^$"
@@ -225,6 +227,7 @@ def test_of_very_many_events_the_latest_stay_and_all_count():
     assert events.left_out == {"oom_recovered": 15}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_very_long_log_makes_a_page_of_bounded_size(tmp_path):
     lines = 3 * MOST_READINGS

@@ -45,6 +45,7 @@ def test_the_corpus_is_real_text():
     assert embedded.documents() is texts
 
 
+@pytest.mark.slow
 def test_questions_come_from_documented_functions():
     pairs = dict(embedded.questions())
     answer = pairs["What does json.dumps do?"]

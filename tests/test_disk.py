@@ -76,6 +76,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(tmp_path, caplog):
     assert caplog.text.count("memory_log.jsonl (No space left on device)") == 1
 
 
+@pytest.mark.slow
 def test_an_end_is_explained_on_a_full_disk(tmp_path, caplog):
     import torch
 

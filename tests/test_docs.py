@@ -53,6 +53,7 @@ def _weights(config) -> int:
         return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
 
 
+@pytest.mark.slow
 def test_formulas_agree_with_the_estimator():
     """Bytes a weight, of a model in each type, as docs/memory.md has them."""
     from transformers import LlamaConfig

@@ -314,6 +314,7 @@ def test_modules_that_stay_in_float32(folder):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", ["", ", low_cpu_mem_usage=True"])
 def test_adapters_of_a_folder(low, folder):
     from peft import LoraConfig

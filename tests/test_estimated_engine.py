@@ -103,6 +103,7 @@ def test_a_version_of_fsdp_that_there_is_not():
         estimate(AutoConfig.for_model("llama", **SHAPE), fields, 64, "a100_80gb", world_size=2)
 
 
+@pytest.mark.slow
 def test_an_estimate_leaves_training_arguments_as_they_are(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, fsdp=True, fsdp_config={"version": 2})
     before = copy.deepcopy(args.to_dict())
@@ -128,6 +129,7 @@ def test_a_launch_changes_no_estimate_of_the_command_line(launch, monkeypatch, c
     assert command(*argv)[:2] == (code, out), err
 
 
+@pytest.mark.slow
 def test_processes_of_the_command_line_share_a_mesh(command):
     argv = ["estimate", "llama-3.2-1b", "--preset", "l40s", "--set", "model.num_hidden_layers=4"]
     code, out, err = command(*argv, "--strategy", "tp2_hsdp2", "--world-size", "4", "--json")
@@ -150,6 +152,7 @@ def test_a_field_beside_another_strategy_is_refused():
     assert preset_job(preset_by_name("l40s"), fields={"fsdp": True}, world_size=2).engine == "fsdp2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["version", "fsdp_version"])
 def test_fsdp1_is_called_fsdp1(key, tmp_path):
     fields = {"fsdp": True, "fsdp_config": {key: 1}}

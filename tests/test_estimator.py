@@ -275,6 +275,7 @@ def test_4_bit_weights_are_right_to_one_percent(tmp_path):
     assert found.breakdown["parameters"] < 0.8 * whole
 
 
+@pytest.mark.slow
 def test_fp16_takes_what_bf16_takes():
     """Cards without bf16 compute in fp16, which the CPU's autocast cannot."""
     half = estimate(_config(4), {"fp16": True}, 32, "t4", _lora(), "float16")
@@ -284,6 +285,7 @@ def test_fp16_takes_what_bf16_takes():
     )
 
 
+@pytest.mark.slow
 def test_experts_that_stay_unpacked_are_told():
     from transformers import BitsAndBytesConfig
 
@@ -295,6 +297,7 @@ def test_experts_that_stay_unpacked_are_told():
     assert not any("experts" in note for note in notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification", "seq2seq-lm"])
 def test_other_heads_than_causal_ones(task, tmp_path):
     import transformers
@@ -333,6 +336,7 @@ def test_other_heads_than_causal_ones(task, tmp_path):
     assert found.peak_allocated_bytes == pytest.approx(allocator_peak(train), rel=0.02)
 
 
+@pytest.mark.slow
 def test_evaluation_can_be_the_peak():
     fields = {"per_device_train_batch_size": 1, **CHECKPOINTED}
     trained = estimate(_config(4), fields, LENGTH, "cpu")
@@ -343,6 +347,7 @@ def test_evaluation_can_be_the_peak():
     assert evaluated.phases["backward"] == trained.phases["backward"]
 
 
+@pytest.mark.slow
 def test_cuda_autocast_keeps_norms_and_powers_in_fp32():
     """GPT-2's activation takes a power, which CUDA's autocast computes in fp32 and the CPU's does not."""
     from transformers import AutoConfig
@@ -436,6 +441,7 @@ def test_the_command_line(model_folder, command):
     assert "changes that save most" in shown and "per_device_train_batch_size=1024" in shown
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture(model_folder, tmp_path, command):
     picture = tmp_path / "memory.png"
     code, _, err = command("estimate", model_folder, "--preset", "rtx_3070", "--seq-len", 64, "--plot", picture)

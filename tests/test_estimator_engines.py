@@ -86,6 +86,7 @@ def test_two_real_processes(yaml, strategy, fields, memory, tmp_path):
     assert found.peak_allocated_bytes <= measured["allocator"] * 1.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2"), slow("zero2"), slow("zero3"), slow("zero3_offload_cpu")])
 def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
     def found():
@@ -192,6 +193,7 @@ def test_packed_weights_and_zero_3_are_refused():
         )
 
 
+@pytest.mark.slow
 def test_nothing_of_the_fake_cluster_stays():
     """A real job in this process finds its process group, DeepSpeed's numbering and its environment as they were."""
     import torch
@@ -223,6 +225,7 @@ def test_nothing_of_the_fake_cluster_stays():
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 8])
 @pytest.mark.parametrize("fields", [{}, slow({**CHECKPOINTED, "bf16": True})])
 def test_the_replayed_timeline_reaches_the_predicted_peak(fields, world_size):

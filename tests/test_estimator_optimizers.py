@@ -107,6 +107,7 @@ def test_paged_states_are_in_managed_memory(name, unpaged, size):
     assert any("CUDA managed memory" in note for note in paged.notes)
 
 
+@pytest.mark.slow
 def test_what_is_paged_leaves_the_device_where_there_is_no_room():
     """1.9 billion weights in 24 GB: paged 32-bit states of 14 GiB take the room that is left, and fit."""
     fields = {"per_device_train_batch_size": 1, "activation_checkpointing": True}

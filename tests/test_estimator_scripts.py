@@ -60,6 +60,7 @@ def _trainer(tmp_path, lengths=(40,) * 20 + (200,) * 2, **more):
     return Doubled(model, args, train_dataset=_rows(lengths), data_collator=_pad, **more)
 
 
+@pytest.mark.slow
 def test_a_subclass_with_its_own_loss_and_collator(tmp_path):
     """The prediction is for the longest batch; so the truth trains on nothing else."""
     found = estimate_trainer(_trainer(tmp_path), "cpu")
@@ -67,6 +68,7 @@ def test_a_subclass_with_its_own_loss_and_collator(tmp_path):
     assert found.peak_allocated_bytes == pytest.approx(truth, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_trainer_is_left_as_it_was(tmp_path):
     trainer = _trainer(tmp_path)
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
@@ -79,6 +81,7 @@ def test_the_trainer_is_left_as_it_was(tmp_path):
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_the_users_own_optimizer_is_followed(tmp_path):
     trainer = _trainer(tmp_path)
     own = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
@@ -87,6 +90,7 @@ def test_the_users_own_optimizer_is_followed(tmp_path):
     assert estimate_trainer(trainer, "cpu").breakdown["optimizer_states"] > 0
 
 
+@pytest.mark.slow
 def test_logits_that_wait_for_metrics(tmp_path):
     """Without eval_accumulation_steps every batch's logits stay on the device."""
     fields = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
@@ -200,6 +204,7 @@ def test_unmodified_scripts(script, folder):
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

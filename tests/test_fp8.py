@@ -45,6 +45,7 @@ def trained(preset, folder):
     return trainer, trainer.state.log_history[-1]["train_loss"], predicted
 
 
+@pytest.mark.slow
 @NEEDS_TORCHAO
 def test_it_trains_in_fp8(environment, tmp_path):
     """Linear layers but the head are converted, though a launcher said bf16; the loss is nearly bf16's."""

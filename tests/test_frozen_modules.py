@@ -81,6 +81,7 @@ def test_containers_are_looked_into():
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, CHECKPOINTED])
 @pytest.mark.parametrize("model", [slow(llama), with_lora])
 def test_runs_are_the_same(model, fields, tmp_path):

@@ -134,6 +134,7 @@ def _snapshot(content: bytes, folder) -> None:
         json.dumps(found.to_dict()).encode()
 
 
+@pytest.mark.slow
 @given(SNAPSHOTS)
 @settings(**_FEW | {"max_examples": 200}, suppress_health_check=_CHECKS)
 def test_snapshots(tmp_path, content):
@@ -190,6 +191,7 @@ def _folder(files: dict[str, bytes], folder, drawn: bool) -> None:
         json.dumps(found.to_dict() if found else None).encode()
 
 
+@pytest.mark.slow
 @given(FOLDERS)
 @settings(**_FEW | {"max_examples": 120}, suppress_health_check=_CHECKS)
 def test_run_folders(tmp_path, monkeypatch, files):
@@ -280,6 +282,7 @@ def test_very_many_texts(text):
     _text(text)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(list(LONG.values())), st.integers(0, 2**32))
 @settings(**_FEW | {"max_examples": 5}, suppress_health_check=_CHECKS)
 @pytest.mark.timeout(120)

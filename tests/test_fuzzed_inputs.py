@@ -80,6 +80,7 @@ def tokenizer(builtin_model):
     return AutoTokenizer.from_pretrained(builtin_model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 @settings(BOUNDED, max_examples=30)
 @given(content=BYTES | ROWS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode()))

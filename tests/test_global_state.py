@@ -129,6 +129,7 @@ def test_what_only_looks_changes_nothing(call, own_settings, tmp_path):
     unchanged(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_frozen")
 def test_nothing_is_left_frozen_either(tmp_path):
     estimate(config(1), FIELDS, SEQ_LEN, "cpu")

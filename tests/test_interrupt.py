@@ -117,6 +117,7 @@ def started(folder, step: int, *launcher, **fields) -> Process:
 # ---- MemoryTrainer in somebody's own process
 
 
+@pytest.mark.slow
 def test_the_step_is_finished_and_saved(tmp_path):
     """What resumes from there is the uninterrupted run, to the last bit."""
     plain = build(tmp_path / "plain")
@@ -183,6 +184,7 @@ def test_an_evaluation_is_not_waited_for(tmp_path):
     assert torch.equal(weights(resumed), weights(plain))
 
 
+@pytest.mark.slow
 def test_an_error_after_the_signal_is_the_stops(tmp_path):
     """As when the same signal has ended a data loader's worker: the last finished step is saved all the same."""
 

@@ -57,6 +57,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_cards_preset_is_taken(folder, command):
     code, out, err = command("estimate", folder, "--hardware", "rtx_4090", "--method", "lora")
     assert code == 0, err

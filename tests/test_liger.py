@@ -127,6 +127,7 @@ def test_a_head_before_ampere_takes_one_more_matrix():
     assert total(8.0) == 0 and total(7.5) == (2 + 4) * 800 * 64
 
 
+@pytest.mark.slow
 def test_liger_needs_less():
     plain, with_liger = (job(use).peak_allocated_bytes for use in (False, True))
     logits = 4 * 512 * SHAPE["vocab_size"] * 4
@@ -134,6 +135,7 @@ def test_liger_needs_less():
     assert any("Liger's kernels are counted" in note for note in job().notes)
 
 
+@pytest.mark.slow
 def test_every_option_is_honoured():
     plain = job(False).peak_allocated_bytes
     assert job(chosen=OFF).peak_allocated_bytes == plain
@@ -149,6 +151,7 @@ def test_models_that_liger_knows(kind):
     assert job(model=model).peak_allocated_bytes < job(False, model=model).peak_allocated_bytes
 
 
+@pytest.mark.slow
 def test_models_that_liger_does_not_know_stay():
     model = config("gpt_neox")
     result = job(model=model)
@@ -184,6 +187,7 @@ def test_what_liger_cannot_do_is_refused(chosen, kind, hardware, said):
         job(chosen=chosen, model=config(kind, **MODELS.get(kind, {})), hardware=hardware)
 
 
+@pytest.mark.slow
 def test_a_trainer_and_estimate_agree(tmp_path):
     model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
     args = TrainingArguments(

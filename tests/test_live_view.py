@@ -156,6 +156,7 @@ def test_a_pipe_gets_it_once_and_without_colour(tmp_path):
     assert done.returncode == 0 and "(host)" in done.stdout.replace("\n", "") and "\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_live_view_ends_with_an_interrupt(tmp_path):
     """In a real terminal (a pseudo-terminal): waits for a run, shows it, until SIGINT."""
     main, side = pty.openpty()

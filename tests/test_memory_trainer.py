@@ -221,6 +221,7 @@ def test_dropout_is_reproducible_from_the_seed(tmp_path):
     assert not torch.equal(results[0], train(tmp_path / "other", model=dropping, seed=7).weights)
 
 
+@pytest.mark.slow
 def test_a_window_starts_again_with_the_random_numbers_it_had(tmp_path):
     """With dropout, what ran before the failure comes out as it was: one sample at a time, only the failing one runs
     again, so that all is as if nothing had happened."""
@@ -235,6 +236,7 @@ def test_a_window_starts_again_with_the_random_numbers_it_had(tmp_path):
     same(found, wanted)
 
 
+@pytest.mark.slow
 def test_the_smaller_micro_batch_is_remembered_and_logged(tmp_path, caplog):
     found = train(tmp_path, Strikes({"backward": {30}}))
     (event,) = found.events
@@ -292,6 +294,7 @@ def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_never_fits_leaves_the_last_good_step(tmp_path):
     def full(trainer):
         step = torch.optim.AdamW.step
@@ -368,6 +371,7 @@ class MemoryWeightedLoss(MemoryTrainerMixin, WeightedLoss):
     pass
 
 
+@pytest.mark.slow
 def test_a_mixin_over_a_trainer_with_its_own_loss(tmp_path):
     plain = Strikes()
     wanted = train(tmp_path / "plain", plain, WeightedLoss)
@@ -377,6 +381,7 @@ def test_a_mixin_over_a_trainer_with_its_own_loss(tmp_path):
     same(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_piece_without_labels_adds_nothing(tmp_path):
     """Of a mean loss: a mean over nothing would be no number."""
 
@@ -396,6 +401,7 @@ def test_a_piece_without_labels_adds_nothing(tmp_path):
     same(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_mixin_over_seq2seq_trainer(tmp_path):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
@@ -441,6 +447,7 @@ def test_a_mixin_over_seq2seq_trainer(tmp_path):
     assert "eval_loss" in trainer.evaluate(max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_cut_says_why(tmp_path):
     def packed(trainer):
         trainer.split_batch = lambda inputs, start, stop: (
@@ -479,6 +486,7 @@ def test_cutting_a_batch():
 # ---- evaluation
 
 
+@pytest.mark.slow
 def test_evaluation_halves_its_batch(tmp_path):
     fields = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "max_steps": 4}
     wanted = train(tmp_path / "plain", kind=Trainer, **fields)
@@ -613,6 +621,7 @@ def _worker_is_killed(trainer):
     trainer.train_dataset = WorkerIsKilled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "fields", "cause"),
     [
@@ -650,6 +659,7 @@ def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
     assert worker_death(unrelated) is unrelated and len(asked) == 3
 
 
+@pytest.mark.slow
 def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):
     class Average(TrainerCallback):
         """An average of the weights, for which there is no room from the third step on."""
@@ -663,6 +673,7 @@ def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path)
     assert json.loads((tmp_path / "oom_report.json").read_text())["checkpoint"] == str(tmp_path / "checkpoint-3")
 
 
+@pytest.mark.slow
 def test_clipping_that_never_fits_ends_the_run(tmp_path):
     def fails(trainer):
         def always(*args, **kwargs):
@@ -692,6 +703,7 @@ def _saves_fail(times: int):
     return prepare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "checkpoints"), [(1, [2, 4, 5]), slow(2, [4, 5])])
 def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_path):
     fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
@@ -703,6 +715,7 @@ def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_pat
     assert names == [f"checkpoint-{step}" for step in checkpoints]  # the Trainer saves the last step, whatever it is
 
 
+@pytest.mark.slow
 def test_saving_is_tried_after_the_first_step(tmp_path):
     """probe_save: a checkpoint although none is due; without room for it the run ends at once."""
     found = train(tmp_path / "out", memory={"probe_save": True}, max_steps=3)
@@ -721,6 +734,7 @@ def test_saving_is_tried_after_the_first_step(tmp_path):
         train(tmp_path / "small", memory={"probe_save": True}, prepare=_saves_fail(2), max_steps=3)
 
 
+@pytest.mark.slow
 def test_best_and_rotation_work_as_in_the_trainer(tmp_path):
     fields = {
         "save_strategy": "steps",
@@ -741,6 +755,7 @@ def test_best_and_rotation_work_as_in_the_trainer(tmp_path):
     assert states["plain"] == states["memory"]
 
 
+@pytest.mark.slow
 def test_the_effective_batch_is_kept_under_another_world_size(tmp_path):
     train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
     state = tmp_path / "checkpoint-2" / "memory_state.json"
@@ -834,6 +849,7 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
 # ---- endings
 
 
+@pytest.mark.slow
 def test_the_end_can_be_caught(tmp_path):
     """A sweep continues with its next trial; a program that run() starts ends with the code for relaunchers."""
     assert issubclass(TrainingOutOfMemory, Exception)
@@ -849,6 +865,7 @@ def _no_room_for_evaluation(trainer):
     trainer.prediction_step = too_much
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_never_fits_costs_no_step(tmp_path):
     fields = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 5}
     wanted = train(tmp_path / "plain", kind=Trainer, max_steps=5)
@@ -894,6 +911,7 @@ def _fails_from_step(trainer, step: int):
     trainer.model.forward = too_much
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_an_older_run_is_not_called_this_ones(tmp_path):
     train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
     old = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]

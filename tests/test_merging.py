@@ -148,6 +148,7 @@ def quantized(kind="nf4", double=True):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), slow("fp4", False)])
 def test_a_base_in_4_bits(kind, double, base, tmp_path):
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized(kind, double))

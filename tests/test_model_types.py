@@ -139,6 +139,7 @@ def test_what_cannot_be_estimated_is_refused_with_the_model_type_and_the_reason(
         _predicted(_config(model_type), task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "batch"),
     [("vit", "4 × pixel_values of "), ("hubert", "4 × input_values of "), ("bert", "4 × 32 tokens")],

@@ -162,6 +162,7 @@ def test_activation_memory_comes_from_the_estimator():
     assert plain["effective_memory_bytes"] > 14 * 4 * 12 * 256 * 512 * 2
 
 
+@pytest.mark.slow
 def test_activation_memory_is_the_estimators():
     """The same question to estimate(), as docs/memory.md asks it."""
     from transformers import LlamaConfig
@@ -417,6 +418,7 @@ def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path, cap
     assert kinds.count("micro_batch_lowered") <= 5
 
 
+@pytest.mark.slow
 def test_lowering_keeps_the_result(tmp_path):
     wanted = train(tmp_path / "plain", kind=Trainer, max_steps=6)
     found = train(tmp_path / "watched", prepare=_watched(16 * GIB), max_steps=6)
@@ -497,6 +499,7 @@ def test_causes_of_growth_are_distinguished(kind):
     assert scenario(kind).label() == kind
 
 
+@pytest.mark.slow
 def test_growth_is_said_with_what_to_do(tmp_path, caplog):
     """A real leak: a callback that keeps 20 MB a step, of a limit of 1 GB more than there is."""
     kept = []

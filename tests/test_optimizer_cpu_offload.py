@@ -19,6 +19,7 @@ def apart(monkeypatch):
     monkeypatch.setattr(optimizer_cpu_offload, "keep_on_host", lambda optimizer: keep(optimizer, lambda _: True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", slow("adafactor"), slow("sgd")])
 @pytest.mark.parametrize("model", [llama, with_lora])
 def test_runs_are_the_same(model, optim, apart, tmp_path):
@@ -33,6 +34,7 @@ def test_runs_are_the_same(model, optim, apart, tmp_path):
     assert not trained & stepped, "the optimizer has weights of its own"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on(apart, tmp_path):
     fields = {"memory": MEMORY, "save_strategy": "steps", "save_steps": 3}
     wanted = train(tmp_path / "whole", **fields)
@@ -41,6 +43,7 @@ def test_a_checkpoint_goes_on(apart, tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_it_says_that_it_does_nothing(tmp_path, caplog):
     wanted = train(tmp_path / "plain")
     found = train(tmp_path / "offloaded", memory=MEMORY)
@@ -48,6 +51,7 @@ def test_on_a_cpu_it_says_that_it_does_nothing(tmp_path, caplog):
     assert "optimizer_cpu_offload has no effect here" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_estimator_counts_states_in_host_memory():
     config, fields = llama().config, {"per_device_train_batch_size": 1, "optim": "adamw_torch_fused"}
     here = estimate(config, fields, 32, "rtx_3060")

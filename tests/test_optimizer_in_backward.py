@@ -46,6 +46,7 @@ def test_a_gradient_is_gone_when_the_next_one_comes():
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_with_adam_mini_and_resumed(tmp_path):
     fields = {"memory": {**MEMORY, "adam_mini": True}, "save_strategy": "steps", "save_steps": 3, **ALONE}
     wanted = train(tmp_path / "plain", **{**fields, "memory": {"adam_mini": True}})
@@ -54,6 +55,7 @@ def test_with_adam_mini_and_resumed(tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [slow("forward"), "backward"])
 def test_running_out_ends_the_run(phase, tmp_path):
     """Weights are changed on the way back: nothing can be taken again; before that, the last good step is saved."""

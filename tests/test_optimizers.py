@@ -284,6 +284,7 @@ def test_the_weights_are_exact_or_the_run_ends_at_a_whole_step(case, manner, und
         assert strikes.hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_torch_fused", slow("adamw_torch"), slow("adamw_8bit")])
 def test_a_hook_that_fails_after_the_update_leaves_no_checkpoint_of_half_a_step(name, tmp_path):
     """The weights are the next step's by then: that of the last periodic checkpoint is the newest whole step."""

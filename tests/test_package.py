@@ -118,6 +118,7 @@ def test_wheel_works_from_any_folder(installed, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_shipped_file(installed):
     (package,) = installed.parent.glob("lib/python*/site-packages/hf_memopt")
     code = {

@@ -82,6 +82,7 @@ def test_adapters_that_differ_between_layers_are_traced_with_all_layers():
     assert predicted == pytest.approx(_truth(_config(LAYERS), FIELDS, few), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LOHA", slow("SHIRA"), slow("PREFIX_TUNING"), slow("BOFT"), slow("UNILORA")])
 def test_a_trainer_with_any_adapter(kind, tmp_path):
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator

@@ -250,6 +250,7 @@ def test_a_choice_becomes_hugging_faces_words():
     assert "activation_checkpointing" not in kept and "activation_checkpointing_kwargs" not in kept
 
 
+@pytest.mark.slow
 def test_what_the_user_sets_stays():
     made = plan(
         config(2),
@@ -323,6 +324,7 @@ def test_kernels_grow_with_layers():
     assert extended({few: 3, more: 1}, {few: 5, more: 1}, 4) == {few: 11, more: 1}
 
 
+@pytest.mark.slow
 def test_recomputing_costs_a_forward_pass(search):
     _, found = search
     cost = Cost(found.sketch)
@@ -337,6 +339,7 @@ def exchanged(cost: Cost, choice: Choice) -> tuple[float, float]:
     return cost.steps.exchanged(cost.computed(choice, 0.0))
 
 
+@pytest.mark.slow
 def test_what_engines_exchange():
     """ZeRO-3 gathers weights for every micro-batch, DDP reduces gradients once a step; both wait for the link."""
     search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
@@ -354,6 +357,7 @@ def test_what_engines_exchange():
     assert seconds(ddp, slower) == pytest.approx(10 * seconds(ddp, search.sketch))
 
 
+@pytest.mark.slow
 def test_a_disk_is_slower_than_the_host_and_more_drives_are_faster():
     """ZeRO-3: without offloading, in host memory, on one drive a machine, on four."""
     search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)

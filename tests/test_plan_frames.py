@@ -76,6 +76,7 @@ def test_a_second_size_of_frame_starts_where_the_first_ended(job, monkeypatch):
     assert len(estimated) == len(notes) <= 3 + 2 * 2 and notes[0].startswith("size 1 of 3")
 
 
+@pytest.mark.slow
 def test_no_frame_fits(job):
     (fit,) = most_frames(job, 1000)
     assert fit.max_frames == 0 and fit.estimate.device_bytes > 1000

@@ -45,6 +45,7 @@ def _budgets(search):
         yield [sizes[min(place + more, len(sizes) - 1)] for more in (0, 0, step, 2 * step)]
 
 
+@pytest.mark.slow
 def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(request_and_search):
     _, search = request_and_search
     plain = [choice for choice in search.choices if search.is_plain(choice)]

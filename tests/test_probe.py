@@ -19,6 +19,7 @@ def probing(trainer):
     trainer.memory_args = MemoryArguments(probe_worst_batch=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "adamw_8bit", "sgd"])
 def test_a_probe_leaves_no_trace(optim, tmp_path):
     """Bit for bit, dropout and weight decay included; optimizer states and schedule too, or the runs would part."""
@@ -34,6 +35,7 @@ def test_a_probe_leaves_no_trace(optim, tmp_path):
     assert found.rate == wanted.rate
 
 
+@pytest.mark.slow
 def test_the_worst_batch_of_the_epoch_is_found(tmp_path):
     found = train(tmp_path, prepare=probing, max_steps=5)
     (event,) = found.events
@@ -46,6 +48,7 @@ def test_the_worst_batch_of_the_epoch_is_found(tmp_path):
     assert event["dataset_indices"] == found.seen[0] == max(first_epoch, key=cost)
 
 
+@pytest.mark.slow
 def test_the_probe_picks_the_micro_batch(tmp_path):
     def prepare(trainer):
         probing(trainer)
@@ -129,6 +132,7 @@ def test_batches_stay_on_the_host_until_they_run(tmp_path):
         assert {batch["input_ids"].device.type for batch in batches} == {device}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluation", [{}, {"eval_strategy": "steps", "eval_steps": 1}], ids=["trains", "evaluates"])
 def test_a_memory_trainer_can_be_estimated(tmp_path, evaluation):
     from hf_memopt import MemoryTrainer, estimate_trainer

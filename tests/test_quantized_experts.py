@@ -223,6 +223,7 @@ def test_loading_takes_a_layer_more_than_the_result(tmp_path):
     assert quantized <= (file + result + 2 * layer) * 1.05 < plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, slow(True)])
 def test_estimates_are_what_a_real_run_takes(checkpointed, tmp_path):
     shape = config(layers=5, hidden_size=128, moe_intermediate_size=128)

@@ -46,6 +46,7 @@ def _measured(folder, config, quantization, fields) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"bf16": True}, slow({"bf16": True, **CHECKPOINTED}), slow({})])
 def test_8_bit_weights_take_what_a_real_run_takes(more, tmp_path):
     quantization = BitsAndBytesConfig(load_in_8bit=True)
@@ -62,6 +63,7 @@ def _torchao(name: str):
     return TorchAoConfig(getattr(quantization, name)())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Int8WeightOnlyConfig", slow("Float8WeightOnlyConfig"), slow("Int8DynamicActivationInt8WeightConfig")]
 )
@@ -97,6 +99,7 @@ def test_a_trainer_of_a_quantized_model_takes_what_its_configuration_takes(quant
     assert estimate_trainer(trainer, "cpu").peak_allocated_bytes == first
 
 
+@pytest.mark.slow
 def test_8_bit_weights_are_one_byte_and_a_scale_a_row():
     quantization = BitsAndBytesConfig(load_in_8bit=True)
     job = (_config(4), {"bf16": True}, LENGTH, "rtx_4090", _lora(), "bfloat16")
@@ -144,6 +147,7 @@ def test_full_fine_tuning_of_quantized_weights_is_refused():
         estimate(_config(4), {}, 32, "h100_80gb", quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "chosen", "device"),
     [
@@ -160,6 +164,7 @@ def test_dequantized_weights_are_those_of_the_unquantized_model(block, chosen, d
     assert any("dequantized while they are loaded" in note for note in dequantized.notes)
 
 
+@pytest.mark.slow
 def test_experts_are_quantized_by_fp8_alone():
     from transformers import AutoConfig
 
@@ -179,6 +184,7 @@ def test_experts_are_quantized_by_fp8_alone():
     assert wide.breakdown["parameters"] - narrow.breakdown["parameters"] == pytest.approx(experts, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
@@ -210,6 +216,7 @@ def test_a_checkpoint_that_ignores_no_layer():
     assert estimate(config, {}, 32, "rtx_4090", LoraConfig(target_modules=["q_proj"])).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -275,6 +282,7 @@ def _wide(**more):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CHECKPOINTS)
 def test_a_checkpoints_own_quantization(method):
     """Its weights take the bytes that the method keeps; norms, embeddings and adapters are as they were."""

@@ -37,6 +37,7 @@ def test_recipes_are_short_and_runnable_by_their_docstring(name):
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [slow("full"), slow("lora"), "qlora"])
 def test_every_trainable_weight_gets_a_gradient(method, recipe, jsonl, tmp_path):
     """With activation checkpointing on, which is where adapters lose theirs."""
@@ -59,6 +60,7 @@ def test_every_trainable_weight_gets_a_gradient(method, recipe, jsonl, tmp_path)
         assert all("lora_" in name for name in seen)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_gradients_of_a_4bit_model(recipe, jsonl, tmp_path):
     """bitsandbytes repacks 4-bit weights at evaluation on CPUs with AVX512-BF16, and loses the backward pass."""
     import torch
@@ -93,6 +95,7 @@ def test_evaluation_does_not_change_gradients_of_a_4bit_model(recipe, jsonl, tmp
     assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.9999
 
 
+@pytest.mark.slow
 def test_the_callback_names_weights_without_gradient(recipe, jsonl, tmp_path, caplog):
     from hf_memopt.recipe.callbacks import GradientCheck
 
@@ -183,6 +186,7 @@ def test_the_prediction_beside_the_measured_peak_is_of_the_same_batch(recipe, tm
     assert "longest" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_batch_of_the_first_step_is_predicted_without_the_optimizers_states():
     from hf_memopt.estimator import estimate
     from hf_memopt.recipe.prediction import PeakBatch, _in_state
@@ -195,6 +199,7 @@ def test_a_batch_of_the_first_step_is_predicted_without_the_optimizers_states():
     assert evaluation.peak_allocated_bytes == max(evaluation.phases.values()) and "backward" not in evaluation.phases
 
 
+@pytest.mark.slow
 def test_levers_and_packing(recipe, jsonl, tmp_path, capsys):
     """Arguments of the recipe, told before it runs, and predicted."""
     rows = [{"prompt": f"{n}?", "completion": f" {2 * n}."} for n in range(200)]
@@ -210,6 +215,7 @@ def test_levers_and_packing(recipe, jsonl, tmp_path, capsys):
     assert predicted == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.slow
 def test_streaming(recipe, jsonl, tmp_path):
     path = jsonl([{"text": f"line {number} of a text that is streamed"} for number in range(200)])
     arguments = [*QUICK, "--dataset_name", path, "--streaming", "--shuffle_buffer_size", "20", "--max_steps", "3"]

@@ -168,6 +168,7 @@ def test_a_run_leaves_no_secret(tmp_path, monkeypatch, capsys):
     assert SECRET not in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_an_older_runs_secrets_are_not_shown(tmp_path, command):
     """Of a version that wrote them."""
     settings = {"hub_token": SECRET, "output_dir": "x"}

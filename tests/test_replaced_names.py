@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 import video_models
-from conftest import BIN, ROOT, run
+from conftest import BIN, ROOT, run, slow
 from peft import BOFTConfig, FrodConfig, LoHaConfig, LoraConfig, ShiraConfig, UniLoraConfig
 from torch.optim import adam
 from transformers import (
@@ -136,7 +136,13 @@ def uncalled(part: Part, calls: Counter) -> list[str]:
     return [path for path in paths if not (calls[path] if callable(replacement.original(path)) else path in calls)]
 
 
-@pytest.mark.parametrize("part", JOBS, ids=lambda part: part.name.lower())
+# Those whose jobs take more than a second.
+LONG = {Part.DEEPSPEED, Part.OPTIMIZERS, Part.FSDP2, Part.BITSANDBYTES, Part.PEFT, Part.TRL, Part.FP8}
+
+
+@pytest.mark.parametrize(
+    "part", [slow(part) if part in LONG else part for part in JOBS], ids=lambda part: part.name.lower()
+)
 def test_every_replaced_name_is_called(part, calls, monkeypatch):
     if part is Part.WITHOUT_DEEPSPEED:
         monkeypatch.delitem(replacement.importlib.sys.modules, "deepspeed", raising=False)
@@ -171,6 +177,7 @@ def test_what_zero_needs_without_offloading(strategy, idle, calls):
     assert all(any(name in path for name in idle) for path in left) and len(left) == len(idle)
 
 
+@pytest.mark.slow
 def test_a_vision_tower_calls_what_is_replaced(calls, tmp_path):
     folder = video_models.make("qwen2_5_vl", tmp_path, weights=False)
     video = VideoInputs(
@@ -181,6 +188,7 @@ def test_a_vision_tower_calls_what_is_replaced(calls, tmp_path):
 
 
 # peft (0.21.2) asks models for it.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_detection_loss_calls_what_is_replaced(calls, tmp_path):
     pytest.importorskip("scipy", reason="the losses of detection need it")
@@ -254,6 +262,7 @@ def test_cuda_autocast_computes_in_fp32(owner, calls):
     assert all(calls[path_to(owner, name)] for name in FP32_UNDER_CUDA_AUTOCAST[owner])
 
 
+@pytest.mark.slow
 def test_everything_is_put_back():
     before = {
         path: replacement.original(path)
@@ -277,6 +286,7 @@ def test_the_installed_libraries_are_known(part):
     assert list(replacement.faults(part)) == []
 
 
+@pytest.mark.slow
 def test_a_missing_name_ends_in_a_sentence(unchecked, monkeypatch, command):
     monkeypatch.delattr(adam, "_default_to_fused_or_foreach")
     said = (

@@ -15,6 +15,7 @@ from hf_memopt.units import size
 READINGS = [reading(0, "eval", speed=None), *(reading(step) for step in range(10, 50, 10)), reading(40, "save")]
 
 
+@pytest.mark.slow
 def test_everything_is_on_the_page(tmp_path):
     run = read_run(write_run(tmp_path / "one", report(), READINGS))
     text = run_page(run)
@@ -41,6 +42,7 @@ def test_everything_is_on_the_page(tmp_path):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run(tmp_path):
     run = read_run(write_run(tmp_path, report(), READINGS, ended=ENDED))
     text = run_page(run)
@@ -109,6 +111,7 @@ def test_events_are_sentences(event, words):
     assert describe_event({"step": 9, "process": 0, **event}) == words
 
 
+@pytest.mark.slow
 def test_a_log_alone_is_enough(tmp_path):
     """Of a plain Trainer with MemoryCallback; the last line of a killed run is torn; older runs in it are left out."""
     write_run(tmp_path, readings=[reading(50, peak=23.0), *READINGS])
@@ -119,6 +122,7 @@ def test_a_log_alone_is_enough(tmp_path):
     assert "Ran 40 steps. Peak 18.00 GiB" in run_page(run)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_escaped(tmp_path):
     bad = "<img src=x onerror=alert(1)>"
     events = [{"event": bad, "step": 3, "of another version": bad}, RECOVERED | {"message": bad}]
@@ -126,6 +130,7 @@ def test_what_is_written_is_escaped(tmp_path):
     assert "<img" not in text and "&lt;img" in text
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(tmp_path):
     one = write_run(tmp_path / "one", report(), READINGS)
     other = write_run(tmp_path / "other", report(method="qlora", global_step=30), READINGS)
@@ -167,6 +172,7 @@ def test_sizes_for_people(value, told):
     assert size(value) == told
 
 
+@pytest.mark.slow
 def test_figures_have_units_and_the_training_time(tmp_path, command):
     folder = write_run(tmp_path / "one", report(train_seconds=3725.0, data_wait_share=0.00584), READINGS)
     _, output, _ = command("report", folder)
@@ -179,6 +185,7 @@ def test_figures_have_units_and_the_training_time(tmp_path, command):
     assert figures(alone)["training_time_seconds"] == 40.0  # what the readings span
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peak", "unit"), [(0.2, "MiB"), (18.0, "GiB")])
 def test_axes_have_the_unit_of_the_job(peak, unit, tmp_path):
     readings = [reading(step, allocated=peak / 2, peak=peak) for step in range(0, 40, 10)]
@@ -186,6 +193,7 @@ def test_axes_have_the_unit_of_the_job(peak, unit, tmp_path):
     assert f">{unit}</text>" in text
 
 
+@pytest.mark.slow
 def test_no_header_is_empty_or_keeps_a_table_wide(tmp_path):
     text = run_page(read_run(write_run(tmp_path, report(), READINGS)))
     assert 'scope="col"></th>' not in text and 'class="number"></th>' not in text

@@ -105,6 +105,7 @@ def test_a_state_of_another_form_is_damage(change, run):
     assert newest_intact(folder) == folder / "checkpoint-2"
 
 
+@pytest.mark.slow
 def test_training_resumes_from_the_intact_one_to_the_same_weights(run, tmp_path):
     wanted = train(tmp_path / "wanted", kind=Trainer, **SAVING)
     folder = run()
@@ -114,6 +115,7 @@ def test_training_resumes_from_the_intact_one_to_the_same_weights(run, tmp_path)
     assert newest_intact(folder) == folder / "checkpoint-4"
 
 
+@pytest.mark.slow
 def test_a_finished_run_takes_no_further_step(run, tmp_path, caplog):
     """A relauncher starts the same command again; plain Trainer trains a step beyond max_steps then."""
     wanted = train(tmp_path / "wanted", kind=Trainer, **SAVING)
@@ -146,6 +148,7 @@ def test_a_damaged_note_of_batches_is_refused(content, run):
 _CONTENT = sorted([*FILES, "training_args.bin", "generation_config.json", "memory_manifest.json"])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.sampled_from(_CONTENT), at=st.floats(0, 1), content=st.binary(max_size=40), keep=st.booleans())
 @pytest.mark.parametrize("manifest", [True, slow(False)])
@@ -243,6 +246,7 @@ def test_tied_weights_are_saved_once_and_resume(tmp_path, caplog):
     assert torch.equal(found.weights, wanted.weights)
 
 
+@pytest.mark.slow
 def test_weights_that_a_model_computes_are_not_missing(tmp_path):
     """transformers leaves Marian's positions out of its files."""
 

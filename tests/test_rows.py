@@ -75,6 +75,7 @@ def test_a_system_column_becomes_the_system_message(form, column, encoded):
     assert said.strip().removesuffix("<|end|>") == "Four."
 
 
+@pytest.mark.slow
 def test_a_system_column_beside_a_system_message(encoded):
     opened = {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]}
     ((text, _),) = encoded({**opened, "system": "Be brief. "})

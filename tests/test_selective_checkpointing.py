@@ -55,6 +55,7 @@ def gradient_and_peak(**lever):
     return torch.cat([weight.grad.flatten() for weight in model.parameters()]), peak
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_and_memory_lies_between():
     wanted, none = gradient_and_peak()
     peaks = {"none": none}

@@ -82,6 +82,7 @@ def logged(folder, kind, seconds: float) -> list[dict]:
     return [line for line in lines if line["phase"] == "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Trainer, MemoryTrainer])
 def test_the_share_of_a_step_that_waits_for_data_is_logged(tmp_path, kind):
     """Of each step 2 × 4 samples × 0.25 s are waited for, 2 × 2 s computed; logging and evaluation do not count."""

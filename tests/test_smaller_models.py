@@ -91,6 +91,7 @@ def test_directions_in_which_a_model_shrinks():
             with_sizes(load_config("mixtral-8x7b"), sizes)
 
 
+@pytest.mark.slow
 def test_estimate_of_a_smaller_model(command, tmp_path):
     LlamaConfig(
         num_hidden_layers=8, hidden_size=256, intermediate_size=512, num_attention_heads=4, vocab_size=1000

@@ -76,6 +76,7 @@ def leaking(tmp_path_factory):
     return trainer, analyze_snapshot(callback.files[0])
 
 
+@pytest.mark.slow
 def test_the_peak_is_attributed(leaking):
     trainer, found = leaking
     weights = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters())
@@ -115,6 +116,7 @@ def test_the_peak_is_the_allocators(tmp_path):
     assert analyze_snapshot(callback.files[0]).peak_bytes == pytest.approx(truth, rel=0.01)
 
 
+@pytest.mark.slow
 def test_memory_trainer_records_where_it_is_asked_to(tmp_path):
     MemoryTrainer(
         model=_model(),
@@ -453,6 +455,7 @@ def test_names_are_shown_as_they_are(tmp_path, command):
         assert code == 0 and not errors and "\x1b" not in output
 
 
+@pytest.mark.slow
 def test_the_command_line(leaking, tmp_path, command):
     trainer, found = leaking
     file = next(trainer_file for trainer_file in _files(trainer))

@@ -314,6 +314,7 @@ def deep() -> LlamaConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "layout"),
     [
@@ -338,6 +339,7 @@ def test_the_estimator_is_within_a_hundredth(memory, layout, tmp_path):
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [SPARSE, slow({"sliding_window": 40})])
 def test_an_estimate_for_cuda_counts_flex_attention(memory):
     """A block mask, and nothing of tokens × tokens; by source, not measured on a GPU."""

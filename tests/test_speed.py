@@ -39,6 +39,7 @@ def test_the_error_is_the_one_that_published_runs_show():
     assert assumed("speed_error", get_hardware("a100_80gb")).value == math.ceil(largest * 20) / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "strategy"), [("rtx_4090", None), slow("a100_80gbx4", "ddp"), slow("a100_80gbx4", "zero2")]
 )
@@ -61,6 +62,7 @@ def test_estimate_and_plan_predict_the_same_speed(config, hardware, strategy):
     assert 8 * 128 / rung.seconds == pytest.approx(rung.tokens_per_second, rel=0.05)
 
 
+@pytest.mark.slow
 def test_mfu_counts_the_models_own_flops(config):
     """As torch counts them of a forward and a backward pass of the real model; checkpointing adds none, only time."""
     model, ids = LlamaForCausalLM(config), torch.zeros(2, 128, dtype=torch.long)
@@ -76,6 +78,7 @@ def test_mfu_counts_the_models_own_flops(config):
     assert checkpointed.step_seconds > 1.1 * plain.step_seconds
 
 
+@pytest.mark.slow
 def test_speed_grows_with_devices_and_batches_cost_what_they_hold(config):
     one, four = (
         estimate(config, BF16, 128, "a100_80gb", world_size=ranks, strategy="ddp" if ranks > 1 else None)
@@ -111,6 +114,7 @@ def test_every_device_has_a_speed_or_a_reason():
         assert known != ("A plan ranks as if" in speed_note(device))
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_takes_longer(config):
     preset_fields = {"per_device_train_batch_size": 8, "activation_checkpointing": False, "optim": "adamw_torch_fused"}
     preset = preset_by_name("rtx_4090")

@@ -86,6 +86,7 @@ def sum_loss(outputs, labels, num_items_in_batch=None):
     return shifted_cross_entropy(outputs, labels, reduction="sum") / num_items_in_batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [mean_loss, sum_loss])
 def test_compute_loss_func_in_chunks(function, tmp_path):
     def prepare(trainer):
@@ -98,6 +99,7 @@ def test_compute_loss_func_in_chunks(function, tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_label_smoothing_in_chunks(tmp_path):
     fields = {"max_steps": 3, "label_smoothing_factor": 0.1}
     wanted = train(tmp_path / "plain", kind=Trainer, **fields)
@@ -157,6 +159,7 @@ def _fails_at_step_two(trainer):
     trainer.model.forward = too_much
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -188,12 +191,14 @@ class WithBatchNorm(torch.nn.Module):
         return {"loss": functional.cross_entropy(logits, labels)}
 
 
+@pytest.mark.slow
 def test_batch_normalization_is_said_at_construction(tmp_path, caplog):
     with pytest.raises(TrainingOutOfMemory, match="norm normalizes over the whole batch"):
         train(tmp_path, Strikes({"forward": {300}}), model=WithBatchNorm)
     assert "micro-batches run whole: norm normalizes over the whole batch" in caplog.text
 
 
+@pytest.mark.slow
 def test_more_rows_than_samples_are_not_split(tmp_path):
     """A collator that puts two rows where one sample was: who knows which belong together."""
 

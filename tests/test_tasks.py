@@ -234,6 +234,7 @@ def test_heads_of_transformers(task, tmp_path):
     assert all(MAY_END[task] in text for text in ended) if task in MAY_END else not ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["masked LM", "token classification"])
 def test_label_smoothing(task, tmp_path):
     assert not attack(tmp_path, *TASKS[task], label_smoothing_factor=0.1)
@@ -257,6 +258,7 @@ class ByAttribute(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["BatchEncoding", *(slow(kind) for kind in BATCHES if kind != "BatchEncoding")])
 def test_batches_keep_their_type(kind, tmp_path):
     kinds = []
@@ -332,6 +334,7 @@ class ClassWeights(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["one label", "token classification"])
 def test_class_weights_that_the_first_samples_do_not_show(task, tmp_path):
     model, data = TASKS[task]
@@ -368,6 +371,7 @@ class InPlace(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_loss_that_changes_its_batch(tmp_path):
     model, data = TASKS["one label"]
     data = [row | {"labels": row["labels"] + 1} for row in data]
@@ -423,6 +427,7 @@ class Tuples(Trainer):
         return (outputs[0], outputs) if return_outputs else outputs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Focal, slow(Distilled), slow(Tuples)])
 def test_losses_over_samples(kind, tmp_path):
     assert not attack(tmp_path, *TASKS["one label"], kind)
@@ -439,6 +444,7 @@ class WholeBatchFocal(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_a_function_of_the_mean(tmp_path):
     """Samples of clearly different losses show it; of nearly equal ones it would be within the rounding."""
 
@@ -468,6 +474,7 @@ class Patches(torch.nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 def test_as_many_images_as_samples_by_chance(tmp_path):
     def fields(generator, at, length):
         images = 1 if at < 12 else (2, 0, 1, 1)[at % 4] if at < 16 else at % 3
@@ -495,6 +502,7 @@ def test_as_many_images_as_samples_by_chance(tmp_path):
 # ---- arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -518,6 +526,7 @@ def test_arguments_that_round_or_draw(fields, tmp_path):
     assert hit.hits and found.isfinite().all()
 
 
+@pytest.mark.slow
 def test_no_label_in_a_batch_counts(tmp_path):
     model, data = TASKS["token classification"]
     data = [row | {"labels": row["labels"] if at % 3 else row["labels"] * 0 - 100} for at, row in enumerate(data)]

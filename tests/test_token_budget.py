@@ -68,6 +68,7 @@ def test_little_is_padded_and_epochs_differ():
     assert {tuple(sorted(one)) for one in first} != {tuple(sorted(one)) for one in later}, "samples change places"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [slow(1), 2])
 def test_a_run_resumes_exactly(accumulation, tmp_path):
     fields = {
@@ -86,6 +87,7 @@ def test_a_run_resumes_exactly(accumulation, tmp_path):
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_two_seeds_are_two_orders(tmp_path):
     def order(folder, **fields):
         return train(tmp_path / folder, memory=BUDGET, **fields).seen
@@ -121,6 +123,7 @@ def test_workers_are_seeded_as_the_trainers(tmp_path):
     assert (ours.num_workers, ours.in_order) == (plain.num_workers, plain.in_order)
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_running_out_and_probes(tmp_path):
     wanted = train(tmp_path / "plain", memory=BUDGET)
     found = train(tmp_path / "struck", Strikes({"forward": {100}, "backward": {150}}), memory=BUDGET)
@@ -133,6 +136,7 @@ def test_it_goes_on_after_running_out_and_probes(tmp_path):
     assert torch.equal(probed.weights, wanted.weights)
 
 
+@pytest.mark.slow
 def test_the_estimator_counts_the_budget(tmp_path):
     from transformers import TrainingArguments
 

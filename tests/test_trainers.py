@@ -192,6 +192,7 @@ def test_a_collator_that_fails(tmp_path):
         estimate_trainer(trainer, "cpu")
 
 
+@pytest.mark.slow
 def test_the_longest_pairs_are_found_by_their_batch(tmp_path):
     """Rows without `input_ids`: prompts and answers, which the collator joins."""
     from datasets import Dataset

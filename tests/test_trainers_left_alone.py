@@ -98,6 +98,7 @@ def process():
     return generators, collection, logging.root.manager.disable, list(warnings.filters), dict(os.environ)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"eval_strategy": "steps", "eval_steps": 1}, {"bf16": True}])
 def test_a_trainer_that_keeps_lists(tmp_path, fields):
     trainer = keeping_trainer(tmp_path, **fields)
@@ -133,6 +134,7 @@ def test_a_trainer_that_holds_a_logger_a_file_and_pairs(tmp_path):
         assert trainer.log_file is file and trainer.own_logger is logger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["SFT", slow("DPO"), slow("KTO"), slow("reward")])
 def test_trainers_of_trl(case, tmp_path):
     trainer = test_trl_estimates.make(tmp_path, case)

@@ -128,6 +128,7 @@ def test_predicted_as_measured(case, tmp_path):
     assert predicted == pytest.approx(allocator_peak(lambda: make(tmp_path, case).train()), rel=0.002)
 
 
+@pytest.mark.slow
 def test_weights_of_a_reference_model_are_counted(tmp_path):
     own = sum(weight.numel() * 4 for weight in llama().parameters())
     with_reference, precomputed = (
@@ -136,6 +137,7 @@ def test_weights_of_a_reference_model_are_counted(tmp_path):
     assert with_reference - precomputed == pytest.approx(own, rel=0.001)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_head_is_fused_by_triton_kernels(tmp_path):
     """Of the logits there is one tile of labeled tokens × vocabulary in the model's dtype, in forward and in backward.
     (No GPU is here: the sizes are those of trl/kernels/chunked_logprob.py.)"""

@@ -119,6 +119,7 @@ def test_the_reference_counts_unless_adapters_or_precomputing_spare_it():
     assert adapters < 1.2 * weights
 
 
+@pytest.mark.slow
 def test_a_card_computes_the_head_without_copies_of_its_tiles():
     """Where there is Triton, a tile of 4,096 tokens × 32,768 words is held once, in 16 bits."""
     config = llama().config

@@ -392,6 +392,7 @@ def test_a_torchvision_that_does_not_fit_torch_is_one_sentence(capsys):
     assert ended.value.code == 2 and line.startswith("error: the installed torchvision does not fit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_few_logits_leave_the_loss_as_it_is(name, family, files):
     """Those of answers alone, or, for VideoLLaMA3, whose forward takes no `logits_to_keep`, a loss in chunks."""

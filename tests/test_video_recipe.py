@@ -138,6 +138,7 @@ def test_the_projector_of_gemma():
     assert vision_parts(model) == ("model.vision_tower", ["model.embed_vision"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", slow("llava_onevision")])
 @pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
 def test_what_is_trained(name, method, recipe, clips, tmp_path):
@@ -170,6 +171,7 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
     assert all(loss > 0 for loss in losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "frames", "micro", "checkpointing"),
     [("maximum_savings", 50, 2, True), slow("balanced", 100, 4, True), slow("maximum_performance", None, 8, False)],
@@ -234,6 +236,7 @@ def test_refusals(arguments, said, recipe, clips, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
     """Columns of the type Video, which `datasets` would decode with torchcodec."""
     from datasets import Dataset, List, Video
@@ -272,6 +275,7 @@ def test_a_language_model_is_refused(recipe, builtin_model, clips, tmp_path):
         recipe("video_sft")(given)
 
 
+@pytest.mark.slow
 def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
     rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
     (tmp_path / "bad.mp4").write_text("no video")
@@ -387,6 +391,7 @@ def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", slow("smolvlm"), slow("qwen3_vl")])
 def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
     """Predicted within 5 % of what two steps hold, for each number of frames; twice the frames cost twice as much."""
@@ -412,6 +417,7 @@ def test_the_estimate_and_that_peaks_grow_linearly_with_frames(name, tmp_path):
     assert (peaks[2] - peaks[1]) / (peaks[1] - peaks[0]) == pytest.approx(2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_estimate_trainer_sees_the_videos(clips, tmp_path):
     samples = samples_of(clips, "qwen2_5_vl", max_frames=8)
     model = train_parts(AutoModelForImageTextToText.from_pretrained(clips / "qwen2_5_vl"), None, ("vision",))
@@ -455,6 +461,7 @@ def test_pixels_of_one_micro_batch_at_a_time(clips, tmp_path):
     assert len(seen) == 16 and alive == [0] * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("qwen2_5_vl"), "llava_onevision"])
 def test_a_micro_batch_that_does_not_fit_is_cut_between_samples(name, clips, tmp_path):
     samples = samples_of(clips, name, max_frames=6)

@@ -236,6 +236,7 @@ def test_what_was_given_goes_over_the_row(started, no_traces):
     assert clips_of(job) == (None, None, 4, 8) and "max_frames none leaves no largest clip" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["rtx_3070", "rtx_4090"])
 def test_the_line_states_the_batch_that_runs(started, no_traces, preset):
     for words in (
@@ -277,6 +278,7 @@ def test_a_profile_that_does_not_fit_stays_and_says_so(started, caplog):
     assert "predicted not to fit rtx_3070" in line and "predicted not to fit" in caplog.text
 
 
+@pytest.mark.slow
 def test_nothing_fits(recipe, qwen, tmp_path, no_traces):
     """Before anything is loaded: there are no weights and no tokenizer here."""
     argv = ["--preset", "rtx_3070", "--use_cpu", "true", "--output_dir", str(tmp_path / "out")]

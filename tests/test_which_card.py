@@ -70,6 +70,7 @@ def test_cards_are_in_the_order_of_their_cost(answer):
     assert fits[0].estimated, "what is recommended is estimated in full"
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_cards(answer):
     assert sum("tracing" in line for line in answer[1]) == 1
     assert sum("estimating" in line for line in answer[1]) <= cards._MOST_ESTIMATES
