@@ -90,7 +90,8 @@ class Finished:
     """What a run left behind."""
 
     def __init__(self, trainer):
-        self.weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
+        trained = [weight.detach().flatten() for weight in trainer.model.parameters() if weight.requires_grad]
+        self.weights = torch.cat(trained)
         self.step = trainer.state.global_step
         self.rate = trainer.lr_scheduler.get_last_lr() if trainer.lr_scheduler else None
         self.logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

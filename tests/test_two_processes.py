@@ -79,6 +79,15 @@ def test_compressed_activations_give_nearly_the_same_gradients(tmp_path):
     assert torch.nn.functional.cosine_similarity(wanted, found, dim=0) > 0.999
 
 
+def test_streamed_weights_train_the_same(tmp_path):
+    """DDP leaves alone what is empty on the device; a micro-batch that had to be cut changes nothing, either."""
+    plain = {**PLAIN, "name": "resident", "frozen": True, "memory": {"silent_mode": True}}
+    streamed = {**RECOVERED[2], "name": "streamed", "frozen": True, "memory": {"weight_streaming": True}}
+    run(tmp_path, plain, streamed)
+    assert told(tmp_path, streamed)["codes"] == [0, 0]
+    assert torch.allclose(weights(tmp_path, "streamed"), weights(tmp_path, "resident"), rtol=0, atol=1e-7)
+
+
 def test_both_end_soon_and_go_on_from_there(tmp_path):
     run(tmp_path, PLAIN, *ENDED, RESUMED)
     for case in ENDED:

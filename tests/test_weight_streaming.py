@@ -262,9 +262,22 @@ def test_a_run_and_its_resumption(tmp_path, monkeypatch):
         assert all(torch.equal(each.model.state_dict()[name], weight) for name, weight in wanted.items())
 
 
+def test_a_model_that_is_moved_or_converted():
+    """To where it is already, as accelerate does; anything else would read weights that are empty."""
+    model = with_lora(llama())
+    wanted = gradients(with_lora(llama()))
+    streamed(model)
+    model.to(torch.device("cpu", 0))
+    assert_same(gradients(model), wanted)
+    for move in (lambda: model.to("meta"), model.half):
+        with pytest.raises(InputError, match="save it and load it again"):
+            move()
+
+
 def test_what_is_refused():
     on = MemoryArguments(weight_streaming=True)
-    assert "supports a single device" in next(refusals(on, {}, "ddp"))
+    assert list(refusals(on, {}, "ddp")) == []
+    assert "leave it out under fsdp2" in next(refusals(on, {}, "fsdp2"))
     assert "zero3_offload_cpu" in next(refusals(on, {}, "deepspeed", 3))
     assert "torch_compile would compile" in next(refusals(on, {"torch_compile": True}, "none"))
     assert "no effect without" in next(refusals(MemoryArguments(weight_streaming_ratio=0.5), {}, "none"))
@@ -373,6 +386,23 @@ def test_the_device_holds_what_is_predicted(tmp_path, monkeypatch):
     assert min(peak.host for peak in peaks.values()) >= 0.9 * sum(
         weight.numel() * 4 for weight in trainer.model.parameters() if not weight.requires_grad
     )
+
+
+@pytest.mark.slow
+def test_ddp_adds_its_buckets_alone():
+    wide = LlamaConfig(**SMALL | {"hidden_size": 256, "intermediate_size": 512}, num_hidden_layers=LAYERS)
+    lora, on = (
+        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+        MemoryArguments(weight_streaming=True),
+    )
+    one, two = (
+        estimate(wide, {"bf16": True}, 64, "rtx_4090", lora, memory_args=on, **several).peak_allocated_bytes
+        for several in ({}, {"world_size": 2, "strategy": "ddp"})
+    )
+    trained = sum(
+        weight.numel() * 4 for weight in with_lora(LlamaForCausalLM(wide)).parameters() if weight.requires_grad
+    )
+    assert 0 <= two - one <= 1.5 * trained + 2**20
 
 
 def load_in_4_bits(folder, memory_args, peft_config):

@@ -18,7 +18,7 @@ import torch
 from test_memory_trainer import llama, train
 
 from hf_memopt import MemoryTrainer, TrainingOutOfMemory
-from hf_memopt.levers import activation_compression
+from hf_memopt.levers import activation_compression, weight_streaming
 
 _HANGS = 240  # seconds, far beyond what a case takes on a busy machine
 FIELDS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
@@ -109,6 +109,12 @@ def failing_optimizer(case):
     return Fails
 
 
+def frozen_layers():
+    model = llama(torch.float32)
+    model.model.layers.requires_grad_(False)
+    return model
+
+
 def with_optimizer(optimizer_class):
     class Trainer(MemoryTrainer):
         def create_optimizer(self, *args, **kwargs):
@@ -133,6 +139,9 @@ def child(case, rank: int, port: int, folder: Path) -> None:
     if "memory" in case:  # no tensor of the small model is large enough to be compressed, and none is in fp64
         activation_compression._SMALLEST = 128
         more = {"model": lambda: llama(torch.float32), "memory": case["memory"], "optim": "sgd"}
+    if case.get("frozen"):  # a stand-in for a device with memory of its own: copies to and from it come at once
+        weight_streaming.make_lanes = lambda _: weight_streaming.LanesAtOnce()
+        more["model"] = frozen_layers
     more |= case.get("fields", {})
     if str(case["phase"]).startswith("optimizer"):
         more["kind"] = with_optimizer(failing_optimizer(case))

@@ -129,7 +129,9 @@ class MemoryArguments:
     )
     weight_streaming: bool = field(
         default=False,
-        metadata={"help": "Keep frozen weights in host memory and fetch each layer's while it runs. For one device."},
+        metadata={
+            "help": "Keep frozen weights in host memory, each process its own, and fetch each layer's while it runs."
+        },
     )
     weight_streaming_ratio: float = field(
         default=1.0,

@@ -89,10 +89,10 @@ def _refuse_streaming(memory_args: MemoryArguments, fields: dict[str, Any], engi
         if (ratio := memory_args.weight_streaming_ratio) != MemoryArguments.weight_streaming_ratio:
             yield f"weight_streaming_ratio={ratio} has no effect without weight_streaming: set it too, or leave it out"
         return
-    if engine != "none":
+    if engine not in ("none", "ddp"):
         yield (
-            f"weight_streaming supports a single device: leave it out under {engine}, and use strategy "
-            "zero3_offload_cpu"
+            f"weight_streaming needs whole weights on every process: leave it out under {engine}, or use ddp, or "
+            "strategy zero3_offload_cpu without it"
         )
     if fields.get("torch_compile"):
         yield "torch_compile would compile weights that are not on the device: leave weight_streaming out"

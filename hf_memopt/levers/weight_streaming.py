@@ -46,6 +46,7 @@ def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
         streamer = Streamer(inner, ratio)
         streamer.install()
         _refuse_merging(model, streamer)
+        _leave_out_of_ddp(model, streamer)
 
 
 def streamer_of(model: torch.nn.Module) -> "Streamer | None":
@@ -220,6 +221,7 @@ class Streamer:
                 replace(module, "_save_to_state_dict", _saving(self, own, module._save_to_state_dict))
                 replace(module, "_load_from_state_dict", _loading(self, own, module._load_from_state_dict))
         replace(self.inner, "forward", self._of_model(self.inner.forward))
+        replace(self.inner, "_apply", _staying(self, self.inner._apply))
 
     def place(self, lanes=None, device: torch.device | None = None) -> None:
         """Move the streamed weights to host memory, once.
@@ -363,6 +365,36 @@ def _refuse_merging(model: torch.nn.Module, streamer: Streamer) -> None:
     for name in ("merge_and_unload", "merge_adapter"):
         if hasattr(tuner, name):
             replace(tuner, name, _unless_streamed(streamer, getattr(tuner, name)))
+
+
+def _staying(streamer: Streamer, apply):
+    """What is behind `.to()`: streamed weights stay as they are, on the device on which they are empty."""
+
+    @functools.wraps(apply)
+    def run(change, *args, **kwargs):
+        if streamer.lanes is None:
+            return apply(change, *args, **kwargs)
+        streamed = {id(weights.weight): weights.weight for weights in streamer.weights()}
+        for weight in streamed.values():
+            example = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            changed = change(example)
+            if (changed.dtype, changed.device.type) != (example.dtype, example.device.type):
+                raise InputError(
+                    f"weight_streaming keeps weights for {weight.device}, in {weight.dtype}: to move or convert the "
+                    "model, save it and load it again"
+                )
+        return apply(lambda tensor: tensor if id(tensor) in streamed else change(tensor), *args, **kwargs)
+
+    return run
+
+
+def _leave_out_of_ddp(model: torch.nn.Module, streamer: Streamer) -> None:
+    """Keep DDP from sending the first process's weights to the others: they are empty on the device, and every process
+    has loaded the same."""
+    streamed = {id(weights.weight) for weights in streamer.weights()}
+    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in streamed]
+    # What DistributedDataParallel._set_params_and_buffers_to_ignore_for_model() sets (torch 2.13).
+    model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
 
 
 def _unless_streamed(streamer: Streamer, merge):
