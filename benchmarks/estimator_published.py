@@ -217,7 +217,6 @@ def job_arguments(row: dict) -> dict:
     if row["grad_checkpointing"]:
         fields["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     hardware = {"V100-SXM2-16GB": "v100_32gb", "A10G 24GB": "rtx_3090"}.get(row["gpu"], "a100_80gb")
-    no_flash = row["attention"].startswith("sdpa") or hardware == "v100_32gb"
     return {
         "model": config,
         "args": fields,
@@ -225,7 +224,7 @@ def job_arguments(row: dict) -> dict:
         "hardware": hardware,
         "peft_config": lora_of(row, config.model_type),
         "dtype": "float32" if dtype.startswith("fp32") or upcast else "bfloat16",
-        "attn_implementation": None if no_flash else row["attention"],
+        "attn_implementation": None if "sdpa" in row["attention"] else row["attention"],
         "quantization_config": quantization_of(row),
         "world_size": row["n_gpus"],
         "strategy": "fsdp2" if row["n_gpus"] > 1 else None,

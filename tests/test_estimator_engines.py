@@ -103,6 +103,29 @@ def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
 
 
 @pytest.mark.slow
+def test_head_and_embedding_grow_apart(monkeypatch):
+    """With few layers backward's peak beside the layers is at the head, with more at the embedding."""
+    config = AutoConfig.for_model(
+        "phi3",
+        hidden_size=640,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        vocab_size=12800,
+        intermediate_size=1728,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+
+    def found():
+        fields = {**CHECKPOINTED, "per_device_train_batch_size": 4}
+        return estimate(config, fields, 128, "rtx_3090", dtype="bfloat16", world_size=2, strategy="fsdp2")
+
+    extended = found().peak_allocated_bytes
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert extended == pytest.approx(found().peak_allocated_bytes, rel=0.005)
+
+
+@pytest.mark.slow
 def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
     """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
     zero = {
