@@ -96,3 +96,15 @@ def test_bad_files_and_sizes_are_refused(tmp_path):
         FrameCache(tmp_path / "cache", 1).read(tmp_path / "bad.mp4", LIMITS)
     with pytest.raises(InputError, match="frame_cache_gib=0 must be above 0"):
         FrameCache(tmp_path, 0)
+
+
+def test_what_killed_processes_left_is_removed(clip, tmp_path):
+    """Hours later: what another process writes at this time stays."""
+    cache = FrameCache(tmp_path / "cache", 1)
+    cache.folder.mkdir()
+    abandoned, under_way = cache.folder / "a.part", cache.folder / "b.part"
+    for path in (abandoned, under_way):
+        path.write_bytes(bytes(100))
+    os.utime(abandoned, (1, 1))
+    cache.read(clip, LIMITS)
+    assert not abandoned.exists() and under_way.exists()

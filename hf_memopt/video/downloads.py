@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.video.partial_files import SUFFIX, remove_abandoned
 from hf_memopt.video.video_files import BadVideo
 
 SCHEMES = ("http", "https")
@@ -58,8 +59,9 @@ class Downloads:
 
     def _download(self, url: str, path: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(self.folder)
         # Written beside and renamed: another process may download the same file, or this one may end halfway.
-        handle, partial = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        handle, partial = tempfile.mkstemp(dir=self.folder, suffix=SUFFIX)
         try:
             with os.fdopen(handle, "wb") as file, _OPENER.open(url, timeout=_SECONDS) as response:
                 self._copy(response, file, url)

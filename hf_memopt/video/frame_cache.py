@@ -15,6 +15,7 @@ import numpy
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.video.clips import Clip, read_clip
 from hf_memopt.video.frame_limits import FrameLimits
+from hf_memopt.video.partial_files import SUFFIX, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class FrameCache:
 
     def _make_space(self, size: int) -> None:
         """Remove the least recently used clips until `size` more bytes are within the bound."""
+        remove_abandoned(self.folder)
         kept = []
         for path in self.folder.glob("*.npz"):
             with contextlib.suppress(FileNotFoundError):  # another process removes files, too
@@ -116,7 +118,7 @@ def _mark_used(path: Path) -> None:
 
 def _write(path: Path, clip: Clip) -> None:
     # Written beside and renamed: readers never see half a file.
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             numpy.savez(file, **vars(clip))
