@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 from record import record
 from rich.progress import track
@@ -285,7 +286,9 @@ def truth(config, fields, length, dtype, adapter, attention) -> int:
             model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=default_data_collator
         ).train()
 
-    with tempfile.TemporaryDirectory() as folder:
+    # As in a process of its own: bitsandbytes keeps what a Trainer asks of a weight, by its place, for the next one.
+    alone = mock.patch("bitsandbytes.optim.GlobalOptimManager._instance", None)
+    with alone, tempfile.TemporaryDirectory() as folder:
         return allocator_peak(train)
 
 
