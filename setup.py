@@ -1,4 +1,4 @@
-"""The package's description for PyPI: README.md, with links that work away from the repository. The rest: setup.cfg."""
+"""The description on PyPI: README.md, with links that work away from the repository. All else is in setup.cfg."""
 
 import re
 from configparser import ConfigParser
