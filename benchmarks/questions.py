@@ -30,6 +30,7 @@ class Question:
 QUESTIONS = (
     Question("8B on a 3060", "plan llama-3.1-8b --hardware rtx_3060_12gb --seq-len 2048"),
     Question("8B on a 4090", "plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048"),
+    Question("14B on a 5090", "plan qwen3-14b --hardware rtx_5090 --seq-len 2048"),
     Question("8B on Colab", "plan llama-3.1-8b --hardware t4 --host-memory 12 --seq-len 2048"),
     Question("8B on an M2", "plan llama-3.1-8b --hardware m2_24gb --seq-len 2048"),
     Question("32B at 8192 tokens", "plan qwen3-32b --hardware h100_80gb --method lora --seq-len 8192"),

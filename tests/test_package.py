@@ -1,5 +1,6 @@
 """The package as people install it: quick to import, and whole in a wheel."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,19 @@ def test_type_checkers_read_the_annotations():
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     assert "py.typed" in settings["options.package_data"]["hf_memopt"]
     assert "Typing :: Typed" in settings["metadata"]["classifiers"]
+
+
+@pytest.mark.parametrize("source", [None, "https://example.org/hf_memopt"])
+def test_no_link_of_the_description_is_relative(source):
+    """PyPI shows README.md far from the files that it links to."""
+    import runpy
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["describe"](readme, source)
+    targets = set(re.findall(r"\]\(([^)\s]+)\)", text))
+    assert all(target.startswith(("https:", "http:")) for target in targets)
+    assert (f"{source}/blob/main/docs/plans.md" in targets) == (f"{source}/raw/main/docs/images/report.png" in targets)
+    assert bool(targets) == bool(source) and "docs/plans.md" in readme and "How plans are made" in text
 
 
 def test_unknown_attribute_is_an_attribute_error():

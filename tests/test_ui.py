@@ -91,3 +91,23 @@ def test_an_error_is_its_one_sentence(monkeypatch):
 
 def test_bundled_models_are_known():
     assert "llama-3.1-8b" in bundled_models()
+
+
+def test_profiles_of_the_same_settings_share_a_row():
+    from hf_memopt.ui.shown import show_plan
+
+    def profile(name: str, settings: str) -> dict:
+        return {
+            "profile": name,
+            "settings": settings,
+            "estimate": {"device_bytes": 2**30},
+            "tokens_per_second": 1200.0,
+        }
+
+    ladder = [
+        profile("safe", "micro-batch 1"),
+        profile("balanced", "micro-batch 2"),
+        profile("maximum", "micro-batch 2"),
+    ]
+    shown = show_plan({"ladder": ladder, "seq_len": 64, "effective_batch_size": 8})
+    assert shown.count("micro-batch 2") == 1 and "<td>balanced, maximum</td>" in shown and "<td>safe</td>" in shown

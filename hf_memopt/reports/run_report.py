@@ -89,8 +89,7 @@ def run_page(run: Run) -> str:
             )
             for reading in run.readings
         ],
-        compared=_compared(estimate, same_batch or {}, measured),
-        measured_batch=report.get("measured_batch") if same_batch else None,
+        compared=_compared(estimate, same_batch or {}, measured, report.get("measured_batch")),
         phases=_phases(same_batch or estimate, measured),
         breakdown={kind: bytes for kind, bytes in estimate.get("breakdown", {}).items() if bytes},
         peak_phase=estimate.get("phase", ""),
@@ -293,17 +292,31 @@ def _note(run: Run) -> str:
     )
 
 
-def _compared(estimate: dict[str, Any], same_batch: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of a peak: predicted for the longest samples and for the batch that was measured, measured, difference."""
-    rows = []
-    for name, value in measured.items():
-        if not name.endswith("_bytes"):
-            continue
-        predicted = [estimates.get(name) for estimates in ((estimate, same_batch) if same_batch else (estimate,))]
-        difference = _signed(predicted[-1] / value - 1, 2) if predicted[-1] and value else ""
-        label = name.removesuffix("_bytes").replace("_", " ")
-        rows.append((label, *(size(bytes) if bytes else "" for bytes in predicted), size(value), difference))
-    return rows
+def _compared(
+    estimate: dict[str, Any], same_batch: dict[str, Any], measured: dict[str, Any], batch: str | None
+) -> dict[str, list] | None:
+    """Peaks predicted for the longest samples and for the batch that was measured, measured, and the difference.
+
+    A column a peak: the rows' names are long, and a phone has the width for one column of them.
+    """
+    names = [name for name in measured if name.endswith("_bytes")]
+    if not names:
+        return None
+    rows = [["predicted" + (", longest" if same_batch else ""), *_sizes(estimate, names)]]
+    if same_batch:
+        rows.append([f"predicted, {batch}", *_sizes(same_batch, names)])
+    predicted = same_batch or estimate
+    rows.append(["measured", *_sizes(measured, names)])
+    rows.append(["difference", *(_difference(predicted.get(name), measured[name]) for name in names)])
+    return {"columns": [name.removesuffix("_bytes").replace("_", " ") for name in names], "rows": rows}
+
+
+def _sizes(bytes_by_name: dict[str, Any], names: list[str]) -> list[str]:
+    return [size(bytes_by_name[name]) if bytes_by_name.get(name) else "" for name in names]
+
+
+def _difference(predicted: int | None, measured: int | None) -> str:
+    return _signed(predicted / measured - 1, 2) if predicted and measured else ""
 
 
 def _signed(share: float, digits: int) -> str:

@@ -33,9 +33,12 @@ _CSS = """
 .memopt tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }
 .memopt th, .memopt td { border: 0; text-align: left; padding: 0.25em 0.75em 0.25em 0; vertical-align: middle; }
 .memopt th { font-weight: 500; } .memopt td.memopt-size { white-space: nowrap; }
-.memopt td { overflow-wrap: break-word; }
+.memopt td { overflow-wrap: anywhere; } .memopt td:first-child { min-width: 6em; }
 .memopt .memopt-bar { width: 40%; } .memopt .memopt-bar div { height: 1em; min-width: 2px; }
 .memopt .memopt-wide { overflow-x: auto; } .memopt img { width: 100%; min-width: 620px; height: auto; }
+@media (max-width: 480px) {
+  .memopt table { font-size: 0.8em; } .memopt th, .memopt td { padding-right: 0.4em; }
+}
 .memopt p { font-size: 1.1em; }
 .memopt .memopt-yes { border-left: 4px solid #2e7d32; padding-left: 0.5em; }
 .memopt .memopt-no { border-left: 4px solid #b22222; padding-left: 0.5em; }

@@ -77,14 +77,17 @@ def show_plan(plan: dict[str, Any]) -> str:
         missing = plan.get("missing_bytes")
         more = f"; {size(missing)} are missing" if missing else ""
         return show_error(f"Nothing fits{more}. Try a method with less memory, a shorter length or a larger card.")
+    same: dict[str, list[dict[str, Any]]] = {}  # profiles that settled for the same settings share a row
+    for one in plan["ladder"]:
+        same.setdefault(one["settings"], []).append(one)
     rows = [
         [
-            one["profile"],
-            one["settings"],
-            size(one["estimate"]["device_bytes"]),
-            f"{one['tokens_per_second']:,.0f}" if one["tokens_per_second"] else "–",
+            ", ".join(one["profile"] for one in profiles),
+            settings,
+            size(profiles[0]["estimate"]["device_bytes"]),
+            f"{profiles[0]['tokens_per_second']:,.0f}" if profiles[0]["tokens_per_second"] else "–",
         ]
-        for one in plan["ladder"]
+        for settings, profiles in same.items()
     ]
     title = f"The fastest settings that fit: {plan['seq_len']} tokens, {plan['effective_batch_size']} samples a step"
     return '<p role="status"><strong>Planned.</strong></p>' + _table(
