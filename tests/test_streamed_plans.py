@@ -5,9 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from peft import LoraConfig
 from test_plan import config, request_for
+from transformers import BitsAndBytesConfig
 
-from hf_memopt import MemoryArguments, plan
+from hf_memopt import MemoryArguments, estimate, plan
 from hf_memopt.estimator.overheads import context
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.step_time import host_link
@@ -101,3 +104,31 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     answer = json.loads(json.dumps(made.to_dict()))
     assert answer["ladder"][-1]["memory_arguments"]["weight_streaming_ratio"] == share
     assert f"weights of {share:.0%} of the layers in host memory" in answer["ladder"][-1]["settings"]
+
+
+@pytest.mark.slow
+def test_8b_in_4_bits_needs_few_gib_of_a_card():
+    memory = {"weight_streaming": True, "loss_chunk_size": 256, "mlp_tile_size": 512}
+    fields = {
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "optim": "paged_adamw_8bit",
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    found = estimate(
+        "llama-3.1-8b",
+        fields,
+        2048,
+        "rtx_4090",
+        LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        dtype="bfloat16",
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+        memory_args=MemoryArguments(**memory),
+    )
+    assert found.device_bytes <= 3.5 * GIB
