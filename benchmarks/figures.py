@@ -216,7 +216,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "estimator.families": lambda: f"{len({row['family'] for row in results('estimator_cpu')['rows']})}",
     "estimator.settings": lambda: f"{len({row['setting'] for row in results('estimator_cpu')['rows']})}",
     "estimator.cpu_rows": lambda: f"{len(_cpu_errors())}",
-    "estimator.cpu_median": lambda: _middle(_cpu_errors(), 4),
+    "estimator.cpu_median": lambda: _middle(_cpu_errors(), 2),
     "estimator.cpu_range": lambda: _range(_cpu_errors(), 2),
     "estimator.full_rows": lambda: f"{len(_published('full'))}",
     "estimator.full_median": lambda: _middle(_published("full"), 1),
