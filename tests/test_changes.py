@@ -114,3 +114,12 @@ def test_a_change_that_is_refused_says_nothing_of_other_faults():
     assert emulated.refusals() and changes.CHECKPOINTING.settings_for(emulated)
     with pytest.raises(InputError):
         check_levers(MemoryArguments(optimizer_cpu_offload=True), {}, "ddp")
+
+
+@pytest.mark.parametrize(("samples", "size"), [(1, 1024), (8, 1024), (2048, 2048 * 4096 // 32)])
+def test_very_large_micro_batches_have_few_pieces(samples, size):
+    """Hundreds of pieces take minutes to trace, and long to compute."""
+    setup = Setup(device="cuda", optim="adamw_torch", activation_checkpointing=True)
+    job = JobFacts(setup=setup, training={"per_device_train_batch_size": samples}, seq_len=4096)
+    proposed = {name: value for _, settings in proposals(job, TABLE.values()) for name, value in settings.items()}
+    assert (proposed["loss_chunk_size"], proposed["mlp_tile_size"]) == (size, size)

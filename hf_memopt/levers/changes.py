@@ -16,6 +16,7 @@ from hf_memopt.levers.refusals import refusals as lever_refusals
 
 CHUNK = 1024  # tokens whose logits a chunked loss holds at once
 SHORTEST = 512  # tokens: shorter samples than these are not proposed
+_MOST_PIECES = 32  # of a micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,16 +158,26 @@ def _chunk_loss(job: JobFacts) -> dict[str, int] | None:
         return None
     if job.seq_len is None:
         return {"loss_chunk_size": CHUNK}
-    tokens = (job.training or {}).get("per_device_train_batch_size", 1) * job.seq_len
-    return {"loss_chunk_size": min(CHUNK, tokens // 2)} if tokens > CHUNK // 4 else None
+    tokens = _tokens(job)
+    return {"loss_chunk_size": min(_piece(tokens), tokens // 2)} if tokens > CHUNK // 4 else None
 
 
 def _tile_mlps(job: JobFacts) -> dict[str, int] | None:
     """Of long micro-batches whose layers are checkpointed: one layer's MLP is then the peak beside the logits."""
     if job.memory_args.mlp_tile_size is not None or not job.setup.activation_checkpointing:
         return None
-    tokens = (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
-    return {"mlp_tile_size": CHUNK} if tokens >= 4 * CHUNK else None
+    tokens = _tokens(job)
+    return {"mlp_tile_size": _piece(tokens)} if tokens >= 4 * CHUNK else None
+
+
+def _tokens(job: JobFacts) -> int:
+    """Of a micro-batch."""
+    return (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
+
+
+def _piece(tokens: int) -> int:
+    """Tokens computed at once: more of a very large micro-batch, whose pieces take time and save little each."""
+    return max(CHUNK, tokens // _MOST_PIECES)
 
 
 def _evaluates(job: JobFacts) -> bool:
