@@ -149,3 +149,4 @@ def test_the_recipe_trains_on_the_set(style, folder, recipe, tmp_path):
     assert trainer.state.global_step == math.ceil(len(rows) / 4)
     report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
     assert report["bad_videos"] == []
+    assert abs(report["relative_error"]["peak_allocated_bytes"]) < 0.03, "of the batch that was measured"
