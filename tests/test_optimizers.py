@@ -189,7 +189,7 @@ def test_a_recipe_trains_with_torchaos_optimizer(tmp_path, jsonl):
         *("python", "recipes/sft.py", "--preset", "cpu", "--optim", "adamw_torch_8bit", "--max_steps", 2),
         *("--samples", 1, "--max_length", 32, "--effective_batch_size", 2, "--held_out", 2),
         *("--dataset_name", data, "--output_dir", tmp_path / "out"),
-        env={"CUDA_VISIBLE_DEVICES": ""},
+        env={"CUDA_VISIBLE_DEVICES": "", "CXX": "g++"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "out" / "memory_report.json").read_text())["global_step"] == 2
