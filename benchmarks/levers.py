@@ -316,8 +316,9 @@ def main(chosen: list[str]) -> None:
             f"predicted {row['predicted_error']:+.2%}"
         )
     if chosen:
-        older = json.loads((RESULTS / "levers.json").read_text())["rows"]
-        rows = {row["lever"]: row for row in (*older, *found)}
+        older = json.loads((RESULTS / "levers.json").read_text())
+        measured = {"date": older["date"], "device": older["hardware"]["device"]}
+        rows = {row["lever"]: row for row in (*({**measured, **row} for row in older["rows"]), *found)}
         found = [rows[name] for name in LEVERS if name in rows]
     record("levers", "python benchmarks/levers.py", found)
 

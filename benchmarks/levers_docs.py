@@ -19,6 +19,9 @@ CLAIMS = {
 }
 
 
+_OLDER = "†"  # measured at another time than the rest of the file
+
+
 @cache
 def results(name: str) -> dict:
     """A benchmark's file."""
@@ -47,7 +50,7 @@ def levers() -> str:
     data = results("levers")
     rows = [
         [
-            row["lever"],
+            row["lever"] + (f" {_OLDER}" if "date" in row else ""),
             f"{row['peak_ratio']:.1%}",
             number(row, "step_time_ratio", ".2f"),
             number(row, "gradient_error", ".1e"),
@@ -58,7 +61,9 @@ def levers() -> str:
         for row in data["rows"]
     ]
     heads = ["lever", "peak", "step time", "gradient error", "held-out loss ×", "estimate error", "guides say"]
-    return f"{table(heads, rows)}\n\n{source('levers', data)}"
+    older = {(row["date"], row["device"]) for row in data["rows"] if "date" in row}
+    kept = [f"Rows marked {_OLDER}: {date} on {device}." for date, device in sorted(older)]
+    return "\n\n".join((table(heads, rows), " ".join((source("levers", data), *kept))))
 
 
 def optimizers() -> str:
