@@ -49,7 +49,7 @@ def run(folder, *cases) -> None:
     )
 
 
-def told(folder, case) -> dict:
+def outcome_of(folder, case) -> dict:
     return json.loads((folder / f"{case['name']}.json").read_text())
 
 
@@ -60,7 +60,7 @@ def weights(folder, name: str) -> torch.Tensor:
 def test_both_go_on(tmp_path):
     run(tmp_path, PLAIN, *RECOVERED)
     for case in RECOVERED:
-        assert told(tmp_path, case)["codes"] == [0, 0], case
+        assert outcome_of(tmp_path, case)["codes"] == [0, 0], case
         events = [json.loads((tmp_path / f"{case['name']}-{rank}.events").read_text()) for rank in range(2)]
         assert events[case["rank"]] == [1] and events[1 - case["rank"]] == [], case
         assert torch.allclose(weights(tmp_path, case["name"]), weights(tmp_path, "plain"), rtol=0, atol=1e-9), case
@@ -84,14 +84,14 @@ def test_streamed_weights_train_the_same(tmp_path):
     plain = {**PLAIN, "name": "resident", "frozen": True, "memory": {"silent_mode": True}}
     streamed = {**RECOVERED[2], "name": "streamed", "frozen": True, "memory": {"weight_streaming": True}}
     run(tmp_path, plain, streamed)
-    assert told(tmp_path, streamed)["codes"] == [0, 0]
+    assert outcome_of(tmp_path, streamed)["codes"] == [0, 0]
     assert torch.allclose(weights(tmp_path, "streamed"), weights(tmp_path, "resident"), rtol=0, atol=1e-7)
 
 
 def test_both_end_soon_and_go_on_from_there(tmp_path):
     run(tmp_path, PLAIN, *ENDED, RESUMED)
     for case in ENDED:
-        found = told(tmp_path, case)
+        found = outcome_of(tmp_path, case)
         assert found["codes"] == [75, 75], case
         checkpoint = tmp_path / case["name"] / f"checkpoint-{case['step']}"
         assert checkpoint.is_dir() == (case["step"] > 0)
@@ -99,7 +99,7 @@ def test_both_end_soon_and_go_on_from_there(tmp_path):
             state = json.loads((checkpoint / "memory_state.json").read_text())
             assert state["piece_elements"], "what goes on from here begins with smaller pieces"
             assert {file.name for file in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
-    assert told(tmp_path, RESUMED)["codes"] == [0, 0]
+    assert outcome_of(tmp_path, RESUMED)["codes"] == [0, 0]
     assert torch.allclose(weights(tmp_path, "resumed"), weights(tmp_path, "plain"), rtol=0, atol=1e-9)
 
 
@@ -108,7 +108,7 @@ def test_another_error_is_not_called_out_of_memory(tmp_path):
     for rank in range(2):
         case = {**PLAIN, "name": f"other-{rank}", "rank": rank, "phase": "KeyError", "step": 2}
         run(tmp_path, case)
-        assert told(tmp_path, case)["codes"] == [1, 1]
+        assert outcome_of(tmp_path, case)["codes"] == [1, 1]
         assert not (tmp_path / case["name"] / "oom_report.json").exists()
 
 
@@ -119,7 +119,7 @@ def test_a_stream_that_waits_is_not_asked_for_weights(tmp_path):
     case = {**ENDED[3], "name": "nccl", "stream_waits": True, "fields": fields}
     assert (case["rank"], case["step"]) == (1, 2)
     run(tmp_path, PLAIN, {**case, "fields": {**fields, "save_steps": 2}})
-    found = told(tmp_path, case)
+    found = outcome_of(tmp_path, case)
     assert found["codes"] == [75, 75]
     report = json.loads((tmp_path / "nccl" / "oom_report.json").read_text())
     assert report["checkpoint"].endswith("checkpoint-2")
@@ -128,7 +128,7 @@ def test_a_stream_that_waits_is_not_asked_for_weights(tmp_path):
 def test_machines_without_a_shared_disk_keep_their_parts(tmp_path):
     case = {**PLAIN, "name": "own", "machines": True, "fields": {"save_strategy": "steps", "save_steps": 2}}
     run(tmp_path, case)
-    assert told(tmp_path, case)["codes"] == [0, 0]
+    assert outcome_of(tmp_path, case)["codes"] == [0, 0]
     for rank in range(2):
         folder = tmp_path / f"machine{rank}" / "own"
         assert sorted(path.name for path in folder.glob("checkpoint-*")) == [
@@ -244,7 +244,7 @@ def test_every_stage_ends_as_documented(tmp_path):
     run(tmp_path, PLAIN, *(case for _, case in TABLE), *resumed)
     plain = weights(tmp_path, "plain")
     for recovers, case in TABLE:
-        assert told(tmp_path, case)["codes"] == ([0, 0] if recovers else [75, 75]), case
+        assert outcome_of(tmp_path, case)["codes"] == ([0, 0] if recovers else [75, 75]), case
         if recovers:
             assert torch.allclose(weights(tmp_path, case["name"]), plain, rtol=0, atol=1e-9), case
             continue
@@ -256,5 +256,5 @@ def test_every_stage_ends_as_documented(tmp_path):
             files = {file.name for file in checkpoint.glob("rng_state*")}
             assert files == {"rng_state_0.pth", "rng_state_1.pth"}, case
     for case in resumed:
-        assert told(tmp_path, case)["codes"] == [0, 0], case
+        assert outcome_of(tmp_path, case)["codes"] == [0, 0], case
         assert torch.allclose(weights(tmp_path, case["name"]), plain, rtol=0, atol=1e-9), case

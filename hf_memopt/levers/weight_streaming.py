@@ -214,9 +214,7 @@ class Streamer:
         if self._head is not None:
             replace(self._head.module, "forward", self._of_head(self._head, self._head.module.forward))
         for module in self.inner.modules():
-            own = {
-                name: self._known[id(w)] for name, w in module.named_parameters(recurse=False) if id(w) in self._known
-            }
+            own = {name: self._known[id(w)] for name, w in module.named_parameters(recurse=False) if self.streams(w)}
             if own:
                 replace(module, "_save_to_state_dict", _saving(self, own, module._save_to_state_dict))
                 replace(module, "_load_from_state_dict", _loading(self, own, module._load_from_state_dict))
@@ -248,6 +246,10 @@ class Streamer:
     def weights(self) -> Collection[Weights]:
         """What is streamed, on the device or not."""
         return self._known.values()
+
+    def streams(self, weight: torch.Tensor) -> bool:
+        """Whether a weight is streamed."""
+        return id(weight) in self._known
 
     def release_all(self) -> None:
         """Free what is on the device: after backward, and of a step that failed."""
@@ -374,16 +376,14 @@ def _staying(streamer: Streamer, apply):
     def run(change, *args, **kwargs):
         if streamer.lanes is None:
             return apply(change, *args, **kwargs)
-        streamed = {id(weights.weight): weights.weight for weights in streamer.weights()}
-        for weight in streamed.values():
-            example = torch.empty(0, dtype=weight.dtype, device=weight.device)
-            changed = change(example)
-            if (changed.dtype, changed.device.type) != (example.dtype, example.device.type):
+        for dtype, device in {(weights.weight.dtype, weights.weight.device) for weights in streamer.weights()}:
+            changed = change(torch.empty(0, dtype=dtype, device=device))
+            if (changed.dtype, changed.device.type) != (dtype, device.type):
                 raise InputError(
-                    f"weight_streaming keeps weights for {weight.device}, in {weight.dtype}: to move or convert the "
-                    "model, save it and load it again"
+                    f"weight_streaming keeps weights for {device}, in {dtype}: to move or convert the model, save it "
+                    "and load it again"
                 )
-        return apply(lambda tensor: tensor if id(tensor) in streamed else change(tensor), *args, **kwargs)
+        return apply(lambda tensor: tensor if streamer.streams(tensor) else change(tensor), *args, **kwargs)
 
     return run
 
@@ -391,8 +391,7 @@ def _staying(streamer: Streamer, apply):
 def _leave_out_of_ddp(model: torch.nn.Module, streamer: Streamer) -> None:
     """Keep DDP from sending the first process's weights to the others: they are empty on the device, and every process
     has loaded the same."""
-    streamed = {id(weights.weight) for weights in streamer.weights()}
-    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in streamed]
+    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if streamer.streams(weight)]
     # What DistributedDataParallel._set_params_and_buffers_to_ignore_for_model() sets (torch 2.13).
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
 
