@@ -19,9 +19,13 @@ from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
+from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.streaming import streaming_request, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import lacks_memory, streaming_request, what_lacks, with_host_memory
 from hf_memopt.units import GIB
+
+QLORA = ("rtx_3060", "qlora")
 
 
 def test_which_jobs_may_stream():
@@ -41,6 +45,19 @@ def test_which_jobs_may_stream():
         asked,
     ):
         assert streaming_request(other) is None
+
+
+def test_weights_alone_rule_out_methods():
+    """Not where they are streamed, which made LoRA of a large model "too large" for its own setting."""
+    request = replace(request_for(config(1), "lora", hardware="rtx_3060"), host_memory=HostMemory(GIB, "a small box"))
+    (size, _), (in_4_bits, _) = weights_alone(request), weights_alone(replace(request, preset=preset_of(*QLORA)))
+    assert in_4_bits == size // 4 > 0
+    assert weights_alone(replace(request, memory_args=MemoryArguments(weight_streaming=True))) is None
+    budget = size // 2
+    request = replace(request, memory=int(budget / 0.94), host_memory=HostMemory(size, "a small box"))
+    assert not lacks_memory(request)
+    short = lacks_memory(replace(request, host_memory=HostMemory(budget // 2, "a small box")))
+    assert short.endswith("of its host may be used (a small box; --host-memory sets the limit)")
 
 
 def test_traces_hold_whole_patterns_of_streamed_layers():
@@ -93,11 +110,15 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
             search.found[choice] = Estimate(size, size, size, host, "forward", {}, {}, 2**40, {}, ())
 
     monkeypatch.setattr(Search, "estimate", by_sketch)
+    # Of a large model the weights alone say so; beside a small one's CUDA's context takes more.
+    monkeypatch.setattr("hf_memopt.planner.plan.weights_alone", lambda request: (2**62, "weights"))
     deep = config(12, hidden_size=512, intermediate_size=2048, vocab_size=200)
     weights = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
     memory = int((context(get_hardware("rtx_3060")) + 0.9 * weights) / 0.94)
     settings = {"memory": memory, "training": {"optim": "adamw_torch"}, "lora": {"r": 2}}
-    made = plan(deep, "rtx_3060", 1, 64, "lora", **settings)
+    said: list[str] = []
+    made = plan(deep, "rtx_3060", 1, 64, "lora", say=said.append, **settings)
+    assert sum("tracing" in line for line in said) == 1  # nothing is searched with all weights on the device
     share = made.ladder[-1].choice.streamed
     assert 0 < share < 1
     assert made.rejected[0].settings == "LoRA, all weights on the device"

@@ -15,15 +15,19 @@ def weights_alone(request) -> tuple[int, str] | None:
         request: a plan.Request.
 
     Returns:
-        None where the device need not hold them all: sharded, offloaded or quantized.
+        None where the device need not hold them all (sharded, offloaded, streamed), or where a quantization other than
+        QLoRA's says how large they are.
     """
     preset, config = request.preset, request.config
-    quantized = is_quantized(config) or (request.quantization is not None and request.quantization(preset) is not None)
-    if preset.processes > 1 or preset.method == "qlora" or quantized or "deepspeed" in request.fields:
+    streams = request.memory_args.weight_streaming
+    if preset.processes > 1 or streams or is_quantized(config) or "deepspeed" in request.fields:
         return None
-    dtype = resolve_dtype(config, preset.dtype)
     task = model_task(request.more.get("task") or infer_task(config))
-    size = count_weights(config, task) * getattr(torch, dtype).itemsize
+    if preset.method == "qlora":
+        return count_weights(config, task) // 2, "weights in 4 bits"
+    if request.quantization is not None and request.quantization(preset) is not None:
+        return None
+    size = count_weights(config, task) * getattr(torch, resolve_dtype(config, preset.dtype)).itemsize
     # A user's own optimizer may free a layer's gradients before the next layer has its own.
     if preset.method == "full" and "optim" not in request.fields and not request.more.get("frozen"):
         return 2 * size, "weights and gradients"

@@ -16,6 +16,7 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.sketch import Sketch, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS
 from hf_memopt.units import GIB, gib
@@ -284,7 +285,13 @@ def _smaller(request) -> list[str]:
         for name in list_architectures()
         if (config := load_config(name)).model_type == request.config.model_type and (size := _weights(config)) < own
     ]
-    return [name for _, name in sorted(family, reverse=True)]
+    return [name for _, name in sorted(family, reverse=True) if _may_fit(replace(request, config=load_config(name)))]
+
+
+def _may_fit(request) -> bool:
+    """Whether the weights do, which is known without a trace."""
+    alone = weights_alone(request)
+    return alone is None or alone[0] <= request.memory_budget
 
 
 def _weights(config) -> int:

@@ -29,7 +29,7 @@ from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.sketch import Sketch, baselines, sketch_of, traced_jobs
-from hf_memopt.planner.streaming import streaming_request, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import lacks_memory, streaming_request, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.batch import batch_settings
@@ -387,7 +387,7 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
     ladders: dict[str, list[Rung]] = {}
     for method in methods:
         request = question.for_method(method)
-        if method != methods[-1] and (reason := _far_too_large(request)):
+        if (method != methods[-1] or streaming_request(request)) and (reason := _far_too_large(request)):
             rejected.append(reason)
             searches[method] = request, None
             continue
@@ -401,8 +401,9 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
             rejected.append(_too_large(request, search, search.smallest() if search else None))
     if not ladders:
         nearest: list[str] = []
-        streamed = _streamed(searches, rejected, nearest, say)
-        return streamed or _nothing_fits(request, search, rejected, nearest, say)
+        if streamed := _streamed(searches, rejected, nearest, say):
+            return streamed
+        return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
     without_host = (method for method, rungs in ladders.items() if not usual_profile(rungs).choice.offloads)
     method = next(without_host, next(iter(ladders)))
     (request, search), ladder = searches[method], ladders[method]
@@ -424,7 +425,13 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
     """
     resident = [replace(one, settings=f"{one.settings}, all weights on the device") for one in rejected]
-    for request in filter(None, (streaming_request(request) for request, _ in searches.values())):
+    requests = filter(None, (streaming_request(request) for request, _ in searches.values()))
+    asked = [(request, lacks_memory(request)) for request in requests]
+    resident += [Rejected(_streamed_method(request), reason) for request, reason in asked if reason]
+    for request, reason in sorted(asked, key=lambda one: bool(one[1])):  # what lacks memory only to say how much
+        if reason and nearest:
+            rejected.append(Rejected(_streamed_method(request), reason))
+            continue
         try:
             search = request.search(say)
         except InputError:  # weights that cannot be streamed
@@ -432,7 +439,7 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         if search is None:
             continue
         if not (ladder := _ladder(request, search)):
-            lacking = Rejected(f"{_METHODS[request.preset.method]}, weights streamed", what_lacks(request, search))
+            lacking = Rejected(_streamed_method(request), what_lacks(request, search))
             rejected.append(lacking)
             resident.append(lacking)
             nearest += filter(None, [with_host_memory(request, search)])
@@ -441,6 +448,10 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         link = search.cost.link_bound(usual_profile(ladder).choice)
         return Plan(request, ladder, [*resident, *_safe_left_out(ladder), *others], link=link)
     return None
+
+
+def _streamed_method(request: Request) -> str:
+    return f"{_METHODS[request.preset.method]}, weights streamed"
 
 
 def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...]) -> Callable[[str], None]:
@@ -454,17 +465,20 @@ def _nothing_fits(request: Request, search: Search | None, rejected: list[Reject
     """What is missing.
 
     Args:
+        search: None where there are no choices, or where the weights alone ruled them out.
         nearest: changes that are known to make the job fit.
     """
-    least = search.smallest() if search else None
+    certain = search is None and _far_too_large(request)  # which no estimate would change
+    search = request.search(say) if certain else search
+    least = search and (search.one_sample("none") if certain else search.smallest())
     if least is None:
         return Plan(request, [], rejected)
-    estimate, budget = search.found[least], request.memory_budget
-    if estimate.device_bytes <= budget:
+    estimate, budget = search.found.get(least), request.memory_budget
+    if estimate and estimate.device_bytes <= budget:
         wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
         return Plan(request, [], rejected, estimate.host_bytes - request.host_memory.bytes, [wanted])
     nearest = [*nearest, *nearest_changes(request, search, least, say)]
-    return Plan(request, [], rejected, estimate.device_bytes - budget, nearest)
+    return Plan(request, [], rejected, int(search.needs(least)) - budget, nearest)
 
 
 def usual_profile(ladder: list[Rung]) -> Rung:

@@ -1,6 +1,6 @@
 """The search: for every profile, the fastest choice whose estimate fits its share of the device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hf_memopt.errors import InputError
@@ -109,17 +109,22 @@ class Search:
     def smallest(self) -> Choice | None:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""
         for _ in range(_LOOKS):
-            known = [choice for choice in self.choices if self.found.get(choice, True) is not None]
-            if not known:
-                return None
-            least = min(known, key=lambda choice: (self.needs(choice), self._rank[choice]))
-            if least in self.found:
+            least = min(self._traceable(), key=lambda choice: (self.needs(choice), self._rank[choice]), default=None)
+            if least is None or least in self.found:
                 return least
             # The sketch may be wrong here too, so one sample with every layer checkpointed is estimated beside it.
-            small = [choice for choice in known if choice.strategy == least.strategy]
-            sure = min(small, key=lambda choice: (choice.micro_batch, -choice.checkpointed, self.needs(choice)))
-            self.estimate([choice for choice in dict.fromkeys((least, sure)) if choice not in self.found])
+            new = dict.fromkeys((least, self.one_sample(least.strategy)))
+            self.estimate([choice for choice in new if choice not in self.found])
         return min((one for one in self.found if self.found[one]), key=self.needs, default=None)
+
+    def one_sample(self, strategy: str) -> Choice | None:
+        """Of the smallest micro-batch with the most layers checkpointed, the choice that needs the least memory."""
+        known = (choice for choice in self._traceable() if choice.strategy == strategy)
+        return min(known, key=lambda one: (one.micro_batch, -one.checkpointed, self.needs(one)), default=None)
+
+    def _traceable(self) -> Iterator[Choice]:
+        """The choices, without those that could not be traced."""
+        return (choice for choice in self.choices if self.found.get(choice, True) is not None)
 
     def _pick(
         self, budget: int, sure: bool = False, condition: Callable[[Choice], bool] = lambda choice: True

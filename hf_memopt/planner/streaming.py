@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from hf_memopt.estimator.trl_job import TRL_TASKS
+from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search
 from hf_memopt.units import GIB, gib
 
@@ -22,6 +23,17 @@ def streaming_request(request):
     if more.get("task") in TRL_TASKS or more.get("video") is not None:
         return None
     return replace(request, streaming=True)
+
+
+def lacks_memory(request) -> str:
+    """Why device and host together cannot hold the weights, which is known without a trace; empty where they may."""
+    alone, host = weights_alone(request), request.host_memory
+    if alone is None or host is None or alone[0] <= request.memory_budget + host.bytes:
+        return ""
+    return (
+        f"{gib(alone[0])} for {alone[1]} alone, and {gib(request.memory_budget)} of the device and {gib(host.bytes)} "
+        f"of its host may be used ({host.source}; --host-memory sets the limit)"
+    )
 
 
 def what_lacks(request, search: Search) -> str:
