@@ -172,10 +172,20 @@ def test_contrast_of_text(page, pages):
 
 @pytest.fixture(scope="module")
 def ui():
+    yield from _served(public=False)
+
+
+@pytest.fixture(scope="module")
+def public_ui():
+    yield from _served(public=True)
+
+
+def _served(public: bool):
+    """The address of a page that is closed afterwards."""
     from hf_memopt.ui.limits import Limits
     from hf_memopt.ui.page import build_page, launch_page
 
-    page = build_page(Limits())
+    page = build_page(Limits(public=public))
     yield launch_page(page, "127.0.0.1", None, wait=False)
     page.close()
 
@@ -214,6 +224,47 @@ def test_a_question_is_asked_and_answered(browser, ui):
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
     assert page.evaluate(_UNNAMED) == [] and faults == []
     assert [url for url in asked if not url.startswith((ui, "data:", "blob:"))] == []
+    page.close()
+
+
+def test_a_plan_is_asked_for(browser, ui):
+    """On a phone; the files to download start what was planned."""
+    from urllib.parse import urlencode
+
+    from hf_memopt.data.builtin_model import builtin_model
+
+    page = browser.new_page(viewport={"width": WIDTHS["phone"], "height": 800})
+    page.set_default_timeout(240_000)  # of a loaded machine
+    page.goto(f"{ui}?{urlencode({'model': builtin_model(), 'hardware': 'rtx_3060', 'method': 'full', 'seq_len': 64})}")
+    length = page.get_by_label("Tokens per sample")
+    page.wait_for_function("element => element.value === '64'", arg=length.element_handle())
+    page.get_by_role("button", name="Plan").click()
+    page.get_by_text("Comparing settings").wait_for()
+    page.get_by_role("cell", name="balanced").wait_for()
+    assert page.get_by_role("cell", name="micro-batch").first.is_visible()
+    for width in WIDTHS.values():
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+        assert page.evaluate(_CLIPPED.replace(".scroll", ".memopt-wide")) == []
+    with page.expect_download() as downloaded:
+        page.locator("a[href$='hf_memopt.sh']").first.click()
+    assert "hf-memopt plan" in downloaded.value.path().read_text()
+    page.close()
+
+
+def test_strangers_get_a_sentence_or_an_answer(browser, public_ui):
+    """A path of this machine is refused, and the next question is answered."""
+    page = browser.new_page(viewport={"width": WIDTHS["phone"], "height": 800})
+    page.set_default_timeout(240_000)
+    page.goto(f"{public_ui}?model=/etc/passwd&hardware=rtx_4090&method=lora&seq_len=64")
+    model = page.get_by_label("Model")
+    page.wait_for_function("element => element.value === '/etc/passwd'", arg=model.element_handle())
+    page.get_by_role("button", name="Does it fit?").click()
+    page.get_by_text("give a bundled model's name or a hub id").wait_for()
+    page.goto(f"{public_ui}?model=smollm2-135m&hardware=rtx_4090&method=lora&seq_len=64")
+    page.wait_for_function("element => element.value === 'smollm2-135m'", arg=model.element_handle())
+    page.get_by_role("button", name="Does it fit?").click()
+    page.get_by_text("It fits").wait_for()
     page.close()
 
 

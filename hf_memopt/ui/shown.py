@@ -76,7 +76,10 @@ def show_plan(plan: dict[str, Any]) -> str:
     if not plan["ladder"]:
         missing = plan.get("missing_bytes")
         more = f"; {size(missing)} are missing" if missing else ""
-        return show_error(f"Nothing fits{more}. Try a method with less memory, a shorter length or a larger card.")
+        if not plan["nearest"]:
+            return show_error(f"Nothing fits{more}. Try a shorter length, a smaller model or a larger card.")
+        changes = "".join(f"<li>{escape(change)}</li>" for change in plan["nearest"])
+        return show_error(f"Nothing fits{more}.") + f"<p>It would with:</p><ul>{changes}</ul>"
     same: dict[str, list[dict[str, Any]]] = {}  # profiles that settled for the same settings share a row
     for one in plan["ladder"]:
         same.setdefault(one["settings"], []).append(one)
