@@ -105,6 +105,13 @@ def _tokens_of_1080p(model: str, frames: int) -> str:
     return f"{clip.steps * clip.step_tokens:,}"
 
 
+def _video_loss_error() -> float:
+    """The largest relative difference of a family's losses from the plain Trainer's."""
+    families = results("video")["rows"].values()
+    pairs = ((family["measures"]["plain Trainer"], row) for family in families for row in family["measures"].values())
+    return max(abs(a - b) / a for plain, row in pairs for a, b in zip(plain["losses"], row["losses"], strict=True))
+
+
 def _video_error() -> float:
     """The largest error of the estimate, over frames and families."""
     return max(
@@ -244,6 +251,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "plans.fills": lambda: f"{RUNGS['maximum'][1]:.0%}".replace("%", " %"),
     "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",
     "video.of_plain": lambda: f"{_percent(min(_video('of_plain')), 0)} to {_percent(max(_video('of_plain')), 0)}",
+    "video.losses": lambda: f"{_video_loss_error():.0e}".replace("e-0", "e-"),
     "video.error": lambda: _percent(-(-_video_error() * 1000 // 1) / 1000),
     "video.demo_first_loss": lambda: f"{next(iter(_video_demo()['held_out_loss'].values())):.2f}",
     "video.demo_last_loss": lambda: f"{list(_video_demo()['held_out_loss'].values())[-1]:.4f}",

@@ -38,7 +38,9 @@ def test_the_claims_of_the_video_page_hold():
     for family in families.values():
         assert all(abs(row["error"]) < 0.001 for row in family["by_frames"].values())
         plain, both = family["measures"]["plain Trainer"], family["measures"]["both"]
-        assert both["losses"] == plain["losses"] and 3 * both["measured_bytes"] <= plain["measured_bytes"]
+        # Kernels round sums of other shapes differently: the last bits of float32 depend on the CPU.
+        assert both["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+        assert 3 * both["measured_bytes"] <= plain["measured_bytes"]
 
 
 def test_type_checkers_read_the_annotations():
