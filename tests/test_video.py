@@ -234,7 +234,7 @@ def test_a_processor_that_takes_other_frames_is_found_out(family, files, monkeyp
         "__call__",
         lambda self, videos, **more: call(self, [torch.cat([videos[0], videos[0]])], **more),
     )
-    with pytest.raises(RuntimeError, match="8 frames in the tensors, 4 given, max_frames=4"):
+    with pytest.raises(InputError, match="is not supported: 8 frames in its tensors, 4 given, max_frames=4"):
         encode(row("5.mp4"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.video.clips import Clip, estimate_pixels, read_clip
 from hf_memopt.video.conversations import Medium
 from hf_memopt.video.downloads import Downloads, is_url
@@ -91,6 +91,10 @@ class MediaEncoder:
 
     def __post_init__(self) -> None:
         lower_shortest_edge(self.processor, self.limits.max_pixels_per_frame)
+
+    @property
+    def _name(self) -> str:
+        return type(self.processor).__name__
 
     @property
     def temporal_patch_size(self) -> int:
@@ -180,7 +184,9 @@ class MediaEncoder:
             "width": frames.shape[3],
         }
         videos = [torch.from_numpy(frames)]
-        return self._process("video", len(frames), videos=videos, video_metadata=[metadata], do_sample_frames=False)
+        # Some processors write timestamps from the metadata that others drop unless it is asked for.
+        given = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
+        return self._process("video", len(frames), **given)
 
     def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
         image = open_image(self.open_source(source))
@@ -190,7 +196,10 @@ class MediaEncoder:
     def _process(self, kind: str, frames: int, **media) -> EncodedMedium:
         """The processor's output for one medium alone: a prompt that is nothing but its placeholder."""
         placeholder = getattr(self.processor, f"{kind}_token")
-        output = self.processor(text=[placeholder], return_tensors="pt", return_text_replacement_offsets=True, **media)
+        with as_input_error(f"{self._name} cannot encode a {kind}", Exception):
+            output = self.processor(
+                text=[placeholder], return_tensors="pt", return_text_replacement_offsets=True, **media
+            )
         text = output["text_replacement_offsets"][0][0]["replacement"]
         names = sorted(output.keys() - _TEXT_OUTPUTS)
         return EncodedMedium(kind, text, {name: _as_tensor(output[name]) for name in names}, frames)
@@ -214,7 +223,8 @@ class MediaEncoder:
         """Assert the limits on the tensors themselves: processors have frame limits of their own.
 
         Raises:
-            RuntimeError: a processor took other frames than it was given, or larger ones than the cap.
+            InputError: a processor took other frames than it was given, or lays them out as no known one does.
+            RuntimeError: frames or images are larger than the cap.
         """
         max_frames, max_pixels = self.limits.max_frames, self.limits.max_pixels_per_frame
         patch = self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
@@ -223,8 +233,9 @@ class MediaEncoder:
                 frames = count_frames(medium.tensors, self.temporal_patch_size)
                 above = max_frames is not None and frames > max(max_frames, self.temporal_patch_size)
                 if frames != medium.frames or above:
-                    raise RuntimeError(
-                        f"{frames} frames in the tensors, {medium.frames} given, max_frames={max_frames}"
+                    raise InputError(
+                        f"{self._name} is not supported: {frames} frames in its tensors, {medium.frames} given, "
+                        f"max_frames={max_frames}"
                     )
             for name in ("video_grid_thw", "image_grid_thw") if max_pixels else ():
                 for _, rows, columns in medium.tensors.get(name, torch.empty(0, 3)).tolist():
