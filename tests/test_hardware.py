@@ -135,6 +135,8 @@ REPORTED = [
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "12.0", "rtx_pro_6000_server"),
     ("NVIDIA RTX PRO 4500 Blackwell", 31.4, "12.0", "rtx_pro_4500"),
     ("Tesla T4", 14.56, "7.5", "t4"),
+    ("Tesla P40", 22.38, "6.1", "p40_24gb"),
+    ("NVIDIA TITAN Xp", 11.9, "6.1", "titan_xp"),
     ("Tesla P100-PCIE-16GB", 15.9, "6.0", "p100_pcie_16gb"),
     ("Tesla V100-SXM2-16GB", 15.77, "7.0", "v100_sxm2_16gb"),
     ("Tesla V100-SXM2-32GB", 31.73, "7.0", "v100_32gb"),
