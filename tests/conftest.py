@@ -90,6 +90,10 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     freeze_imports()
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) >= (os.cpu_count() or 1):
+        from hf_memopt.estimator.tracing import parallel
+
+        parallel._cores = lambda: 1  # forks of workers that have a core each gain nothing, and share no caches
 
 
 @pytest.hookimpl(trylast=True)  # when the test's own fixtures are gone
