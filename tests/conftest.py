@@ -50,11 +50,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some
 BIN = Path(sys.executable).parent
 
 
+_frozen_modules = 0
+
+
 def freeze_imports() -> None:
     """Leave what has been imported out of garbage collection. Every Trainer and every recovery collects all garbage;
     to look through millions of objects of torch and transformers each time took two thirds of the tests' time."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture
@@ -85,6 +90,17 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     freeze_imports()
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) >= (os.cpu_count() or 1):
+        from hf_memopt.estimator.tracing import parallel
+
+        parallel._cores = lambda: 1  # forks of workers that have a core each gain nothing, and share no caches
+
+
+@pytest.hookimpl(trylast=True)  # when the test's own fixtures are gone
+def pytest_runtest_teardown(item):
+    """What a test was the first to import (peft, DeepSpeed, torch's compiler) is as large as all before it."""
+    if len(sys.modules) > _frozen_modules + 20:
+        freeze_imports()
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture, of whatever scope, is set up

@@ -374,7 +374,13 @@ def test_a_disk_is_slower_than_the_host_and_more_drives_are_faster():
     assert waits[2] == waits[1]
 
 
-@pytest.mark.usefixtures("nothing_frozen")
+@pytest.fixture
+def two_cores(monkeypatch):
+    """For copies of this process, however many cores there are, and however many workers of pytest."""
+    monkeypatch.setattr("hf_memopt.estimator.tracing.parallel._cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("nothing_frozen", "two_cores")
 @pytest.mark.slow
 def test_traces_in_copies_of_the_process_are_the_same(search):
     request, found = search
@@ -382,6 +388,7 @@ def test_traces_in_copies_of_the_process_are_the_same(search):
     assert estimate_jobs(jobs, on_all_cores) == estimate_jobs(jobs, one_by_one)
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_a_copy_that_is_ended_is_done_without():
     parent = os.getpid()
 
@@ -393,6 +400,7 @@ def test_a_copy_that_is_ended_is_done_without():
     assert on_all_cores(work, [1, 2, 3]) == [2, 4, 6]
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_a_copy_that_is_stuck_is_done_without(monkeypatch):
     parent = os.getpid()
     monkeypatch.setattr("hf_memopt.estimator.tracing.parallel._PATIENCE", 0.5)
@@ -405,6 +413,7 @@ def test_a_copy_that_is_stuck_is_done_without(monkeypatch):
     assert on_all_cores(work, [1, 2, 3, 4]) == [2, 4, 6, 8]
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_an_error_in_a_copy_is_raised_here():
     parent = os.getpid()
 
