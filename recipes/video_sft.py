@@ -14,7 +14,8 @@ A row has `messages` (or another format of recipes/sft.py) with <video> and <ima
 `images`: paths relative to the data file. The loss is on the answers only. Frames are evenly spaced over the whole
 clip, two a second (--video_fps) within --max_frames; a sample that is too long loses frames first, then the end of its
 answer. By default the number of frames, their size and the micro-batch are chosen to fit the preset; --video_profile
-sets frames, batch and precision together. The vision tower stays frozen, and out of autograd, unless
+sets frames, batch and precision together. --packing true packs whole samples into rows of --max_length tokens, without
+padding. The vision tower stays frozen, and out of autograd, unless
 --no_freeze_vision. A run resumes from the last checkpoint in output_dir. Every field of TrainingArguments is an
 argument; --dry_run stops before training.
 """
@@ -72,11 +73,15 @@ def main(argv: list[str] | None = None):
     from hf_memopt.recipe.video_tier import remember_clips
     from hf_memopt.trainer.video_trainer import VideoTrainer
     from hf_memopt.video.collator import VideoCollator
+    from hf_memopt.video.packing import check_packing
     from hf_memopt.video.processor import load_processor
 
     # ---- errors in the checkpoint, configuration or data show before weights are loaded
     resume = checkpoint_to_resume(job.args)
     config = jobs.load_config(job)
+    packing = job.recipe.packing
+    if packing:
+        check_packing(config)
     processor = load_processor(job.recipe.tokenizer_name or job.model_name, config, job.recipe.trust_remote_code)
     length = jobs.sequence_length(job, config, usual=sys.maxsize)  # frames take what the model has positions for
     train, held_out = videos.load_samples(job, processor, length)
@@ -91,14 +96,16 @@ def main(argv: list[str] | None = None):
         args=job.args,
         train_dataset=train,
         eval_dataset=held_out,
-        data_collator=VideoCollator(processor.tokenizer.pad_token_id, separate_media=True),
+        data_collator=VideoCollator(processor.tokenizer.pad_token_id, separate_media=True, lengths=packing),
         processing_class=processor,
         memory_args=job.memory_args,
+        packing=length if packing else None,
     )
 
     # ---- train, save, report
     rows = videos.budget(train, largest, frozen)
-    estimate = summary.announce(job, trainer, length, rows, video=videos.real_inputs(largest), frozen=frozen)
+    inputs = videos.packed_inputs(trainer) if packing else videos.real_inputs(largest)
+    estimate = summary.announce(job, trainer, length, rows, video=inputs, frozen=frozen)
     if not job.recipe.dry_run:
         remember_clips(job)
         summary.train(job, trainer, resume, estimate, videos.show_answers)

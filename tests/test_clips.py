@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -12,7 +11,7 @@ import videos
 from conftest import slow
 
 from hf_memopt.errors import InputError
-from hf_memopt.video.clips import estimate_pixels, read_clip
+from hf_memopt.video.clips import outline_clip, read_clip
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.frame_sizes import capped_size
 from hf_memopt.video.video_files import BadVideo
@@ -142,7 +141,7 @@ def test_what_is_no_video_is_named(kind, tmp_path):
         videos.audio(path)
     elif kind == "folder.mp4":
         path.mkdir()
-    for reads in (read_clip, estimate_pixels):
+    for reads in (read_clip, outline_clip):
         with pytest.raises(BadVideo, match=kind) as caught:
             reads(path, FrameLimits())
         assert "\n" not in str(caught.value)
@@ -180,9 +179,9 @@ def test_no_more_frames_than_chosen_are_held(tmp_path):
 
 def test_glance_knows_the_size_without_decoding(tmp_path):
     path = videos.write(tmp_path / "g.mp4", videos.numbered(50, 48, 64))
-    assert estimate_pixels(path, FrameLimits(10)) == 10 * 48 * 64
-    assert estimate_pixels(path, FrameLimits(None, max_pixels=1000)) == 50 * 1000
-    assert Fraction(estimate_pixels(path, FrameLimits(100, fps=2.0))) == 10 * 48 * 64
+    assert outline_clip(path, FrameLimits(10)).pixels == 10 * 48 * 64
+    assert outline_clip(path, FrameLimits(None, max_pixels=1000)).pixels == 50 * 26 * 36  # as read_clip() scales them
+    assert outline_clip(path, FrameLimits(100, fps=2.0)).pixels == 10 * 48 * 64
 
 
 class Pipe:
@@ -213,14 +212,14 @@ def test_glance_counts_where_the_header_does_not_say(codec, tmp_path):
     path = unknown_duration(tmp_path / "live.webm", codec)
     with av.open(str(path)) as container:
         assert container.duration is None and not container.streams.video[0].frames
-    assert estimate_pixels(path, FrameLimits(None)) == 74 * 48 * 64
-    assert estimate_pixels(path, FrameLimits(100, fps=2.0)) == pytest.approx(14 * 48 * 64, abs=48 * 64)
+    assert outline_clip(path, FrameLimits(None)).pixels == 74 * 48 * 64
+    assert outline_clip(path, FrameLimits(100, fps=2.0)).pixels == pytest.approx(14 * 48 * 64, abs=48 * 64)
     assert read_clip(path, FrameLimits(None)).total == 74
 
 
 def test_glance_counts_raw_streams(tmp_path):
     path = videos.write(tmp_path / "raw.h264", videos.numbered(50), format="h264")
-    assert estimate_pixels(path, FrameLimits(None)) == 50 * 48 * 64
+    assert outline_clip(path, FrameLimits(None)).pixels == 50 * 48 * 64
 
 
 @pytest.mark.slow

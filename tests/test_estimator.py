@@ -185,6 +185,7 @@ def test_a_configuration_of_something_else_is_refused():
         ("qwen2.5-vl-32b", 33_452_718_336),
         ("qwen3-vl-2b", 2_127_532_032),
         ("qwen3-vl-8b", 8_767_123_696),
+        ("qwen3-vl-30b-a3b", 31_070_754_032),
         ("smolvlm2-500m", 507_482_304),
         ("gemma-3-27b", 27_432_406_640),
         ("t5-3b", 2_851_598_336),

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import videos
 
-from hf_memopt.video.clips import estimate_pixels, read_clip
+from hf_memopt.video.clips import outline_clip, read_clip
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.sampling import Sampling
 from hf_memopt.video.video_files import BadVideo
@@ -129,7 +129,7 @@ def test_sizes_are_those_of_qwen_vl_utils(asked, size, tmp_path):
     path = videos.write(tmp_path / "l.mp4", videos.numbered(4, 360, 640))
     limits = FrameLimits(4, multiple_of=2, side_multiple=28, sampling=Sampling(**asked))
     assert read_clip(path, limits).frames.shape[2:] == size
-    assert estimate_pixels(path, limits) == pytest.approx(4 * size[0] * size[1], rel=0.1)
+    assert outline_clip(path, limits).pixels == pytest.approx(4 * size[0] * size[1], rel=0.1)
     bounded = FrameLimits(4, multiple_of=2, max_pixels=20_000, side_multiple=28, sampling=Sampling(**asked))
     height, width = read_clip(path, bounded).frames.shape[2:]
     assert height * width <= 20_000, "the run's own limit holds"

@@ -95,7 +95,7 @@ def test_a_sample_has_the_frames_that_its_row_asks_for(family, files):
         assert count_frames(sample, 2) == frames
         assert sample["second_per_grid_ts"].tolist() == pytest.approx([step], rel=0.02)
     whole, end = (Medium("video", "150.mp4", Sampling(video_start=start)) for start in (None, 4.0))
-    assert encode.media.estimate_pixels(whole) == 3 * encode.media.estimate_pixels(end)
+    assert encode.media.outline(whole).pixels == 3 * encode.media.outline(end).pixels
 
 
 def test_a_list_and_a_folder_of_frames_are_clips(family, files, tmp_path):
@@ -111,7 +111,7 @@ def test_a_list_and_a_folder_of_frames_are_clips(family, files, tmp_path):
     few = fresh(family, "qwen2_5_vl", files, max_frames=5)
     assert count_frames(few(row(names)), 2) == 4
     assert count_frames(few({**row(str(tmp_path)), "sample_fps": 10.0, "video_end": 0.1}), 2) == 2
-    assert few.media.estimate_pixels(Medium("video", names)) == 4 * 56 * 56
+    assert few.media.outline(Medium("video", names)).pixels == 4 * 56 * 56
     with pytest.raises(InputError, match="sample_fps is of lists of frames"):
         few({**row("5.mp4"), "sample_fps": 2})
     with pytest.raises(BadVideo, match=r"12\.png: no such file"):

@@ -26,7 +26,7 @@ def test_pixels_and_samples_equal_transformers_own(tmp_path):
     path = f"{TORCHVISION}:{ROOT}:{ROOT / 'tests'}"
     done = run(sys.executable, ROOT / "tests" / "video_parity.py", tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["168", "6", str(len(list(published._FOLDER.iterdir())))]
+    assert done.stdout.split() == ["192", "6", str(len(list(published._FOLDER.iterdir())))]
 
 
 def test_nothing_here_has_torchvision():

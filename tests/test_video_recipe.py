@@ -211,7 +211,15 @@ def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path
         (["--video_profile", "fastest"], "unknown video_profile 'fastest'"),
         (["--max_frames", "0"], "max_frames=0 must be above 0"),
         (["--streaming", "true", "--max_steps", "1"], "streaming: videos are read one by one"),
-        (["--packing", "true"], "packing: clips are not packed"),
+        (["--packing", "true"], "packing: set max_length, the tokens of a packed row"),
+        (
+            ["--packing", "true", "--max_length", "99", "--train_sampling_strategy", "group_by_length"],
+            "leave train_sampling_strategy=group_by_length out",
+        ),
+        (
+            ["--packing", "true", "--max_length", "99", "--max_tokens_per_batch", "99"],
+            "packing and max_tokens_per_batch=99 do not go together",
+        ),
         (["--media_folder", "nowhere"], "media_folder=nowhere: no such folder"),
         (["--max_length", "9"], "max_length=9.*raise max_length, or lower max_pixels_per_frame"),
     ],

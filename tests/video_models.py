@@ -295,12 +295,47 @@ def internvl(**sizes):
     )
 
 
+def qwen2_vl(**sizes):
+    from transformers import Qwen2VLConfig
+
+    config, tokens, _, images, settings, places = qwen2_5_vl(**sizes)
+    text = config.text_config.to_dict()
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": text["hidden_size"], "num_heads": 2, **_PATCH}
+    ids = {name: getattr(config, name) for name in ("image_token_id", "video_token_id")}
+    text["model_type"] = "qwen2_vl_text"
+    return (
+        Qwen2VLConfig(text_config=text, vision_config=vision, **ids),
+        tokens,
+        "Qwen2VLProcessor",
+        images,
+        settings,
+        places,
+    )
+
+
+def qwen3_vl_moe(**sizes):
+    from transformers import Qwen3VLMoeConfig
+
+    config, tokens, processor, images, settings, places = qwen3_vl(**sizes)
+    text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
+    text |= {
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    ids = {name: getattr(config, name) for name in ("image_token_id", "video_token_id")}
+    moe = Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "model_type": "qwen3_vl_moe"}, **ids)
+    return moe, tokens, processor, images, settings, places
+
+
+MORE = {made.__name__: made for made in (qwen2_vl, qwen3_vl_moe)}  # variants of those below
 FAMILIES = {made.__name__: made for made in (qwen2_5_vl, qwen3_vl, smolvlm, llava_onevision, video_llama_3, internvl)}
 
 
 def make(name: str, folder: Path, weights: bool = True, **sizes) -> Path:
     """Write a tiny model of a family to a folder, and return it."""
-    config, tokens, processor, images, settings, places = FAMILIES[name](**sizes)
+    config, tokens, processor, images, settings, places = {**MORE, **FAMILIES}[name](**sizes)
     tokens.save_pretrained(folder)
     settings["image_processor"]["image_processor_type"] = images
     (folder / "processor_config.json").write_text(json.dumps({**settings, "processor_class": processor}))

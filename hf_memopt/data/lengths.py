@@ -36,11 +36,13 @@ def _content(value: Any) -> int:
 
 
 def sample_lengths(data, max_samples: float = math.inf) -> list[int]:
-    """Tokens of every sample; 1 where a sample has no tokens.
+    """Tokens of every sample, by the dataset's own `lengths()` if it has that; 1 where a sample has no tokens.
 
     Args:
         max_samples: of a dataset without columns, how many samples to load; the others count as 1.
     """
+    if hasattr(data, "lengths"):
+        return data.lengths()
     columns = getattr(data, "column_names", None) or ()
     if "length" in columns:
         return list(data["length"])

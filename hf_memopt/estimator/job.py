@@ -137,8 +137,12 @@ class Job(ModelSettings):
         """The tensors of a micro-batch whose values are known; empty where there are none but shapes."""
         if self.real_batch is not None:
             return self.real_batch
+        if self.video is None:
+            return {}
         micro = self.fields["per_device_train_batch_size"]
-        return {} if self.video is None else self.video.batch(self.config, micro)
+        if (budget := getattr(self.memory_args, "max_tokens_per_batch", None)) is not None:
+            micro = samples_within(budget, self.video.longest(self.config))
+        return self.video.batch(self.config, micro)
 
     @property
     def engine_label(self) -> str:
@@ -282,7 +286,7 @@ def describe(
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     engine = engine_name(fields, strategy, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
-    _check_length(config, seq_len)
+    _check_length(config, seq_len if video is None else video.longest(config))
     job = Job(
         config=config,
         fields=fields,

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hf_memopt.data.lengths import relative_sizes, sample_lengths
+from hf_memopt.data.packed_batches import packed_batches
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.patches.trace_errors import users_code
 from hf_memopt.estimator.tracing.batches import tensors_in_batch
@@ -94,6 +95,8 @@ def _largest(loader, size: int, budget: int | None = None):
     data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     if collate is None or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         return next(iter(loader), None)
+    if (packed := packed_batches(loader)) is not None:
+        return collate([data[index] for index in packed.largest()])
     sizes = (getattr(part, "batch_size", None) for part in (loader, getattr(loader, "batch_sampler", None)))
     micro = next((number for number in sizes if isinstance(number, int)), size)
     if budget is not None:

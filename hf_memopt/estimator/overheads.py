@@ -160,7 +160,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
         said.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
     said.extend(quantization_notes(job))
     video = job.video
-    if video is not None and video.sample is None:
+    if video is not None and video.sample is None and video.packed is None:
         said.append(f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
         if not video.settings:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")
@@ -187,7 +187,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
 def _of_attention(job) -> Iterator[str]:
     """What stands for attention that cannot run here: flash and flex attention, and patterns."""
     for name in sorted(set(filter(None, map(flash_attention, job.attention)))):
-        packed = "; a packed row counts as one sequence" if job.packed else ""
+        packed = "; a packed row counts as one sequence" if job.packed or getattr(job.video, "packed", None) else ""
         yield f"{name} is counted as its source says; not measured on a GPU{packed}"
     if "flex_attention" in job.attention:
         yield "flex_attention is counted as its source says; not measured on a GPU"

@@ -144,7 +144,9 @@ def _model_inputs(kwargs: dict[str, Any]) -> dict[str, Any] | None:
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim()}
     with _disable_current_modes():  # the ledger would count the bytes that meta tensors stand for
         return {
-            name: value.to("meta") if value.dim() > (1 if value.is_floating_point() else 2) else value
+            name: value.to("meta")
+            if name != "position_ids" and value.dim() > (1 if value.is_floating_point() else 2)
+            else value
             for name, value in tensors.items()
         }
 

@@ -124,6 +124,8 @@ def _estimate(job: Job, trainer, length: int, batch: PeakBatch | None = None, **
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
     config.__dict__.pop("distributed_config", None)
+    if trainer.packing:
+        config.get_text_config().use_cache = False  # as VideoTrainer runs it
     described = describe(
         config,
         read_trainer_fields(trainer),

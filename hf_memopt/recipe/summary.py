@@ -70,6 +70,9 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
     trainable = sum(_count_parameters(weight) for weight in model.parameters() if weight.requires_grad)
     optimizer = "adam_mini" if job.memory_args.adam_mini else args.optim.value
     batch = f"{_step(trainer)}, up to {length} tokens each"
+    if trainer.packing:
+        rows = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {trainer.batches}"
+        batch = f"{rows} packed rows a step, up to {trainer.packing} tokens each"
     if budget := job.memory_args.max_tokens_per_batch:
         budgets = f"{budget} padded tokens × {args.gradient_accumulation_steps} × {trainer.batches}"
         batch = f"at most {budgets} per step, up to {length} per sample"

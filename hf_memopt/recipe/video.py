@@ -9,9 +9,11 @@ import torch
 from accelerate.utils import send_to_device
 
 from hf_memopt.compatibility import resolve_engine
+from hf_memopt.data.packed_batches import packed_batches
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
+from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job, load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
@@ -148,6 +150,8 @@ class VideoArguments(RecipeArguments):
             InputError: float16 weights that are trained in full, or a model of which no clip fits.
         """
         with_weights_dtype(job)
+        if job.recipe.packing:
+            prepare_packing(job, training)
         return choose_clips(job, training, parsed) if own_model else {}
 
     @property
@@ -173,6 +177,28 @@ def with_weights_dtype(job: Job) -> None:
     job.preset = preset
 
 
+def prepare_packing(job: Job, training: dict[str, Any]) -> None:
+    """A micro-batch of one packed row, unless more were asked for; max_length says how long it is.
+
+    Raises:
+        InputError: without max_length, and with what does not go with packing.
+    """
+    if job.recipe.max_length is None:
+        raise InputError("packing: set max_length, the tokens of a packed row")
+    if plans_here(job.recipe.preset):
+        raise InputError("packing: --preset auto does not plan packed rows; name a preset (hf-memopt presets)")
+    if training.get("train_sampling_strategy", "random") not in ("random", None):
+        raise InputError(
+            f"packing already decides which samples are together: leave "
+            f"train_sampling_strategy={training['train_sampling_strategy']} out"
+        )
+    for name in ("max_tokens_per_batch", "max_batch_size", "sparse_block_size", "sliding_window"):
+        if (value := getattr(job.memory_args, name)) is not None:
+            raise InputError(f"packing and {name}={value} do not go together: use one of them")
+    if training.get("per_device_train_batch_size") is None:
+        training["per_device_train_batch_size"] = 1
+
+
 def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoSamples | None]:
     """Training and held-out samples, decoded when they are asked for.
 
@@ -180,9 +206,8 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
         length: tokens of a sample, at most.
     """
     recipe = job.recipe
-    for name, instead in (("streaming", "videos are read one by one anyway"), ("packing", "clips are not packed")):
-        if getattr(recipe, name):
-            raise InputError(f"{name}: {instead}; leave it out")
+    if recipe.streaming:
+        raise InputError("streaming: videos are read one by one anyway; leave it out")
     source = recipe.dataset_name or str(moving_shapes())
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, _ = load_job_rows(job, source, with_media=True)
@@ -266,6 +291,13 @@ def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple
         ("videos", f"at most {limit or 'all'} frames; the largest sample: {sizes}"),
         ("frozen", ", ".join(frozen) or "nothing"),
     ]
+
+
+def packed_inputs(trainer) -> VideoInputs:
+    """The largest packed batch of a trainer as what estimate() takes, from its files' headers."""
+    indices = packed_batches(trainer.get_train_dataloader()).largest()
+    samples = [trainer.train_dataset.outline(index) for index in indices]
+    return VideoInputs(packed=trainer.joined(trainer.data_collator(samples)))
 
 
 def real_inputs(sample: dict[str, Any]) -> VideoInputs:

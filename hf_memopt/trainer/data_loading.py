@@ -7,6 +7,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from transformers.trainer_utils import seed_worker
 
 from hf_memopt.data.lengths import sample_lengths
+from hf_memopt.data.packed_batches import PackedBatches
 from hf_memopt.data.positions import with_positions
 from hf_memopt.errors import InputError
 from hf_memopt.levers.sliding_window import has_window
@@ -22,14 +23,16 @@ def sequence_parallel_collator(trainer):
     names = ["loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size"]
     if trainer.memory_args.sliding_window and not has_window(type(trainer.model.config.get_text_config())):
         names.append("sliding_window")
+    if trainer.packing:
+        raise InputError("packing needs whole sequences, which sequence parallelism divides: leave it out")
     for name in names:
         if getattr(trainer.memory_args, name):
             raise InputError(f"{name} needs whole sequences, which sequence parallelism divides: leave it out")
     return with_positions(trainer.data_collator, trainer.get_sp_size())
 
 
-def token_budget_loader(trainer):
-    """A data loader whose batches stay within max_tokens_per_batch, prepared by accelerate.
+def loader_by_tokens(trainer):
+    """A data loader whose batches stay within max_tokens_per_batch or the trainer's `packing`, prepared by accelerate.
 
     Trainer._get_dataloader (transformers 5.23) knows batches of a fixed size only; the arguments below are those that
     it passes to torch's DataLoader, and its two private methods drop the columns that the model does not take.
@@ -39,7 +42,8 @@ def token_budget_loader(trainer):
     """
     data, budget = trainer.train_dataset, trainer.memory_args.max_tokens_per_batch
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise InputError(f"max_tokens_per_batch={budget} needs every sample's length: a stream has none, leave it out")
+        what = "packing" if trainer.packing else f"max_tokens_per_batch={budget}"
+        raise InputError(f"{what} needs every sample's length: a stream has none, leave it out")
     args, collator = trainer.args, trainer.data_collator
     lengths = sample_lengths(data)
     if hasattr(data, "column_names"):
@@ -48,7 +52,11 @@ def token_budget_loader(trainer):
         collator = trainer._get_collator_with_removed_columns(collator, description="Training")
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler = SeedableRandomSampler(data, data_seed=seed)
-    batches = TokenBudgetBatches(sampler, lengths, budget, trainer.batches, seed)
+    if trainer.packing:
+        rows = args.per_device_train_batch_size
+        batches = PackedBatches(sampler, lengths, trainer.packing, rows, trainer.batches, seed)
+    else:
+        batches = TokenBudgetBatches(sampler, lengths, budget, trainer.batches, seed)
     loader = torch.utils.data.DataLoader(
         data,
         batch_sampler=batches,

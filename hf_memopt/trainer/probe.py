@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_memopt.data.lengths import relative_sizes
+from hf_memopt.data.packed_batches import packed_batches
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.trainer.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.random_state import RandomState
@@ -63,6 +64,8 @@ def worst_batch(loader, epoch: int) -> list[int] | None:
     data = loader.dataset
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return None
+    if (packed := packed_batches(loader)) is not None:
+        return packed.largest()
     lengths = relative_sizes(data, _MOST_SEARCHED)
     order = batch_order(loader, epoch)
     if order is not None:

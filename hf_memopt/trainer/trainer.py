@@ -24,7 +24,7 @@ from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.batch_limit import BatchLimit
 from hf_memopt.trainer.checkpoints import SafeCheckpoints
 from hf_memopt.trainer.combination import check_combination, check_constructor_arguments, check_start
-from hf_memopt.trainer.data_loading import sequence_parallel_collator, token_budget_loader
+from hf_memopt.trainer.data_loading import loader_by_tokens, sequence_parallel_collator
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
@@ -57,9 +57,11 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         memory_args: MemoryArguments.
         memory_events: recovered OOMs and other events, oldest first: dicts with `event` and `step`.
         when_probed: called with the chunk size that fitted, where the largest batch did not fit whole.
+        packing: tokens of a packed row, where batches are packed as they run (VideoTrainer); None elsewhere.
     """
 
     when_probed: Callable[[int], None] | None = None
+    packing: int | None = None
     _runner: StepRunner | None = None
     _train_loader = None
 
@@ -243,8 +245,8 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
             self.remove_callback(self._ending.updates)
 
     def get_train_dataloader(self):
-        by_tokens = self.memory_args.max_tokens_per_batch
-        loader = token_budget_loader(self) if by_tokens else super().get_train_dataloader()
+        by_tokens = self.memory_args.max_tokens_per_batch or self.packing
+        loader = loader_by_tokens(self) if by_tokens else super().get_train_dataloader()
         # The Trainer fetches all micro-batches of a window before the first runs, and accelerate's DataLoaderShard
         # (1.15) moves each to its `device`. Without one they stay on the host until _prepare_inputs moves them.
         if getattr(loader, "device", None) is not None and self._runner.recovers:

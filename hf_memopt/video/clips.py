@@ -95,8 +95,31 @@ def read_clip(source: VideoSource, limits: FrameLimits) -> Clip:
     return clip
 
 
-def estimate_pixels(source: VideoSource, limits: FrameLimits) -> float:
-    """Roughly the pixels of the frames that read_clip() would return, from the file's header.
+@dataclass(frozen=True)
+class ClipOutline:
+    """What read_clip() would return, from the file's header.
+
+    Attributes:
+        frames: that would be chosen.
+        height, width: pixels of each.
+        total: frames in the file, or in the segment of it that was asked for.
+        rate: frames per second of the file.
+    """
+
+    frames: int
+    height: int
+    width: int
+    total: int
+    rate: float
+
+    @property
+    def pixels(self) -> int:
+        """Of all frames."""
+        return self.frames * self.height * self.width
+
+
+def outline_clip(source: VideoSource, limits: FrameLimits) -> ClipOutline:
+    """The frames that read_clip() would return. Headers may say a frame too many or too few.
 
     Raises:
         BadVideo: the file cannot be opened as a video.
@@ -107,9 +130,9 @@ def estimate_pixels(source: VideoSource, limits: FrameLimits) -> float:
             rate = average_rate(stream)
             total, seconds = header_length(container, stream, rate) or packet_length(container, stream, rate)
             share = _segment_seconds(seconds, limits) / seconds
-            count = limits.count(max(1, round(total * share)), seconds * share)
-            least, most = limits.pixel_bounds(count)
-            return float(count * max(least, min(stream.height * stream.width, most)))
+            total = max(1, round(total * share))
+            count = limits.count(total, seconds * share)
+            return ClipOutline(count, *limits.frame_size(stream.height, stream.width, count), total, rate)
     except DECODING_ERRORS as error:
         raise unreadable(source, error) from error
 

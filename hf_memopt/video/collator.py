@@ -23,12 +23,14 @@ class VideoCollator:
         separate_media: keep each sample's media to itself, under "media" (a list of dictionaries). VideoTrainer joins
             them when the batch runs, which lets it split a micro-batch between samples.
         attention_mask: add one nevertheless, for attention that is not causal.
+        lengths: add each sample's tokens, from which VideoTrainer packs the batch into one row.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int = 8
     separate_media: bool = False
     attention_mask: bool = False
+    lengths: bool = False
 
     def __call__(self, samples: list[dict]) -> dict[str, Any]:
         longest = max(len(sample["input_ids"]) for sample in samples)
@@ -39,9 +41,11 @@ class VideoCollator:
             for name in TOKENS
             if name in samples[0]
         }
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         if self.attention_mask:  # from the lengths: pad_token_id may also be the end-of-text token
-            lengths = torch.tensor([[len(sample["input_ids"])] for sample in samples])
-            batch["attention_mask"] = (torch.arange(length)[None] < lengths).long()
+            batch["attention_mask"] = (torch.arange(length)[None] < lengths[:, None]).long()
+        if self.lengths:
+            batch["lengths"] = lengths
         media = [{name: value for name, value in sample.items() if name not in TOKENS} for sample in samples]
         return batch | ({"media": media} if self.separate_media else join(media))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy
 
-from hf_memopt.video.clips import Clip, FrameBuffer, segment
+from hf_memopt.video.clips import Clip, ClipOutline, FrameBuffer, segment
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.frame_times import FrameTimes, choose_frames
-from hf_memopt.video.images import SUFFIXES, open_image
+from hf_memopt.video.images import SUFFIXES, image_size, open_image
 from hf_memopt.video.video_files import BadVideo
 
 _RATE = 2.0  # frames per second where a row has no `sample_fps`: as in qwen-vl-utils
@@ -47,16 +47,15 @@ def read_frames(files: list[Path], limits: FrameLimits) -> Clip:
     return Clip(buffer.frames, tuple(indices), timestamps, len(times.seconds), times.duration)
 
 
-def estimate_frame_pixels(files: list[Path], limits: FrameLimits) -> float:
-    """Roughly the pixels of the frames that read_frames() would return, from the first one.
+def outline_frames(files: list[Path], limits: FrameLimits) -> ClipOutline:
+    """The frames that read_frames() would return, from the first one's size.
 
     Raises:
         BadVideo: the first file is missing, or no image.
     """
-    _, chosen = _choose(files, limits)
-    image = open_image(files[0])
-    least, most = limits.pixel_bounds(len(chosen))
-    return float(len(chosen) * max(least, min(image.height * image.width, most)))
+    times, chosen = _choose(files, limits)
+    size = limits.frame_size(*image_size(files[0]), len(chosen))
+    return ClipOutline(len(chosen), *size, len(times.seconds), 1 / times.last_duration)
 
 
 def _choose(files: list[Path], limits: FrameLimits) -> tuple[FrameTimes, list[int]]:

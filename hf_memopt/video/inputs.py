@@ -46,6 +46,7 @@ class VideoInputs:
         prompt_tokens, answer_tokens: of the text around the clip.
         settings: the checkpoint's video processor settings.
         sample: a real sample; all other fields are then ignored.
+        packed: a packed batch as the model takes it, its pixels on the meta device; likewise.
     """
 
     frames: int = 100
@@ -56,11 +57,21 @@ class VideoInputs:
     answer_tokens: int = 64
     settings: Settings = field(default_factory=dict)
     sample: dict[str, torch.Tensor] | None = None
+    packed: dict[str, torch.Tensor] | None = None
 
     def batch(self, config, micro_batch: int) -> dict[str, torch.Tensor]:
         """One micro-batch; its pixels are on the meta device."""
+        if self.packed is not None:
+            return self.packed
         sample = self.sample or self._make_sample(config)
         return VideoCollator(0)([sample] * micro_batch)
+
+    def longest(self, config) -> int:
+        """Tokens of the longest sample, with padding."""
+        tokens = self.batch(config, 1)
+        if self.packed is None:
+            return tokens["input_ids"].shape[1]
+        return int(tokens["position_ids"].view(-1, tokens["input_ids"].shape[1])[0].max()) + 1
 
     def _make_sample(self, config) -> dict[str, torch.Tensor]:
         tensors, steps, step_tokens, closing_tokens = self.clip(config)
@@ -77,7 +88,7 @@ class VideoInputs:
         labels = torch.full_like(ids, IGNORED)
         labels[-self.answer_tokens :] = 1
         sample = {"input_ids": ids, "labels": labels, **tensors}
-        if config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        if config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
             sample["mm_token_type_ids"] = (ids == video_id).long() * _VIDEO_TYPE
         return sample
 
@@ -113,7 +124,8 @@ class VideoInputs:
 
     def halved(self) -> "VideoInputs | None":
         """With half the frames; None where that is impossible."""
-        return replace(self, frames=self.frames // 2) if self.sample is None and self.frames > 1 else None
+        real = self.sample is not None or self.packed is not None
+        return None if real or self.frames < 2 else replace(self, frames=self.frames // 2)
 
     def summary(self, config) -> str:
         """One line for people: frames, the pixels that the model sees, tokens."""

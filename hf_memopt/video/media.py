@@ -9,11 +9,11 @@ import numpy
 import torch
 
 from hf_memopt.errors import InputError, as_input_error
-from hf_memopt.video.clips import Clip, estimate_pixels, read_clip
+from hf_memopt.video.clips import Clip, ClipOutline, outline_clip, read_clip
 from hf_memopt.video.conversations import Medium
 from hf_memopt.video.downloads import Downloads, is_url
 from hf_memopt.video.frame_cache import FrameCache
-from hf_memopt.video.frame_files import estimate_frame_pixels, frames_in, read_frames
+from hf_memopt.video.frame_files import frames_in, outline_frames, read_frames
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.images import open_image
 from hf_memopt.video.processor import lower_shortest_edge, settings_dict
@@ -129,14 +129,14 @@ class MediaEncoder:
             return decoded
         return self._encode_clip(decoded.thinned(max_frames, self.temporal_patch_size))
 
-    def estimate_pixels(self, medium: Medium) -> float:
-        """Roughly the pixels of a video's frames, from its header.
+    def outline(self, medium: Medium) -> ClipOutline:
+        """A video's frames, from its header.
 
         Raises:
             BadVideo: the file is missing or no video.
         """
         source, limits = self._open_clip(medium), self._frame_limits(medium, self.limits.max_frames)
-        return estimate_frame_pixels(source, limits) if isinstance(source, list) else estimate_pixels(source, limits)
+        return outline_frames(source, limits) if isinstance(source, list) else outline_clip(source, limits)
 
     def _open_clip(self, medium: Medium) -> Path | io.BytesIO | list[Path]:
         """A video file, or the files of its frames."""

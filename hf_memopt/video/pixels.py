@@ -165,22 +165,25 @@ _QWEN2 = Family(
     _patches,
 )
 
+_QWEN3 = Family(
+    "Qwen3VLVideoProcessor",
+    {
+        **_PATCHES,
+        **_HALF_NORMALIZATION,
+        "patch_size": 16,
+        "resample": 3,
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    },
+    _clip_bounds,
+    _patches,
+    text_tokens=10,
+)
+
 FAMILIES = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": Family(
-        "Qwen3VLVideoProcessor",
-        {
-            **_PATCHES,
-            **_HALF_NORMALIZATION,
-            "patch_size": 16,
-            "resample": 3,
-            "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-        },
-        _clip_bounds,
-        _patches,
-        text_tokens=10,
-    ),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "video_llama_3": Family(
         "VideoLlama3VideoProcessor",
         {

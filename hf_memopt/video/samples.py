@@ -9,6 +9,7 @@ from hf_memopt.data.row_places import Place
 from hf_memopt.data.turns import read_tools
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.outlines import outline_encoder
 from hf_memopt.video.video_files import BadVideo
 
 
@@ -25,6 +26,7 @@ class VideoSamples(torch.utils.data.Dataset):
     def __init__(self, rows, encode: Encoder, bad: BadVideos | None = None, name: str = "row") -> None:
         self.rows, self.encode, self.name = rows, encode, name
         self.bad = bad or BadVideos("bad_videos.txt")
+        self._lengths: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,18 +61,53 @@ class VideoSamples(torch.utils.data.Dataset):
     def _estimate_pixels(self, index: int) -> float:
         try:
             _, media = self.encode.read(self.rows[index], self.where(index))
-            return sum(self.encode.media.estimate_pixels(medium) for medium in media if medium.kind == "video")
+            return float(sum(self.encode.media.outline(medium).pixels for medium in media if medium.kind == "video"))
         except BadVideo as error:
             self.bad.skip(error)
             return 0.0
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row's sample, from its files' headers; of a bad file's row, those of the row in its place.
+
+        Raises:
+            BadVideo: more bad files than allowed.
+            InputError: the model's family has no such counts, or a row's prompt is too long.
+        """
+        if self._lengths is None:
+            encode, count = outline_encoder(self.encode), len(self)
+            found = [self._length(encode, index) for index in range(count)]
+            for index in reversed(range(2 * count)):  # twice, since the first row follows the last
+                if found[index % count] is None:
+                    found[index % count] = found[(index + 1) % count]
+            if None in found:
+                raise self._nothing_left()
+            self._lengths = found
+        return self._lengths
+
+    def _length(self, encode: Encoder, index: int) -> int | None:
+        try:
+            return len(encode(self.rows[index], self.where(index))["input_ids"])
+        except BadVideo as error:
+            self.bad.skip(error)
+            return None
+
+    def outline(self, index: int) -> dict[str, torch.Tensor]:
+        """What `self[index]` is, from the files' headers: its pixels are on the meta device."""
+        return self._make(outline_encoder(self.encode), index)
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} {index} of {len(self)}")
+        return self._make(self.encode, index)
+
+    def _make(self, encode: Encoder, index: int) -> dict[str, torch.Tensor]:
         for step in range(len(self)):
             candidate = (index + step) % len(self)
             try:
-                return self.encode(self.rows[candidate], self.where(candidate))
+                return encode(self.rows[candidate], self.where(candidate))
             except BadVideo as error:
                 self.bad.skip(error)
-        raise BadVideo(f"none of the {len(self)} rows has a video that can be decoded")
+        raise self._nothing_left()
+
+    def _nothing_left(self) -> BadVideo:
+        return BadVideo(f"none of the {len(self)} rows has a video that can be decoded")

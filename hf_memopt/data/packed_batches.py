@@ -1,0 +1,69 @@
+"""Batches of whole samples that become one row without padding."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hf_memopt.data.tokens import pack_best_fit
+from hf_memopt.errors import InputError
+
+
+class PackedBatches(torch.utils.data.BatchSampler):
+    """Batches of samples that together have at most `max_tokens` tokens for each of `rows` rows.
+
+    Samples are packed once, by best-fit decreasing; each epoch has the same packs in another order. The number of
+    batches is a multiple of the processes, so that each takes equally many steps: packs are divided until it is.
+
+    Args:
+        sampler: accelerate sets its `epoch`; the order of samples is not used.
+        lengths: tokens of every sample.
+        max_tokens: of a pack.
+        rows: packs in a batch.
+        processes: data-parallel processes, which take batches in turn.
+        seed: for the order of packs.
+
+    Raises:
+        InputError: a sample is longer than a pack.
+    """
+
+    def __init__(
+        self, sampler, lengths: Sequence[int], max_tokens: int, rows: int = 1, processes: int = 1, seed: int = 0
+    ) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, None, False
+        self._seed, self._rows, self._lengths = seed, rows, lengths
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        if lengths[longest] > max_tokens:
+            raise InputError(
+                f"packing into {max_tokens} tokens: sample {longest} has {lengths[longest]}; raise max_length"
+            )
+        packs = pack_best_fit([(range(length), index) for index, length in enumerate(lengths)], max_tokens)
+        self._packs = [[index for _, index in pack] for pack in packs]
+        while len(self) % processes:
+            most = max(range(len(self._packs)), key=lambda number: len(self._packs[number]))
+            pack = self._packs[most]
+            if len(pack) < 2:
+                break  # fewer samples than processes: accelerate repeats some
+            self._packs[most : most + 1] = [pack[: len(pack) // 2], pack[len(pack) // 2 :]]
+
+    def __len__(self) -> int:
+        return -(-len(self._packs) // self._rows)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = getattr(self.sampler, "epoch", 0)
+        generator = torch.Generator().manual_seed(self._seed + epoch)  # as accelerate's SeedableRandomSampler
+        order = torch.randperm(len(self._packs), generator=generator).tolist()
+        for start in range(0, len(order), self._rows):
+            yield [index for number in order[start : start + self._rows] for index in self._packs[number]]
+
+    def largest(self) -> list[int]:
+        """The samples of the fullest packs that can be in a batch."""
+        fullest = sorted(self._packs, key=lambda pack: -sum(self._lengths[index] for index in pack))
+        return [index for pack in fullest[: self._rows] for index in pack]
+
+
+def packed_batches(loader) -> PackedBatches | None:
+    """The PackedBatches of a data loader prepared by accelerate; None where it makes others."""
+    batches = getattr(loader, "batch_sampler", None)
+    while batches is not None and not isinstance(batches, PackedBatches):
+        batches = getattr(batches, "batch_sampler", None)  # accelerate 1.15's BatchSamplerShard and SkipBatchSampler
+    return batches
