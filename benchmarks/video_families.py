@@ -7,6 +7,7 @@ vision tower frozen. A row of the result says whether that works, or the sentenc
 Args: model types, to try only these and write nothing.
 """
 
+import copy
 import sys
 import tempfile
 import traceback
@@ -16,12 +17,15 @@ import torchvision_operators  # noqa: F401
 import numpy
 import torch
 from record import record
+from tiny_video_settings import SETTINGS
 from tiny_video_models import make_config, make_processor, video_types
 from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.families import fit_to_model, model_class
 from hf_memopt.video.media import Limits
 from hf_memopt.video.model_parts import take_videos_of_any_length, train_parts
 
@@ -32,8 +36,6 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 LENGTHS = (6, 4)
-# Sizes that go together, where the classes' defaults are a large model's.
-_SETTINGS: dict[str, dict] = {}
 
 
 def write_frames(folder: Path) -> list[dict]:
@@ -67,14 +69,20 @@ def step(kind: str, rows: list[dict], folder: Path) -> dict:
     Raises:
         InputError: the type is refused.
     """
-    settings = dict(_SETTINGS.get(kind, {}))
-    changes = settings.pop("config", {})
-    processor = make_processor(kind, **settings)
-    video, image = processor.video_token, processor.image_token
-    processor.chat_template = TEMPLATE.replace("VIDEO", video).replace("IMAGE", image)
+    model_class(CONFIG_MAPPING[kind]())
+    settings = copy.deepcopy(SETTINGS.get(kind, {}))
+    changes, ids = settings.pop("config", {}), settings.pop("ids", {})
+    video, image = settings.pop("places", ("{token}", "{token}"))
+    processor = make_processor(kind, settings)
+    config = make_config(kind, processor, changes, ids)
+    template = TEMPLATE
+    for medium, place in (("video", video), ("image", image)):
+        token = getattr(processor, f"{medium}_token", "")
+        template = template.replace(medium.upper(), place.format(token=token))
+    processor.chat_template = template
+    fit_to_model(processor, config)
     encode = Encoder(processor, Limits(max_frames=8), folder)
     samples = [encode(row) for row in rows]
-    config = make_config(kind, processor, changes)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     take_videos_of_any_length(model)
