@@ -1,4 +1,4 @@
-"""What the classes' defaults lack for a tiny model of a type that takes videos: sizes that go together, tokens, places.
+"""What the classes' defaults lack for a tiny model of a type that takes videos: sizes that fit, tokens, places.
 
 Keys of a type, all optional:
     config: values of its configuration, by dotted names.
@@ -100,6 +100,10 @@ SETTINGS: dict[str, dict] = {
         "image": {**_QWEN_PIXELS, "patch_size": 14, "temporal_patch_size": 1},
     },
     "ernie4_5_vl_moe": {
+        "places": (
+            "<video_start_token>{token}<video_end_token>",
+            "<image_start_token>{token}<image_end_token>",
+        ),
         "video": {**_QWEN_PIXELS, "draw_on_frames": False},  # drawing takes the checkpoint's font
         "image": _QWEN_PIXELS,
         "config": {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},

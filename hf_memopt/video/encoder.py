@@ -17,6 +17,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.video.collator import TOKENS, join
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.downloads import Downloads
+from hf_memopt.video.families import check_media
 from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.media import EncodedMedium, Limits, MediaEncoder
 
@@ -49,9 +50,11 @@ class Encoder:
         """conversation() of a row; no file is opened.
 
         Raises:
-            InputError: the row is in no supported form.
+            InputError: the row is in no supported form, or has media that the model does not take.
         """
-        return conversation(row, where, urls=self.downloads is not None)
+        messages, media = conversation(row, where, urls=self.downloads is not None)
+        check_media(self.processor, {medium.kind for medium in media}, where)
+        return messages, media
 
     def __call__(self, row: dict, where: str = "row") -> dict[str, torch.Tensor]:
         """A row's sample: `input_ids`, `labels`, position inputs and the media's tensors.

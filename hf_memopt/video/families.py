@@ -10,9 +10,35 @@ from hf_memopt.errors import InputError
 _REFUSED = {
     # modeling_kimi_k25.py, get_image_features(): sizes from grid_thw, whose frames the tower has merged.
     "kimi_k25": "transformers 5.23 cannot split the features of a clip of several frames",
+    # Losses of a batch were 3e-4 off those of its samples one by one (benchmarks/video_families.py).
+    "minicpmv4_6": "a clip's loss depends on the other clips of its batch",
+    "minicpmv4_7": "a clip's loss depends on the other clips of its batch",
+    "molmo2": "its pooling indices count the patches of a batch, and are not joined here",
+    # processing_minimax_m3_vl.py, videos_kwargs: do_resize=False.
+    "minimax_m3_vl": "its processor does not resize frames to whole patches",
     # processing_nemotron_h_omni.py, __call__(): returns no text_replacement_offsets, takes no list of metadata.
     "nemotron_h_omni": "its processor does not say where a clip is in a text",
 }
+
+# Their videos consist of image tokens: modeling_glm4v.py, get_placeholder_mask(), takes those of either kind.
+_ONLY_VIDEOS = ("Glm4vProcessor", "Glm46VProcessor")
+
+
+def check_media(processor, kinds: set[str], where: str) -> None:
+    """Refuse images where a model mistakes the tokens of videos for them.
+
+    Args:
+        kinds: "video" and "image", of a row's media.
+
+    Raises:
+        InputError: names the row.
+    """
+    name = type(processor).__name__
+    if "image" in kinds and name in _ONLY_VIDEOS:
+        raise InputError(
+            f"{where}: has images, and models of {name} mistake the tokens of videos for those of images: leave rows "
+            "with images out"
+        )
 
 
 def fit_to_model(processor, config) -> None:
@@ -48,7 +74,7 @@ def model_class(config) -> type | None:
     if kind is None:
         if "AutoModelForImageTextToText" in (getattr(config, "auto_map", None) or {}):
             return None
-        raise InputError(f"{model_type}: AutoModelForImageTextToText has no such type, which the video recipe trains")
+        raise InputError(f"{model_type}: AutoModelForImageTextToText has no such type: use recipes/sft.py for texts")
     if "labels" not in inspect.signature(kind.forward).parameters:
         raise InputError(f"{model_type}: {kind.__name__} computes no loss from labels")
     tower = getattr(config, "vision_config", None)

@@ -106,7 +106,7 @@ def not_quantized(config, auto) -> list[str]:
 
 
 def take_videos_of_any_length(model) -> None:
-    """Have models that take media as one tensor (LLaVA, PerceptionLM) accept a list, and encode its parts one by one."""
+    """Have models that take media as one tensor (LLaVA, PerceptionLM) accept a list, encoded one by one."""
     for part in inner_model(model).modules():
         for name in ("get_video_features", "get_image_features"):
             if hasattr(part, name):
