@@ -5,6 +5,7 @@ import inspect
 import re
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from tiny_models import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,16 +17,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
 # Special tokens that the processors of a type name literally.
-_LITERAL = re.compile(r"""["'](<[^<>\s"']{1,40}>|\[[A-Z_]{3,20}\])["']""")
-# Attributes that processors read off a tokenizer, as the published ones have them.
-_NAMED = (
-    *("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token"),
-    *("image_start_token", "image_end_token", "slice_start_token", "slice_end_token"),
-    *("image_id_start_token", "image_id_end_token", "vision_start_token", "vision_end_token"),
-    *("start_image_token", "end_image_token", "context_image_token"),
-)
-_SIDE = 56
-_PATCH = 14
+_LITERAL = re.compile(r"""["'](<[^<>\s"']{1,40}>|\]<\][^"'<>]{1,20}\[>\[)["']""")
+# Tokens that processors read off the tokenizer alone, and those for which they have a literal to fall back on.
+_READ = re.compile(r"tokenizer\.(\w+_token)\b")
+_OPTIONAL = re.compile(r"""(?:has|get)attr\(tokenizer, ["'](\w+_token)["']""")
 
 
 def video_types() -> list[str]:
@@ -39,70 +34,83 @@ def _takes_videos(kind: str) -> bool:
     return kind in VIDEO_PROCESSOR_MAPPING_NAMES or "video_processor" in parts
 
 
-def make_tokenizer(*classes: type) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with every special token that the classes name."""
-    sources = [inspect.getsource(inspect.getmodule(part)) for part in classes]
-    literal = [token for source in sources for token in _LITERAL.findall(source)]
-    named = {name: f"<{name}>" for name in _NAMED}
+def make_tokenizer(processor_class: type, extra: dict[str, str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with every special token that a processor names.
+
+    Args:
+        extra: further tokens by the names under which the processor reads them.
+    """
+    source = inspect.getsource(inspect.getmodule(processor_class))
+    literal = list(dict.fromkeys(_LITERAL.findall(source)))
+    read = set(_READ.findall(source)) - set(_OPTIONAL.findall(source)) - {"bos_token", "eos_token", "pad_token"}
+    named = {name: f"<{name}>" for name in sorted(read)} | extra
     special = ["<pad>", "<eos>", *dict.fromkeys([*named.values(), *literal])]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({token: index for index, token in enumerate([*special, *alphabet])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",
         eos_token="<eos>",
         extra_special_tokens=named,
-        additional_special_tokens=list(dict.fromkeys(literal)),
     )
 
 
-def make_processor(kind: str, **settings):
+def make_processor(kind: str, settings: dict):
     """A type's processor with small sizes.
 
     Args:
-        settings: the processor's own arguments, and `video` and `image`: those of its parts.
+        settings: the processor's own arguments; `video` and `image`: those of its parts; `tokens`: of its tokenizer.
     """
-    name = PROCESSOR_MAPPING_NAMES.get(kind)
-    if name is None:
-        raise LookupError("transformers has no processor for it")
-    processor_class = getattr(transformers, name)
-    image, video = settings.pop("image", {}), settings.pop("video", {})
+    settings = dict(settings)
+    processor_class = getattr(transformers, settings.pop("processor", PROCESSOR_MAPPING_NAMES.get(kind)))
+    image, video, tokens = (settings.pop(part, {}) for part in ("image", "video", "tokens"))
     parts = {}
     for part in processor_class.get_attributes():
         if part == "image_processor":
-            parts[part] = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[kind]["torchvision"])(**image)
+            made = _mapped(IMAGE_PROCESSOR_MAPPING_NAMES, kind)
+            parts[part] = getattr(transformers, made.get("torchvision") or made["pil"])(**image)
         elif part == "video_processor":
-            parts[part] = getattr(transformers, _video_processor(kind))(**video)
+            made = _mapped(VIDEO_PROCESSOR_MAPPING_NAMES, kind)
+            parts[part] = getattr(transformers, made["torchvision"])(**video)
         elif part == "feature_extractor":
-            parts[part] = getattr(transformers, FEATURE_EXTRACTOR_MAPPING_NAMES[kind])()
+            parts[part] = getattr(transformers, _mapped(FEATURE_EXTRACTOR_MAPPING_NAMES, kind))()
         else:
-            parts[part] = make_tokenizer(processor_class)
+            parts[part] = make_tokenizer(processor_class, tokens)
     return processor_class(**parts, **settings)
 
 
-def _video_processor(kind: str) -> str:
-    shared = {"diffusion_gemma": "gemma4", "glm4v_moe": "glm4v", "qwen3_vl_moe": "qwen3_vl"}
-    return VIDEO_PROCESSOR_MAPPING_NAMES[shared.get(kind, kind)]["torchvision"]
+def _mapped(names: dict, kind: str):
+    """What transformers has for a type, or for another with the same processor."""
+    processor = PROCESSOR_MAPPING_NAMES.get(kind)
+    shared = [other for other, name in PROCESSOR_MAPPING_NAMES.items() if name == processor]
+    return next(names[other] for other in (kind, *shared) if names.get(other))
 
 
-def make_config(kind: str, processor, changes: dict | None = None):
+def make_config(kind: str, processor, changes: dict, ids: dict[str, str]):
     """A type's tiny configuration with the token ids of its processor.
 
     Args:
         changes: values by dotted names, of the sizes that go together.
+        ids: special tokens by the names of the configuration's values.
     """
-    made = tiny_config(CONFIG_MAPPING[kind])
+    try:
+        made = tiny_config(CONFIG_MAPPING[kind])
+    except StrictDataclassError:  # its checks compare sizes with each other: `changes` has all of them
+        made = CONFIG_MAPPING[kind]()
     values = made.to_dict()
     values.pop("model_type", None)
     _put_token_ids(values, processor)
-    for name, value in (changes or {}).items():
+    for name, value in changes.items():
         target = values
         *path, last = name.split(".")
         for part in path:
             target = target[part]
         target[last] = copy.deepcopy(value)
+    for name, token in ids.items():
+        values[name] = processor.tokenizer.convert_tokens_to_ids(token)
     return type(made)(**values)
 
 

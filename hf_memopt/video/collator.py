@@ -7,7 +7,7 @@ import torch
 
 from hf_memopt.data.tokens import IGNORED
 
-TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+TOKENS = ("input_ids", "labels", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class VideoCollator:
     def __call__(self, samples: list[dict]) -> dict[str, Any]:
         longest = max(len(sample["input_ids"]) for sample in samples)
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        padding = {"input_ids": self.pad_token_id, "labels": IGNORED, "mm_token_type_ids": 0}
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
         batch: dict[str, Any] = {
-            name: torch.stack([_pad(sample[name], length, padding[name]) for sample in samples])
+            name: torch.stack([_pad(sample[name], length, padding.get(name, 0)) for sample in samples])
             for name in TOKENS
             if name in samples[0]
         }
@@ -59,18 +59,21 @@ def join(parts: list[dict], in_one_sample: bool = False) -> dict[str, Any]:
 
     Patches and frames are concatenated. Videos of unequal length that a model takes as (videos, frames, …) become a
     list. A model that takes (samples, frames, …), recognized by its `pixel_attention_mask`, gets one row per sample,
-    padded with zeros, which it drops.
+    padded with zeros, which it drops. One that takes all patches in one row has `target_sizes` beside them.
 
     Args:
         in_one_sample: the parts are media of one sample.
     """
     names = dict.fromkeys(name for part in parts for name in part)
     row_per_sample = "pixel_attention_mask" in names  # SmolVLM
+    one_row = names.keys() & {"target_sizes", "target_sizes_videos"}  # MiniCPM-V
     joined = {}
     for name in names:
         tensors = [tensor for part in parts if name in part for tensor in _as_list(part[name])]
-        if not row_per_sample:
-            joined[name] = _concatenate(name, tensors)
+        if one_row and name.startswith("pixel_values"):
+            joined[name] = torch.cat(tensors, dim=-1)
+        elif not row_per_sample:
+            joined[name] = _concatenate(name, tensors, with_sizes="image_sizes" in names)
         elif in_one_sample:
             joined[name] = torch.cat(tensors, dim=1)
         else:
@@ -83,10 +86,10 @@ def _as_list(value) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def _concatenate(name: str, tensors: list[torch.Tensor]):
+def _concatenate(name: str, tensors: list[torch.Tensor], with_sizes: bool):
     if len({tensor.shape[1:] for tensor in tensors}) == 1:
         return torch.cat(tensors)
-    if name == "pixel_values_videos":
+    if name == "pixel_values_videos" or not with_sizes:  # without sizes, padding would be taken for tiles
         return tensors
     return _pad_and_concatenate(tensors)  # images split into unequal numbers of tiles
 

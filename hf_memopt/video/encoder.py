@@ -1,5 +1,9 @@
 """Rows as samples of a video model: tokens, labels on the answers, and the media's tensors, within limits."""
 
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.video.collator import TOKENS, join
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.downloads import Downloads
+from hf_memopt.video.families import check_media
 from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.media import EncodedMedium, Limits, MediaEncoder
 
@@ -45,9 +50,11 @@ class Encoder:
         """conversation() of a row; no file is opened.
 
         Raises:
-            InputError: the row is in no supported form.
+            InputError: the row is in no supported form, or has media that the model does not take.
         """
-        return conversation(row, where, urls=self.downloads is not None)
+        messages, media = conversation(row, where, urls=self.downloads is not None)
+        check_media(self.processor, {medium.kind for medium in media}, where)
+        return messages, media
 
     def __call__(self, row: dict, where: str = "row") -> dict[str, torch.Tensor]:
         """A row's sample: `input_ids`, `labels`, position inputs and the media's tensors.
@@ -89,13 +96,16 @@ class Encoder:
 
     def _tokenize(self, text: str, spans, media: list[EncodedMedium], where: str) -> tuple[dict, int]:
         """The sample with every medium's text in its place, and the number of its tokens that are media's."""
-        text, spans = self._expand(text, spans, media, where)
+        text, spans = self._expand(*self._write_durations(text, spans, media), media, where)
         tokens = self.processor.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
         token_types = self._token_types(tokens["input_ids"])
         labels = label_spans(tokens["input_ids"], tokens["offset_mapping"], spans)
         sample = {"input_ids": torch.tensor(tokens["input_ids"]), "labels": torch.tensor(labels)}
         if self.processor.return_mm_token_type_ids:
             sample["mm_token_type_ids"] = token_types
+        if hasattr(self.processor, "create_moe_mm_token_type_ids"):  # Ernie: which experts a token goes to
+            expert_types = self.processor.create_moe_mm_token_type_ids([tokens["input_ids"]])[0]
+            sample["moe_mm_token_type_ids"] = torch.tensor(expert_types)
         sample |= join([medium.tensors for medium in media], in_one_sample=True)
         return sample, int((token_types > 0).sum())
 
@@ -104,24 +114,40 @@ class Encoder:
         return torch.tensor(self.processor.create_mm_token_type_ids([ids])[0])
 
     def _expand(self, text: str, spans, media: list[EncodedMedium], where: str):
-        """The text with every placeholder replaced, and its spans shifted accordingly."""
-        parts, shifts, position = [], [], 0
+        """The text with every medium's own text in its place, and its spans shifted accordingly."""
+        places, replacements, numbers = self._places(text), [], Counter()
         for medium in media:
-            placeholder = getattr(self.processor, f"{medium.kind}_token")
-            start = text.find(placeholder, position)
-            if start < 0:
+            place = next((place for place in places if place["type"] == medium.kind), None)
+            if place is None:
+                placeholder = getattr(self.processor, f"{medium.kind}_token")
                 raise InputError(
                     f"{where}: the chat template writes no {placeholder} where the row has a {medium.kind}"
                 )
-            parts += [text[position:start], medium.text]
-            position = start + len(placeholder)
-            shifts.append((position, len(medium.text) - len(placeholder)))
-        parts.append(text[position:])
+            replacements.append((*place["span"], self._numbered(medium.text, numbers[medium.kind])))
+            numbers[medium.kind] += 1
+        return _replace(text, spans, replacements)
 
-        def shift(index: int) -> int:
-            return index + sum(by for end, by in shifts if end <= index)
+    def _places(self, text: str) -> Iterator[dict]:
+        """Where the processor sees media in a text."""
+        copies = {
+            f"{kind}s_replacements": [""] * text.count(getattr(self.processor, f"{kind}_token"))
+            for kind in ("image", "video")
+        }
+        return iter(self.processor.get_text_with_replacements([text], **copies)[1][0])
 
-        return "".join(parts), [(shift(start), shift(end)) for start, end in spans]
+    def _numbered(self, text: str, number: int) -> str:
+        """A medium's text with its number in the row; MiniCPM-V's processor counts the media of a text, here one."""
+        start, end = (getattr(self.processor, f"image_id_{side}_token", None) for side in ("start", "end"))
+        return text.replace(f"{start}0{end}", f"{start}{number}{end}", 1) if start else text
+
+    def _write_durations(self, text: str, spans, media: list[EncodedMedium]):
+        """The text with seconds where HyperCLOVA X's chat template has its mark for the length of a video."""
+        mark = getattr(self.processor, "video_duration_token", None)
+        if mark is None:
+            return text, spans
+        places = [(found.start(), found.end()) for found in re.finditer(re.escape(mark), text)]
+        seconds = [json.dumps(round(medium.duration, 2)) for medium in media if medium.kind == "video"]
+        return _replace(text, spans, [(*place, second) for place, second in zip(places, seconds, strict=False)])
 
     def _truncate(self, sample: dict, media_tokens: int, where: str) -> dict[str, torch.Tensor]:
         """The sample without the end of its answer beyond max_length; a medium is never truncated."""
@@ -144,3 +170,16 @@ class Encoder:
                 "max_pixels_per_frame"
             )
         return {name: value[:length] if name in TOKENS else value for name, value in sample.items()}
+
+
+def _replace(text: str, spans, replacements: list[tuple[int, int, str]]):
+    """A text with other text between some of its positions, in order, and spans of it shifted accordingly."""
+    parts, position = [], 0
+    for start, end, other in replacements:
+        parts += [text[position:start], other]
+        position = end
+
+    def shift(index: int) -> int:
+        return index + sum(len(other) - (end - start) for start, end, other in replacements if end <= index)
+
+    return "".join([*parts, text[position:]]), [(shift(start), shift(end)) for start, end in spans]

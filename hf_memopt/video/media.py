@@ -1,7 +1,7 @@
 """Videos and images as a model's tensors."""
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ _TEXT_OUTPUTS = {
     "attention_mask",
     "token_type_ids",
     "mm_token_type_ids",
+    "moe_mm_token_type_ids",
     "text_replacement_offsets",
     "video_metadata",
 }
+_CHANNELS = 3
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,14 @@ class EncodedMedium:
     Attributes:
         kind: "video" or "image".
         frames: in the tensors; 0 for an image.
+        duration: seconds of the clip; 0 for an image.
     """
 
     kind: str
     text: str
     tensors: dict[str, torch.Tensor]
     frames: int = 0
+    duration: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class MediaEncoder:
         videos = [torch.from_numpy(frames)]
         # Some processors write timestamps from the metadata that others drop unless it is asked for.
         given = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
-        return self._process("video", len(frames), **given)
+        return replace(self._process("video", len(frames), **given), duration=clip.duration)
 
     def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
         image = open_image(self.open_source(source))
@@ -227,10 +231,10 @@ class MediaEncoder:
             RuntimeError: frames or images are larger than the cap.
         """
         max_frames, max_pixels = self.limits.max_frames, self.limits.max_pixels_per_frame
-        patch = self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
+        patch = self._patch_size
         for medium in media:
             if medium.kind == "video":
-                frames = count_frames(medium.tensors, self.temporal_patch_size)
+                frames = self._count_frames_of(medium)
                 above = max_frames is not None and frames > max(max_frames, self.temporal_patch_size)
                 if frames != medium.frames or above:
                     raise InputError(
@@ -243,13 +247,29 @@ class MediaEncoder:
                         size = f"{rows * patch} × {columns * patch}"
                         raise RuntimeError(f"{medium.kind} of {size}, max_pixels_per_frame={max_pixels}")
 
+    @property
+    def _patch_size(self) -> int:
+        """Pixels of a patch's side."""
+        return self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
 
-def count_frames(tensors: dict[str, torch.Tensor], temporal_patch_size: int) -> int:
-    """Frames in the tensors of one video."""
-    if "video_grid_thw" in tensors:
-        return int(tensors["video_grid_thw"][:, 0].sum()) * temporal_patch_size
-    pixels = tensors.get("pixel_values_videos", tensors.get("pixel_values"))
-    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+    def _count_frames_of(self, medium: EncodedMedium) -> int:
+        if "target_sizes_videos" in medium.tensors:  # MiniCPM-V: of frames and of their slices
+            return medium.text.count(self.processor.image_start_token)
+        return self.count_frames(medium.tensors)
+
+    def count_frames(self, tensors: dict[str, torch.Tensor]) -> int:
+        """Frames in the tensors of videos."""
+        if "num_frames_per_video" in tensors:  # Gemma 4
+            return int(tensors["num_frames_per_video"].sum())
+        if "video_grids" in tensors:  # Molmo 2
+            return int(tensors["video_grids"][:, 0].sum())
+        pixels = tensors.get("pixel_values_videos", tensors.get("pixel_values"))
+        if "video_grid_thw" in tensors:
+            # Steps in time are frames (Ernie) or pairs of frames (Qwen): the number of pixels says which.
+            steps, rows, columns = tensors["video_grid_thw"].unbind(1)
+            pixels_per_step = _CHANNELS * self._patch_size**2 * (steps * rows * columns).sum()
+            return int(steps.sum() * pixels.numel() // pixels_per_step)
+        return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
 
 
 def _as_tensor(value) -> torch.Tensor:

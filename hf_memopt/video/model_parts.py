@@ -1,6 +1,8 @@
 """Which parts of a video model are trained: vision tower, projector, language model."""
 
 import copy
+import functools
+import inspect
 import re
 
 import torch
@@ -18,19 +20,20 @@ _PROJECTORS += ("embed_vision", "mm_projector", "vision_projection", "aligner") 
 
 
 def vision_parts(model) -> tuple[str, list[str]]:
-    """Full names of the vision tower and of the projector's modules.
+    """Full names of the vision tower and of the projector's modules; no tower is an empty name (Gemma 4 Unified).
 
     Raises:
-        InputError: the model has no vision tower.
+        InputError: the model has neither.
     """
     inner = inner_model(model)
     tower = inner.get_encoder(modality="video")
     names = {id(module): name for name, module in inner.named_modules()}
-    if tower is inner or not names.get(id(tower)):
-        raise InputError(f"{type(inner).__name__} has no vision tower: use recipes/sft.py for language models")
+    tower = "" if tower is inner else names.get(id(tower), "")
     projectors = [name for name in names.values() if name.rpartition(".")[2] in _PROJECTORS]
     outermost = [name for name in projectors if not any(name.startswith(f"{other}.") for other in projectors)]
-    return names[id(tower)], outermost
+    if not tower and not outermost:
+        raise InputError(f"{type(inner).__name__} has no vision tower: use recipes/sft.py for language models")
+    return tower, outermost
 
 
 def frozen_parts(model) -> tuple[str, ...]:
@@ -67,7 +70,7 @@ def _freeze(model, frozen: tuple[str, ...]) -> None:
         in_tower = name.startswith(f"{tower}.") and not in_projector
         if (in_tower and "vision" in frozen) or (in_projector and "projector" in frozen):
             weight.requires_grad_(False)
-    if "vision" in frozen:
+    if "vision" in frozen and tower:
         for part in model.get_submodule(tower).modules():
             if hasattr(part, "get_input_embeddings"):
                 replace(part, "get_input_embeddings", _no_embeddings)
@@ -82,7 +85,7 @@ def _not_adapted(model, frozen: tuple[str, ...]) -> str | None:
     """LoraConfig's `exclude_modules` for the frozen parts; None where nothing is frozen."""
     tower, projectors = vision_parts(model)
     patterns = []
-    if "vision" in frozen:
+    if "vision" in frozen and tower:
         inside = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
         except_projector = f"(?!{'|'.join(map(re.escape, inside))})" if inside else ""
         patterns.append(rf"{re.escape(tower)}\.{except_projector}.*")
@@ -99,23 +102,29 @@ def not_quantized(config, auto) -> list[str]:
     """
     with torch.device("meta"):
         tower, projectors = vision_parts(auto.from_config(config, trust_remote_code=is_trusted(config)))
-    return [tower, *projectors, "lm_head"]
+    return [*filter(None, [tower]), *projectors, "lm_head"]
 
 
 def take_videos_of_any_length(model) -> None:
-    """Have models that take videos as one tensor (LLaVA-OneVision) accept a list, and encode its videos one by one."""
+    """Have models that take media as one tensor (LLaVA, PerceptionLM) accept a list, encoded one by one."""
     for part in inner_model(model).modules():
-        if hasattr(part, "get_video_features") and hasattr(part, "image_newline"):
-            replace(part, "get_video_features", _one_by_one(part.get_video_features))
+        for name in ("get_video_features", "get_image_features"):
+            if hasattr(part, name):
+                replace(part, name, _one_by_one(getattr(part, name)))
 
 
 def _one_by_one(features):
-    def video_features(pixel_values_videos, *args, **kwargs):
-        if not isinstance(pixel_values_videos, list):
-            return features(pixel_values_videos, *args, **kwargs)
-        outputs = [features(video, *args, **kwargs) for video in pixel_values_videos]
+    pixels, *_ = inspect.signature(features).parameters
+
+    @functools.wraps(features)
+    def features_of_any(*args, **kwargs):
+        media = args[0] if args else kwargs.get(pixels)
+        if not isinstance(media, list):
+            return features(*args, **kwargs)
+        kwargs.pop(pixels, None)
+        outputs = [features(one, *args[1:], **kwargs) for one in media]
         tokens = [output.pooler_output.flatten(0, 1) for output in outputs]
         outputs[0].pooler_output = torch.cat(tokens)[None]
         return outputs[0]
 
-    return video_features
+    return features_of_any

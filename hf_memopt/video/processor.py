@@ -11,6 +11,7 @@ import torch
 from transformers.utils import PushToHubMixin, cached_file, is_torchvision_available
 
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.video.families import fit_to_model, model_class
 from hf_memopt.video.pixels import FAMILIES, prepare_frames
 from hf_memopt.video.published import published_settings
 
@@ -23,8 +24,16 @@ def load_processor(name: str, config, trust_remote_code: bool = False):
     """AutoProcessor's processor. Without torchvision, the same class around TorchVideoProcessor.
 
     Raises:
-        InputError: the checkpoint has no processor for videos, or only one that needs torchvision.
+        InputError: the recipe cannot train the model, or the checkpoint has no processor for videos, or only one that
+            needs torchvision.
     """
+    model_class(config)
+    processor = _load(name, config, trust_remote_code)
+    fit_to_model(processor, config)
+    return processor
+
+
+def _load(name: str, config, trust_remote_code: bool):
     with as_input_error(f"processor {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
         if not is_torchvision_available():
             return _load_without_torchvision(name, config, trust_remote_code)
