@@ -1,8 +1,25 @@
 """Packages that only some commands need: named before any work starts, not in a traceback after it."""
 
 import importlib.util
+import sys
 
 from hf_memopt.errors import InputError
+
+# Package, as it is imported -> the extra of setup.cfg that installs it, in a version that was tried.
+EXTRAS = {
+    "PIL": "video",
+    "av": "video",
+    "datasets": "train",
+    "deepspeed": "deepspeed",
+    "gradio": "ui",
+    "matplotlib": "reports",
+    "torchao": "fp8",
+    "trl": "trl",
+}
+# What recipes need beside datasets and matplotlib.
+_OF_RECIPES = {"dpo": "trl", "grpo": "trl", "video_sft": "av"}
+# Where PyPI has another name.
+_ON_PYPI = {"PIL": "pillow", "optimi": "torch-optimi"}
 
 
 def is_installed(package: str) -> bool:
@@ -10,14 +27,47 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def require(package: str, needed_by: str) -> None:
+def how_to_install(package: str, extra: str | None = None) -> str:
+    """A command for a package: its extra, which pip also adds to an installed wheel or checkout; else its own name."""
+    if package == "deepspeed" and sys.platform != "linux":
+        return "it is for Linux alone"  # setup.cfg asks for it nowhere else
+    if extra := extra or EXTRAS.get(package):
+        return f"pip install 'hf_memopt[{extra}]'"
+    return f"pip install {_ON_PYPI.get(package, package.replace('_', '-'))}"
+
+
+def extras_for(recipe: str, strategy: str) -> str:
+    """The extras of setup.cfg that a recipe needs under an engine, with commas between them."""
+    extras = [EXTRAS[_OF_RECIPES[recipe]] if recipe in _OF_RECIPES else "train"]
+    return ",".join([*extras, *(["deepspeed"] if strategy.startswith("zero") else [])])
+
+
+def missing_for(recipe: str, strategy: str) -> str | None:
+    """A note where a recipe would not start on this machine; None where nothing is missing."""
+    needed = ["datasets", "matplotlib", _OF_RECIPES.get(recipe), "deepspeed" if strategy.startswith("zero") else None]
+    missing = [name for name in needed if name and not is_installed(name)]
+    if not missing:
+        return None
+    fix = how_to_install(missing[0], extras_for(recipe, strategy))
+    return f"recipes/{recipe}.py needs {_not_installed(missing)} here: {fix}"
+
+
+def require(packages: str | tuple[str, ...], needed_by: str, extra: str | None = None) -> None:
     """Refuse what needs a missing package.
 
     Args:
+        packages: by the names with which they are imported.
         needed_by: the setting or command, as the user wrote it.
+        extra: installs all of the packages; by default the first missing one's own.
 
     Raises:
-        InputError: the package is not installed.
+        InputError: a package is not installed.
     """
-    if not is_installed(package):
-        raise InputError(f"{needed_by} needs {package}, which is not installed: pip install {package}")
+    names = (packages,) if isinstance(packages, str) else packages
+    if missing := [name for name in names if not is_installed(name)]:
+        raise InputError(f"{needed_by} needs {_not_installed(missing)}: {how_to_install(missing[0], extra)}")
+
+
+def _not_installed(packages: list[str]) -> str:
+    names = " and ".join(_ON_PYPI.get(name, name) for name in packages)
+    return f"{names}, which {'is' if len(packages) == 1 else 'are'} not installed"

@@ -93,7 +93,7 @@ def test_packages_are_looked_for_by_the_name_that_transformers_imports(module):
     assert f"from {module}" in inspect.getsource(trainer_optimizer)
 
 
-ON_PYPI = {"optimi": "torch-optimi"}
+ON_PYPI = {"optimi": "torch-optimi", "torchao": r"'hf_memopt\[fp8\]'"}
 
 
 @pytest.mark.parametrize(("optim", "module"), sorted(PACKAGES.items()))

@@ -20,7 +20,7 @@ def _cells() -> list[dict]:
 
 def test_the_first_cell_installs_and_no_output_is_kept():
     first, *others = _cells()
-    assert "".join(first["source"]) == "%pip install -q hf_memopt"
+    assert "".join(first["source"]) == "%pip install -q 'hf_memopt[train]'"
     assert not any("%pip" in "".join(cell["source"]) for cell in others)
     assert not any(cell["outputs"] for cell in [first, *others])
 

@@ -54,6 +54,17 @@ def test_type_checkers_read_the_annotations():
     assert "Typing :: Typed" in settings["metadata"]["classifiers"]
 
 
+def test_the_stub_names_what_the_package_resolves():
+    """Type checkers cannot follow __getattr__: they read __init__.pyi."""
+    import ast
+
+    from hf_memopt import _HOME
+
+    stub = ast.parse((ROOT / "hf_memopt" / "__init__.pyi").read_text(encoding="utf-8"))
+    imported = [(node, name) for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert {name.asname: node.module for node, name in imported} == _HOME
+
+
 @pytest.mark.parametrize("source", [None, "https://example.org/hf_memopt"])
 def test_no_link_of_the_description_is_relative(source):
     """PyPI shows README.md far from the files that it links to."""
@@ -140,7 +151,7 @@ def test_wheel_holds_every_shipped_file(installed):
     code = {
         path.relative_to(ROOT / "hf_memopt")
         for path in (ROOT / "hf_memopt").rglob("*")
-        if path.suffix in (".py", ".json", ".html", ".toml", ".typed")
+        if path.suffix in (".py", ".pyi", ".json", ".html", ".toml", ".typed")
     }
     assert not code - {path.relative_to(package) for path in package.rglob("*")}
     for folder in ("accelerate_configs", "recipes"):

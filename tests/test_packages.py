@@ -1,11 +1,17 @@
 """Without a package: what needs it says so before any work starts."""
 
+import configparser
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
+from packaging.requirements import Requirement
 
+from hf_memopt.cli.doctor import _REQUIRED
 from hf_memopt.errors import InputError
+from hf_memopt.packages import EXTRAS, extras_for
 
 
 @pytest.fixture
@@ -36,13 +42,15 @@ def test_pictures_need_matplotlib(words, without, command, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)  # how dry-run ends
     without("matplotlib")
     code, _, errors = command(*words)
-    assert code == 2 and "needs matplotlib, which is not installed: pip install matplotlib" in errors
+    assert code == 2 and "needs matplotlib, which is not installed: pip install 'hf_memopt[reports]'" in errors
 
 
 @pytest.mark.parametrize("package", ["datasets", "matplotlib"])
 def test_recipes_say_what_they_need_before_they_load_anything(package, without, recipe, tmp_path):
     without(package)
-    with pytest.raises(InputError, match=f"needs {package}, which is not installed"):
+    with pytest.raises(
+        InputError, match=rf"needs {package}, which is not installed: pip install 'hf_memopt\[train\]'"
+    ):
         recipe("sft")(["--preset", "cpu", "--output_dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
@@ -59,6 +67,54 @@ def test_plans_without_deepspeed_leave_zero_out(without):
     assert "zero3" in available_strategies()
     without("deepspeed")
     assert available_strategies() == ["ddp", "fsdp2"]
+
+
+def test_a_plan_says_that_zero_was_not_tried(without):
+    from hf_memopt.planner.devices import preset_of
+    from hf_memopt.planner.plan import Plan
+
+    def notes(hardware: str) -> str:
+        return " ".join(Plan(SimpleNamespace(preset=preset_of(hardware, "lora"), trl=None), [], []).notes)
+
+    assert "ZeRO" not in notes("a100_80gbx8")
+    without("deepspeed")
+    assert "ZeRO was not tried: deepspeed is not installed: pip install 'hf_memopt[deepspeed]'" in notes("a100_80gbx8")
+    assert "ZeRO" not in notes("a100_80gb")
+
+
+def test_an_exported_recipe_that_would_not_start_here_is_noted(without, command, tmp_path):
+    code, told, _ = command("export", "a100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--recipe", "dpo")
+    assert code == 0 and "note:" not in told
+    without("trl")
+    code, told, _ = command("export", "a100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--recipe", "dpo")
+    assert code == 0
+    fix = "pip install 'hf_memopt[trl,deepspeed]'"
+    assert f"note: recipes/dpo.py needs trl, which is not installed here: {fix}" in told
+
+
+def test_each_named_extra_installs_its_package():
+    """Whoever follows an error's advice gets what was missing."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+
+    def names(extra: str) -> set[str]:
+        asked = [Requirement(line) for line in extras[extra].split("\n") if line.strip()]
+        own = {one.name for one in asked if one.name != "hf_memopt"}
+        return own.union(*(names(inner) for one in asked if one.name == "hf_memopt" for inner in one.extras))
+
+    for package, extra in EXTRAS.items():
+        assert {"PIL": "pillow"}.get(package, package) in names(extra)
+    for recipe in ("pretrain", "sft", "dpo", "grpo", "video_sft"):
+        assert {"datasets", "matplotlib"} <= names(extras_for(recipe, "none"))
+        assert extras_for(recipe, "zero3") == f"{extras_for(recipe, 'none')},deepspeed"
+
+
+def test_what_a_plain_install_brings_is_never_an_extra():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    plain = {Requirement(line).name for line in config["options"]["install_requires"].split("\n") if line.strip()}
+    assert not plain & set(EXTRAS) and set(_REQUIRED) <= plain
 
 
 def test_no_fork_on_macos(monkeypatch):

@@ -1,7 +1,6 @@
 """`hf-memopt doctor`: this machine, what would be used on it, what is missing; and faults of configuration files."""
 
 import contextlib
-import importlib.util
 import logging
 import platform
 import shutil
@@ -15,22 +14,29 @@ from hf_memopt.compatibility.config_files import Fault, difference_here, find_fa
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.hardware.measured import measured_on
+from hf_memopt.packages import EXTRAS, how_to_install, is_installed
 from hf_memopt.units import gib
 
+# What setup.cfg always installs: without it something is wrong.
+_REQUIRED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 # Package -> what needs it.
 _PACKAGES = {
     "torch": "everything",
     "transformers": "everything",
     "accelerate": "everything",
-    "datasets": "the recipes",
     "peft": "methods lora and qlora",
     "bitsandbytes": "method qlora and 8-bit optimizers",
+    "datasets": "the recipes",
+    "matplotlib": "reports and --plot",
     "deepspeed": "the zero strategies",
-    "torchao": "optim adamw_torch_8bit and adamw_torch_4bit (optional)",
-    "flash_attn": "attention flash_attention_2 (optional)",
-    "flash_attn_interface": "attention flash_attention_3 (optional)",
-    "liger_kernel": "use_liger_kernel (optional)",
-    "kernels": "attention kernels from the hub (optional)",
+    "trl": "recipes dpo and grpo, --task",
+    "av": "recipe video_sft",
+    "gradio": "hf-memopt ui",
+    "torchao": "precision fp8, optim adamw_torch_8bit and adamw_torch_4bit",
+    "flash_attn": "attention flash_attention_2",
+    "flash_attn_interface": "attention flash_attention_3",
+    "liger_kernel": "use_liger_kernel",
+    "kernels": "attention kernels from the hub",
 }
 # The versions that the tests pass with (constraints.txt); the other packages are in no test.
 _TESTED = {
@@ -40,7 +46,11 @@ _TESTED = {
     "datasets": "5.2.0",
     "peft": "0.21.2",
     "bitsandbytes": "0.50.2",
+    "matplotlib": "3.11.2",
     "deepspeed": "0.19.8",
+    "trl": "1.16.0",
+    "av": "18.1.0",
+    "gradio": "6.31.0",
     "torchao": "0.18.0",
 }
 
@@ -115,7 +125,11 @@ def _report() -> dict[str, Any]:
     preset = get_preset("auto")
     methods, problems = _methods_that_work()
     packages = {
-        name: {"version": _version(name), "tested": _TESTED.get(name), "needed_for": use}
+        name: {
+            "version": _version(name),
+            "tested": _TESTED.get(name),
+            "needed_for": f"{use} (extra {EXTRAS[name]})" if name in EXTRAS else use,
+        }
         for name, use in _PACKAGES.items()
     }
     loading = _data_loading(preset)
@@ -173,9 +187,9 @@ def _data_loading(preset):
 
 def _package_problems(packages: dict) -> list[str]:
     return [
-        f"{name} is not installed: no {package['needed_for']}"
-        for name, package in packages.items()
-        if not package["version"] and "optional" not in package["needed_for"]
+        f"{name} is not installed, for {packages[name]['needed_for']}: {how_to_install(name)}"
+        for name in _REQUIRED
+        if not packages[name]["version"]
     ]
 
 
@@ -198,7 +212,7 @@ def _compiler_problems(packages: dict) -> list[str]:
         problems.append("no C++ compiler: DeepSpeed cannot build its CPU optimizer for the offload strategies")
     elif sys.platform == "linux" and not has_libaio():
         problems.append("libaio is missing (package libaio-dev): strategy zero3_offload_nvme cannot be built")
-    if importlib.util.find_spec("ninja") is None and not shutil.which("ninja"):
+    if not is_installed("ninja") and not shutil.which("ninja"):
         problems.append("ninja is not installed (pip install ninja): DeepSpeed cannot build its operators")
     problems += [
         f"{lock} is left of a compilation that was killed, and DeepSpeed waits for it for ever: delete it"
@@ -208,7 +222,7 @@ def _compiler_problems(packages: dict) -> list[str]:
 
 
 def _version(package: str) -> str | None:
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         return None
     names = metadata.packages_distributions().get(package, [package])
     return metadata.version(names[0])

@@ -10,6 +10,7 @@ from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.compatibility.setup import check
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
+from hf_memopt.packages import missing_for
 from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
 from hf_memopt.presets.cloud import TARGETS, cloud_files
@@ -76,6 +77,8 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
         start = "sbatch" if preset.machines > 1 else "sh"
         script = shlex.quote(str(folder / ("slurm.sbatch" if preset.machines > 1 else "launch.sh")))
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
+        if missing := missing_for(options.recipe, preset.strategy):
+            print(f"note: {missing}")
 
 
 # How each target's own tool starts what was written; {} is the folder.

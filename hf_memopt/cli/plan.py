@@ -13,6 +13,7 @@ from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
 from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.packages import missing_for
 from hf_memopt.presets.quantization import check_4bit
 from hf_memopt.units import GIB, gib, size
 
@@ -204,10 +205,18 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
 
 def _print_start(request, rung) -> None:
     """The command that starts a profile; where there is no recipe, the fields for a script of one's own."""
-    from hf_memopt.planner.launch import has_recipe, launch_command, memory_settings, training_arguments
+    from hf_memopt.planner.launch import (
+        has_recipe,
+        launch_command,
+        memory_settings,
+        recipe_name,
+        training_arguments,
+    )
 
     if has_recipe(request):
         print(f"{rung.name}:\n  {launch_command(request, rung)}")
+        if missing := missing_for(recipe_name(request), rung.preset.strategy):
+            print(f"note: {missing}")
         return
     print(f"{rung.name}, for your own script:")
     for name, fields in (

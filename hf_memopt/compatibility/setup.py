@@ -1,13 +1,11 @@
 """Check a training setup against the table of combinations that do not work."""
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.compatibility.rules import COMPILE_MODES, PACKAGES, RULES
 from hf_memopt.errors import InputError, choose
-
-_ON_PYPI = {"optimi": "torch-optimi"}  # where the name is another than the module's
+from hf_memopt.packages import how_to_install, is_installed
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,12 @@ def check(setup: Setup) -> None:
     for refusal in refusals(setup):
         raise InputError(refusal)
     package = PACKAGES.get(setup.optim)
-    if package and importlib.util.find_spec(package) is None:
+    if package and not is_installed(package):
         raise InputError(
-            f"optim={setup.optim} needs {package}, which is not installed: pip install "
-            f"{_ON_PYPI.get(package, package.replace('_', '-'))}, or use optim=adamw_torch"
+            f"optim={setup.optim} needs {package}, which is not installed: {how_to_install(package)}, "
+            "or use optim=adamw_torch"
         )
-    if setup.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+    if setup.method == "qlora" and not is_installed("bitsandbytes"):
         raise InputError(
             "method=qlora needs bitsandbytes, which is not installed: pip install bitsandbytes, or use method=lora"
         )

@@ -19,6 +19,7 @@ from hf_memopt.estimator.trainer_job import TrainerJob, check_held, check_sharde
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.refusals import check_with_trl
+from hf_memopt.presets.trl_configs import trl_class
 
 _WORD, _END = "a", "<eos>"
 
@@ -76,7 +77,7 @@ class TrlTask:
         Raises:
             InputError: TRL is not installed.
         """
-        return _trl(self.config)
+        return trl_class(self.config)
 
 
 TRL_TASKS = {
@@ -87,14 +88,6 @@ TRL_TASKS = {
     "grpo": TrlTask("GRPOTrainer", "GRPOConfig", _prompt, generates=True),
     "rloo": TrlTask("RLOOTrainer", "RLOOConfig", _prompt, generates=True),
 }
-
-
-def _trl(name: str) -> type:
-    try:
-        import trl
-    except ImportError as error:
-        raise InputError(f"trl cannot be imported ({error}): pip install 'hf_memopt[trl]'") from error
-    return getattr(trl, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +209,7 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
         if row.generates:
             more["reward_funcs"] = _unscored
             stack.enter_context(without_engine(lambda: make_model(settings), mode))
-        return _trl(row.trainer)(
+        return trl_class(row.trainer)(
             model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **more
         )
 

@@ -126,7 +126,7 @@ def write_files(request, rung, directory: str) -> list[str]:
     comment = f"{rung.preset.name}, profile {rung.name}: {rung.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
     argv = recipe_command(request, rung)
-    argv[0] = shlex.quote(str(_recipe(request)))
+    argv[0] = shlex.quote(str(_recipe_file(request)))
     files |= scripts(rung.preset, folder, argv)
     write_folder(folder, files)
     return [str(folder / file) for file in sorted(files)]
@@ -139,7 +139,7 @@ def _json(value: dict) -> str:
 def recipe_command(request, rung) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
     preset = rung.preset
-    argv = [shlex.quote(from_here(_recipe(request))), "--preset", preset.name, "--method", preset.method]
+    argv = [shlex.quote(from_here(_recipe_file(request))), "--preset", preset.name, "--method", preset.method]
     argv += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
     argv += _length_arguments(request)
     argv += ["--effective_batch_size", str(request.effective_batch_size)]
@@ -171,11 +171,15 @@ def has_recipe(request) -> bool:
     return request.is_named and (request.trl is None or request.trl.task in _RECIPES)
 
 
-def _recipe(request) -> Path:
-    """The recipe's file in this installation."""
+def recipe_name(request) -> str:
+    """The recipe that runs the job, where has_recipe()."""
     video = request.more.get("video") is not None
-    name = "video_sft" if video else _RECIPES[request.trl and request.trl.task]
-    return shipped("recipes") / f"{name}.py"
+    return "video_sft" if video else _RECIPES[request.trl and request.trl.task]
+
+
+def _recipe_file(request) -> Path:
+    """In this installation."""
+    return shipped("recipes") / f"{recipe_name(request)}.py"
 
 
 def _length_arguments(request) -> list[str]:

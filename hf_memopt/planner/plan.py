@@ -22,6 +22,7 @@ from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
+from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.devices import preset_of
@@ -253,10 +254,14 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What of the device's memory and speed was measured on it; of GRPO and RLOO, what a step generates."""
-        device = self.request.preset.hardware
+        """What was not tried; what of the device's memory and speed was measured on it; of GRPO and RLOO, what a step
+        generates."""
+        preset = self.request.preset
+        device = preset.hardware
         memory = measured_memory(device) if measured_on(device) else ()
         notes = [*memory, *filter(None, [self.link, speed_note(device)])]
+        if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
+            notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
         if self.request.trl is not None and self.ladder:
             notes += self.request.trl.notes(usual_profile(self.ladder).choice, device)
         return notes

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_memopt.errors import InputError
+from hf_memopt.packages import extras_for
 from hf_memopt.presets.launch_script import machine_words
 from hf_memopt.presets.preset import Preset
 
@@ -44,7 +45,6 @@ _HF_JOBS = {
     "rtx_pro_6000_server": {1: "rtx-pro-6000", 2: "rtx-pro-6000x2", 4: "rtx-pro-6000x4", 8: "rtx-pro-6000x8"},
     "t4": {1: "t4-medium"},
 }
-_EXTRAS = {"dpo": "trl", "grpo": "trl", "video_sft": "video"}
 
 
 def cloud_files(preset: Preset, target: str, arguments: list[str], config_files: Mapping[str, str]) -> dict[str, str]:
@@ -72,7 +72,7 @@ def _train_script(preset: Preset, arguments: list[str]) -> str:
     from hf_memopt import __version__
 
     recipe, *words = arguments
-    extra = f"[{_EXTRAS[recipe]}]" if recipe in _EXTRAS else ""
+    extras = extras_for(recipe, preset.strategy)
     if preset.machines > 1:  # a save that fails shows in the first minute
         words = [*words, "--probe_save", "true"]
     lines = [
@@ -82,7 +82,7 @@ def _train_script(preset: Preset, arguments: list[str]) -> str:
         'here=$(cd "$(dirname "$0")" && pwd)',
         "# HF_MEMOPT_PACKAGE is what pip installs where hf_memopt is missing: a version, a wheel's path or URL.",
         "python3 -c 'import hf_memopt' 2>/dev/null || \\",
-        f'    python3 -m pip install -q "${{HF_MEMOPT_PACKAGE:-hf_memopt{extra}=={__version__}}}"',
+        f'    python3 -m pip install -q "${{HF_MEMOPT_PACKAGE:-hf_memopt[{extras}]=={__version__}}}"',
         *(f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()),
         """recipes=$(python3 -c 'from hf_memopt.files import shipped; print(shipped("recipes"))')""",
         'exec python3 -m accelerate.commands.launch --config_file "$here/accelerate.yaml" \\',

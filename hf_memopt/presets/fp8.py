@@ -6,10 +6,10 @@ would go over that.
 """
 
 from dataclasses import replace
-from importlib.util import find_spec
 from types import MappingProxyType
 
 from hf_memopt.errors import InputError
+from hf_memopt.packages import require
 from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import Preset
 
@@ -30,8 +30,7 @@ def in_fp8(preset: Preset) -> Preset:
         raise InputError(
             f"precision=fp8 under {preset.strategy}: accelerate always computes in bf16 under DeepSpeed; use fsdp2"
         )
-    if find_spec("torchao") is None:
-        raise InputError("precision=fp8 needs torchao: pip install torchao")
+    require("torchao", "precision=fp8")
     training = {name: value for name, value in preset.training.items() if name not in ("bf16", "fp16")}
     return replace(
         preset,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.packages import how_to_install, require
 
 _PAIRS = {"DPOConfig", "RewardConfig"}  # a sample is two sequences (trl 1.16, DataCollatorForPreference)
 
@@ -69,12 +70,13 @@ def trl_class(name: str) -> type:
     Raises:
         InputError: TRL is not installed, or cannot be imported.
     """
+    require("trl", name)
     try:
         import trl
 
         return getattr(trl, name)  # TRL imports its trainers when they are asked for
     except (ImportError, RuntimeError) as error:
-        raise InputError(f"trl cannot be imported ({one_line(error)}): pip install 'hf_memopt[trl]'") from error
+        raise InputError(f"trl cannot be imported ({one_line(error)}): {how_to_install('trl')}") from error
 
 
 def trl_trainer(trainer) -> type | None:

@@ -169,8 +169,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     _check_recipe(recipe, training)
 
     engine = resolve_engine(training)
-    require("datasets", "a recipe")
-    require("matplotlib", "a recipe's report")
+    require(("datasets", "matplotlib"), "a recipe", "train")
     if engine.name.startswith("zero"):
         require("deepspeed", f"strategy={engine.name}")
     unchanged, preset = _resolve_preset(parsed, recipe, engine)

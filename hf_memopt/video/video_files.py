@@ -5,11 +5,10 @@ import io
 from pathlib import Path
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.packages import require
 
-try:
-    import av
-except ModuleNotFoundError as error:
-    raise InputError("video recipes need PyAV and Pillow: pip install 'hf_memopt[video]'") from error
+require(("av", "PIL"), "a video")
+import av  # noqa: E402
 
 # Every decoder thread holds at least one decoded frame, and each data loader worker has its own decoder.
 _DECODER_THREADS = 4
