@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 import video_models
@@ -12,6 +11,7 @@ from hf_memopt.cli.plan import FramesOptions, frames_job
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.job import describe
+from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner import frames
 from hf_memopt.planner.frames import most_frames
 from hf_memopt.video.inputs import VideoInputs, parse_frame_size
@@ -65,7 +65,9 @@ def test_a_second_size_of_frame_starts_where_the_first_ended(job, monkeypatch):
 
     def linear(job, map_fn):
         estimated.append(job.video.frames)
-        return SimpleNamespace(device_bytes=10**6 + 1000 * job.seq_len)
+        size = 10**6 + 1000 * job.seq_len
+        kinds = {"parameters": 10**6, "activations": 1000 * job.seq_len}
+        return Estimate(size, size, size, 0, "backward", kinds, {"backward": size}, None, {}, ())
 
     monkeypatch.setattr(frames, "estimate_job", linear)
     notes = []
@@ -73,7 +75,12 @@ def test_a_second_size_of_frame_starts_where_the_first_ended(job, monkeypatch):
     first, *others = most_frames(large, budget, notes.append)
     assert first.max_frames == 40
     assert all(fit.seq_len <= first.seq_len for fit in others) and len(others) == 2
-    assert len(estimated) == len(notes) <= 3 + 2 * 2 and notes[0].startswith("size 1 of 3")
+    assert len(estimated) == len(notes) <= 2 + 2 and notes[0].startswith("size 1 of 3")
+    for fit in (first, *others):
+        assert fit.estimate.device_bytes == 10**6 + 1000 * fit.seq_len == sum(fit.estimate.breakdown.values())
+    assert [fit.max_frames in estimated for fit in others] == [
+        not fit.estimate.notes or "interpolated" not in fit.estimate.notes[0] for fit in others
+    ]
 
 
 @pytest.mark.slow

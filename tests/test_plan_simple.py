@@ -11,6 +11,8 @@ from hf_memopt import InputError, plan
 from hf_memopt.cli.plan import _host_memory, _print_methods, _print_profiles
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.tracing import model
+from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
@@ -20,7 +22,7 @@ from hf_memopt.planner.choices import Choice, SearchSpace
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import _safe_left_out
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.sketch import sketch_of, traced_jobs
+from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
 from hf_memopt.units import GIB
 
 
@@ -298,3 +300,25 @@ def test_where_no_single_change_fits_a_combination_is_found():
     assert not made.ladder
     assert any("--method lora and --seq-len 256" in change for change in made.nearest), made.nearest
     assert not any(change.startswith("--seq-len 256:") for change in made.nearest)
+
+
+@pytest.mark.parametrize(("shares", "traced"), [({0.0}, {False}), ({1.0}, {True}), ({0.0, 0.5}, {False, True})])
+def test_only_the_checkpointing_that_a_choice_needs_is_traced(shares, traced):
+    jobs = baselines(lambda samples, checkpointed: (samples, checkpointed), shares, fewest=2)
+    assert set(jobs) == {(samples, checkpointed) for checkpointed in traced for samples in (2, 4)}
+
+
+def test_a_model_is_built_once_to_count_its_weights(monkeypatch):
+    built = []
+    make_model = model.make_model
+    monkeypatch.setattr(model, "make_model", lambda settings: built.append(settings) or make_model(settings))
+    sizes = [count_weights(config(layers, hidden_size=40), "causal-lm") for layers in (2, 3, 2)]
+    assert len(built) == 2 and sizes[0] == sizes[2] < sizes[1]
+
+
+def test_what_the_weights_rule_out_is_sketched_with_one_sample_alone(request_and_search):
+    request, search = request_and_search
+    smallest = request.search(lambda text: None, smallest=True)
+    assert {(one.micro_batch, one.checkpointed) for one in smallest.choices} == {(1, 1.0)}
+    least = smallest.one_sample("none")
+    assert smallest.sketch.device_bytes(least) == search.sketch.device_bytes(least)

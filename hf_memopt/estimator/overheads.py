@@ -137,6 +137,12 @@ def host_bytes(peaks: dict[str, Peak], job, cached: int) -> int:
     return max(offloaded, staged) + loader + spare
 
 
+def describe_sample(job) -> str:
+    """What a sample of a job with videos consists of."""
+    video = job.video
+    return f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text"
+
+
 def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
@@ -161,7 +167,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
     said.extend(quantization_notes(job))
     video = job.video
     if video is not None and video.sample is None and video.packed is None:
-        said.append(f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text")
+        said.append(describe_sample(job))
         if not video.settings:
             said.append("the model's processor could not be asked: frames are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.overheads import describe_sample
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 
@@ -15,8 +16,10 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 CAPS = (None, 448 * 448, 224 * 224)
 _MOST = 4096  # frames that are asked for, at most
 _FIRST = 32  # frames of the first estimate; with fewer, what does not grow with them may decide the peak
-_SECOND = {True: 4, False: 1 / 4}  # times as many for the second, by whether the first fits
+_FURTHEST = 8  # times as many or as few for the second, by what grows with tokens in the first
+_FIXED = ("parameters", "gradients", "optimizer_states", "communication")  # kinds of memory that do not
 _TRIES = 6
+_NEAR = 0.05  # of a sample's tokens: so near an estimate, the answer is interpolated
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Fit:
         max_pixels_per_frame: None for the model's own size.
         max_frames: 0 where not even one fits.
         seq_len: tokens of a sample with so many.
-        estimate: of that job, or of the one frame that does not fit.
+        estimate: of that job, or of the one frame that does not fit; its notes say where it was interpolated.
     """
 
     max_pixels_per_frame: int | None
@@ -42,11 +45,11 @@ class _Limit:
 
     Attributes:
         tokens: of a sample that takes all of the budget.
-        bytes_per_token: there.
+        near: tokens and estimate of the two samples nearest to it, between which memory is taken as linear.
     """
 
     tokens: float
-    bytes_per_token: float
+    near: tuple[tuple[int, Estimate], tuple[int, Estimate]]
 
 
 def most_frames(job: Job, budget: int | None = None, note: Callable[[str], None] = lambda text: None) -> Iterator[Fit]:
@@ -98,6 +101,7 @@ class _Search:
     Attributes:
         start: the limit at another size.
         tried: frames -> their estimate.
+        between: the same of what was interpolated.
     """
 
     job: Job
@@ -105,27 +109,32 @@ class _Search:
     note: Callable[[str], None]
     start: _Limit | None
     tried: dict[int, Estimate] = field(default_factory=dict)
+    between: dict[int, Estimate] = field(default_factory=dict)
 
     def most(self) -> int:
         merged = self.job.video.temporal_patch_size(self.job.config)
         most = min(_MOST, _positions(self.job)) // merged * merged
         first = _FIRST if self.start is None else self._frames(self.start.tokens)
         for _ in range(_TRIES):
-            fitting = [frames for frames, estimate in self.tried.items() if estimate.device_bytes <= self.budget]
-            low, high = max(fitting, default=0), min([most, *(n - merged for n in self.tried if n not in fitting)])
+            low, high = max(self._fitting(), default=0), min([most, *(n - merged for n in self._too_many())])
             if not self.tried:
                 guess = first
             elif limit := self.limit():
                 guess = self._frames(limit.tokens)
             else:
-                guess = int(first * _SECOND[bool(fitting)])
+                guess = self._second(first)
             guess = min(high, max(1, guess // merged * merged))
             if guess <= low:
                 break
+            if estimate := self._interpolated(guess):
+                self.between[guess] = estimate
+                break
             self.estimate(guess)
-        return max((n for n, estimate in self.tried.items() if estimate.device_bytes <= self.budget), default=0)
+        return max([*self._fitting(), *self.between], default=0)
 
     def estimate(self, frames: int) -> Estimate:
+        if frames in self.between:
+            return self.between[frames]
         if frames not in self.tried:
             self.note(f"estimate {len(self.tried) + 1} of at most {_TRIES}, {frames} frames")
             self.tried[frames] = estimate_job(_with_frames(self.job, frames), on_all_cores)
@@ -134,20 +143,68 @@ class _Search:
     def limit(self) -> _Limit | None:
         """Where the line through the two nearest estimates reaches the budget, or through one with the slope of
         another size."""
-        taken = {_tokens(self.job, frames): estimate.device_bytes for frames, estimate in self.tried.items()}
-        near = sorted(taken, key=lambda tokens: abs(taken[tokens] - self.budget))[:2]
-        if len(near) == 2:
-            slope = abs(taken[near[1]] - taken[near[0]]) / abs(near[1] - near[0])
-        elif near and self.start:
-            slope = self.start.bytes_per_token
-        else:
+        taken = [(_tokens(self.job, frames), estimate) for frames, estimate in self.tried.items()]
+        nearest = sorted(taken, key=lambda one: abs(one[1].device_bytes - self.budget))[:2]
+        if not nearest or (len(nearest) == 1 and self.start is None):
             return None
-        return _Limit(near[0] + (self.budget - taken[near[0]]) / max(1e-9, slope), slope)
+        one, two = nearest if len(nearest) == 2 else self.start.near
+        slope = abs(two[1].device_bytes - one[1].device_bytes) / abs(two[0] - one[0])
+        tokens, estimate = nearest[0]
+        return _Limit(tokens + (self.budget - estimate.device_bytes) / max(1e-9, slope), (one, two))
+
+    def _fitting(self) -> list[int]:
+        return [frames for frames, estimate in self.tried.items() if estimate.device_bytes <= self.budget]
+
+    def _too_many(self) -> list[int]:
+        return [frames for frames, estimate in self.tried.items() if estimate.device_bytes > self.budget]
+
+    def _second(self, first: int) -> int:
+        """Where the budget ends if all but the model grows with the tokens of the first estimate."""
+        estimate = self.tried[first]
+        growing = max(1, estimate.peak_allocated_bytes - sum(estimate.breakdown.get(kind, 0) for kind in _FIXED))
+        times = 1 + (self.budget - estimate.device_bytes) / growing
+        return self._frames(_tokens(self.job, first) * min(_FURTHEST, max(1 / _FURTHEST, times)))
+
+    def _interpolated(self, frames: int) -> Estimate | None:
+        """An estimate by the line that limit() follows; None where no estimate of this size is near."""
+        if not self.tried or not (limit := self.limit()):
+            return None
+        job = _with_frames(self.job, frames)
+        tokens, known = job.seq_len, {_tokens(self.job, one): estimate for one, estimate in self.tried.items()}
+        nearest = min(known, key=lambda one: abs(one - tokens))
+        if abs(nearest - tokens) > _NEAR * tokens:
+            return None
+        (one, low), (two, high) = limit.near
+        share = (tokens - nearest) / (two - one)
+        estimate = _moved(known[nearest], low, high, share)
+        if estimate.device_bytes > self.budget:
+            return None
+        kept = (note for note in estimate.notes if not note.startswith("a sample:"))
+        said = f"interpolated between estimates of {min(one, two):,} and {max(one, two):,} tokens a sample"
+        return dataclasses.replace(estimate, notes=(said, describe_sample(job), *kept))
 
     def _frames(self, tokens: float) -> int:
         """The most frames of a sample with at most so many tokens."""
         two, four = _tokens(self.job, 2), _tokens(self.job, 4)
         return int(2 + max(-1.0, min(_MOST, (tokens - two) / max(1e-9, (four - two) / 2))) + 1e-6)
+
+
+def _moved(base: Estimate, low: Estimate, high: Estimate, share: float) -> Estimate:
+    """An estimate moved by a share of the way between two others."""
+
+    def moved(start, one, two):
+        if isinstance(start, dict):
+            return {name: moved(value, one.get(name, 0), two.get(name, 0)) for name, value in start.items()}
+        if None in (start, one, two):
+            return start
+        value = start + share * (two - one)
+        return max(0, round(value) if isinstance(start, int) else value)
+
+    names = [field.name for field in dataclasses.fields(base) if field.name.endswith(("_bytes", "_per_second"))]
+    names = [name for name in names if name != "capacity_bytes"] + ["breakdown", "phases", "step_seconds"]
+    return dataclasses.replace(
+        base, **{name: moved(*(getattr(each, name) for each in (base, low, high))) for name in names}
+    )
 
 
 def _with_frames(job: Job, frames: int) -> Job:

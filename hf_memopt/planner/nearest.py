@@ -199,7 +199,7 @@ class _Combinations:
         return self.request.more.get("video") is None and self.request.seq_len // share >= _SHORTEST
 
     def _sketched(self, variant) -> tuple[list[Choice], Sketch]:
-        """The choices with one sample a micro-batch, and their sketch."""
+        """The choices with one sample a micro-batch and the most layers checkpointed, and their sketch."""
         preset = variant.preset
         fields = {name: value for name, value in variant.fields.items() if name != "gradient_accumulation_steps"}
         fields = {"per_device_train_batch_size": variant.fewest_samples, **fields}
@@ -207,6 +207,8 @@ class _Combinations:
         if variant.preset.strategy != "none":  # others may be what fits
             opened = replace(variant, preset=replace(preset, strategy="none"), fields=fields)
             choices += [choice for choice in opened.choices() if choice.strategy != preset.strategy]
+        most = max((choice.checkpointed for choice in choices), default=0)
+        choices = [choice for choice in choices if choice.checkpointed == most]  # the others need more
         # Engines compute with 16-bit weights, one device with what its preset loads.
         key = preset.method, preset.dtype == "float32" and preset.processes == 1
         if variant is self.request:

@@ -152,12 +152,20 @@ class Request:
             **more,
         )
 
-    def search(self, say: Callable[[str], None]) -> Search | None:
-        """The search over all choices; None where compatibility leaves none."""
+    def search(self, say: Callable[[str], None], smallest: bool = False) -> Search | None:
+        """The search over all choices; None where compatibility leaves none.
+
+        Args:
+            smallest: only of those with the fewest samples and the most layers checkpointed, in fewer traces.
+        """
         choices = self.choices()
         if not choices:
             return None
-        say(f"tracing {self.preset.method} training with and without activation checkpointing")
+        if smallest:
+            fewest, most = min(one.micro_batch for one in choices), max(one.checkpointed for one in choices)
+            choices = [one for one in choices if (one.micro_batch, one.checkpointed) == (fewest, most)]
+        how = "with" if smallest else "with and without"
+        say(f"tracing {self.preset.method} training {how} activation checkpointing")
         jobs = self.baselines(choices)
         sketch = sketch_of(jobs, traced_jobs(jobs))
         if self.trl is not None and self.trl.colocates:
@@ -212,7 +220,7 @@ class Request:
             kept = {name: value for name, value in job.fields.items() if name not in dropped}
             return dataclasses.replace(job, fields={**kept, **checkpointing})
 
-        return baselines(build, any(choice.checkpointed for choice in choices), self.fewest_samples)
+        return baselines(build, {choice.checkpointed for choice in choices}, self.fewest_samples)
 
 
 @dataclass(frozen=True)
@@ -392,7 +400,7 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
     ladders: dict[str, list[Rung]] = {}
     for method in methods:
         request = question.for_method(method)
-        if (method != methods[-1] or streaming_request(request)) and (reason := _far_too_large(request)):
+        if reason := _far_too_large(request):
             rejected.append(reason)
             searches[method] = request, None
             continue
@@ -474,7 +482,7 @@ def _nothing_fits(request: Request, search: Search | None, rejected: list[Reject
         nearest: changes that are known to make the job fit.
     """
     certain = search is None and _far_too_large(request)  # which no estimate would change
-    search = request.search(say) if certain else search
+    search = request.search(say, smallest=True) if certain else search
     least = search and (search.one_sample("none") if certain else search.smallest())
     if least is None:
         return Plan(request, [], rejected)

@@ -84,9 +84,9 @@ class Sketch:
     """Four traced jobs and what follows from them.
 
     Attributes:
-        job: with no layer checkpointed, of the first trace.
+        job: of the first trace.
         kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two (or, where
-            a micro-batch needs two, of two and four).
+            a micro-batch needs two, of two and four). The same where no choice needs one of them.
         trained: number of parameters that are trained.
     """
 
@@ -276,15 +276,16 @@ def _line(one: dict[str, int], two: dict[str, int], samples: float) -> dict[str,
     return found
 
 
-def baselines(build: Callable[..., Job], checkpointing: bool = True, fewest: int = 1) -> list[Job]:
-    """The four jobs to trace; two of a model without activation checkpointing.
+def baselines(build: Callable[..., Job], shares: set[float], fewest: int = 1) -> list[Job]:
+    """The four jobs to trace; two where all choices checkpoint every layer, or none does.
 
     Args:
         build: makes the job of a number of samples, with all layers checkpointed or none.
+        shares: of checkpointed layers that the choices have.
         fewest: samples that a micro-batch may have; the larger ones have twice as many.
     """
-    both = (False, True)[: 1 + checkpointing]
-    return [build(samples, checkpointed) for checkpointed in both for samples in (fewest, 2 * fewest)]
+    needed = [checkpointed for checkpointed in (False, True) if shares != {float(not checkpointed)}]
+    return [build(samples, checkpointed) for checkpointed in needed for samples in (fewest, 2 * fewest)]
 
 
 def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:

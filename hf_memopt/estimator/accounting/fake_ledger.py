@@ -11,8 +11,8 @@ from hf_memopt.estimator.accounting.ledger import BLOCK, Ledger, is_in_place, ma
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_SCALARS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
-_CONDITIONS = (_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor)
+_SCALARS = {_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default}
+_CONDITIONS = {_aten.all.default, _aten.all.dim, _aten.eq.Scalar, _aten.eq.Tensor}
 
 
 class FakeLedger(Ledger):
@@ -55,8 +55,8 @@ class FakeLedger(Ledger):
         if is_in_place(func, args):
             return args[0]
         before = self._allocations
-        out = self._run(func, args, kwargs)
-        self._count(func, args, kwargs, out)
+        out, shapes = self._run(func, args, kwargs)
+        self._count(func, args, kwargs, out, shapes)
         if self._allocations > before and self.phase == "optimizer":
             self._inherit(args, out)
         if func in _CONDITIONS and (live := self._live.get(out.untyped_storage()._cdata)):
@@ -64,12 +64,13 @@ class FakeLedger(Ledger):
         return out
 
     def _run(self, func, args, kwargs):
+        """An operator's output, and the shapes that decide it; None where values do, too."""
         function = self._replaced.get(func, func)
         shapes = Shapes(function, args, kwargs)
         by_shapes = shapes.key is not None and shapes.tensors and not shapes.known
         if (not by_shapes or func in known_values.SHAPED_BY_VALUES) and known_values.concerns(func, args, kwargs):
-            return known_values.run(func, args, kwargs, functools.partial(self._call, function))
-        return self._outputs.call(function, args, kwargs, shapes.key)
+            return known_values.run(func, args, kwargs, functools.partial(self._call, function)), None
+        return self._outputs.call(function, args, kwargs, shapes.key), shapes.key
 
     def _call(self, function, *args, **kwargs):
         shapes = Shapes(function, args, kwargs)

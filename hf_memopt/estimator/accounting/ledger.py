@@ -287,15 +287,19 @@ class Ledger(TorchDispatchMode):
         self._count(func, args, kwargs or {}, out)
         return out
 
-    def _count(self, func, args, kwargs, out) -> None:
-        """Count what an operator allocated, and its work."""
+    def _count(self, func, args, kwargs, out, shapes: tuple | None = None) -> None:
+        """Count what an operator allocated, and its work.
+
+        Args:
+            shapes: as for Work.note().
+        """
         before = self._allocations
         if isinstance(out, torch.Tensor):
             self.add(out)
         else:
             tree_map_only(torch.Tensor, self.add, out)
         if self.work is not None and self.step and (self._allocations > before or func._schema.is_mutable):
-            self.work.note(func, args, kwargs, out, self.phase)
+            self.work.note(func, args, kwargs, out, self.phase, shapes)
 
 
 def _counts(kind: str) -> bool:

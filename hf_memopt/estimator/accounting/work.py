@@ -49,17 +49,40 @@ class Work:
     def __init__(self) -> None:
         self.kernels: Counter[Kernel] = Counter()
 
-    def note(self, func, args, kwargs, out, phase: str) -> None:
-        """Count an operator, unless it only returns a view or allocates."""
-        if phase not in ("forward", "backward", "optimizer") or func._overloadpacket in _NO_WORK or func.is_view:
+    def note(self, func, args, kwargs, out, phase: str, shapes: tuple | None = None) -> None:
+        """Count an operator, unless it only returns a view or allocates.
+
+        Args:
+            shapes: all that its output depends on (fake_outputs.Shapes); None where that is not known.
+        """
+        if phase not in ("forward", "backward", "optimizer"):
             return
-        touched = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
-        if touched:
-            size = sum(leaf.numel() * leaf.element_size() for leaf in touched)
-            flops = _flops(func, args, kwargs, out)
-            narrowest = _narrowest(func, args) if flops else 0
+        work = _remembered.get(shapes, False) if shapes is not None else False
+        if work is False:
+            work = _measure(func, args, kwargs, out)
+            if shapes is not None:
+                if len(_remembered) >= _MOST:
+                    _remembered.clear()
+                _remembered[shapes] = work
+        if work is not None:
             recomputed = phase == "backward" and torch.is_grad_enabled()  # backward itself records no graph
-            self.kernels[Kernel(phase == "optimizer", flops, size, narrowest, recomputed)] += 1
+            self.kernels[Kernel(phase == "optimizer", *work, recomputed)] += 1
+
+
+_MOST = 100_000  # remembered calls; a trace has about a thousand different ones
+_remembered: dict[tuple, tuple[int, int, int] | None] = {}
+
+
+def _measure(func, args, kwargs, out) -> tuple[int, int, int] | None:
+    """FLOPs, bytes and least dimension of an operator (Kernel); None where it only returns a view or allocates."""
+    if func._overloadpacket in _NO_WORK or func.is_view:
+        return None
+    touched = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+    if not touched:
+        return None
+    size = sum(leaf.numel() * leaf.element_size() for leaf in touched)
+    flops = _flops(func, args, kwargs, out)
+    return flops, size, _narrowest(func, args) if flops else 0
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:

@@ -144,9 +144,12 @@ def supports_checkpointing(config, task: str) -> bool:
     """Whether the model's class has activation checkpointing: XLNet's has not, and the Trainer refuses it there."""
     import torch
 
-    with torch.device("meta"), outside_zero3():
-        model = make_model(ModelSettings(config=config, task=task))
-    return bool(getattr(model, "supports_gradient_checkpointing", True))
+    def build() -> bool:
+        with torch.device("meta"), outside_zero3():
+            model = make_model(ModelSettings(config=config, task=task))
+        return bool(getattr(model, "supports_gradient_checkpointing", True))
+
+    return _remembered("checkpointing", config, build, task)
 
 
 def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> int:
@@ -158,8 +161,30 @@ def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> li
     """The number of elements of each weight, in the model's order; with adapters of the trained ones."""
     import torch
 
-    # Adapters make tensors from values, which the meta device does not have.
-    unallocated = torch.device("meta") if peft_config is None else fake_world(accelerator=False)
-    with unallocated, outside_zero3():
-        model = make_model(ModelSettings(config=config, task=task, dtype=dtype, peft_config=peft_config))
-    return [weight.numel() for weight in model.parameters() if weight.requires_grad]
+    def build() -> list[int]:
+        # Adapters make tensors from values, which the meta device does not have.
+        unallocated = torch.device("meta") if peft_config is None else fake_world(accelerator=False)
+        with unallocated, outside_zero3():
+            model = make_model(ModelSettings(config=config, task=task, dtype=dtype, peft_config=peft_config))
+        return [weight.numel() for weight in model.parameters() if weight.requires_grad]
+
+    return list(_remembered("sizes", config, build, task, dtype, repr(peft_config)))
+
+
+_MOST_REMEMBERED = 1000
+_answers: dict[tuple, Any] = {}
+
+
+def _remembered(question: str, config, build: Callable[[], Any], *settings: str) -> Any:
+    """What build() says of a model, which a plan asks again for every combination of settings: with a video model's
+    towers each answer takes seconds.
+
+    Args:
+        settings: what the answer depends on beside the configuration.
+    """
+    key = (question, type(config), repr(config.to_dict()), *settings)
+    if key not in _answers:
+        if len(_answers) >= _MOST_REMEMBERED:
+            _answers.clear()
+        _answers[key] = build()
+    return _answers[key]

@@ -53,6 +53,9 @@ def quantize(model, quantization, pre_quantized: bool) -> None:
     model.config.quantization_config = quantization
 
 
+_CODES = 256  # of 8 bits
+
+
 def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
     import bitsandbytes
     from bitsandbytes import functional
@@ -62,9 +65,10 @@ def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
     quantization.bnb_4bit_compute_dtype = traceable_dtype(quantization.bnb_4bit_compute_dtype)
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
     before = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
-    # Outside the fake mode: the code table needs values, and transformers creates the new layers on meta tensors.
-    with unset_fake_temporarily():
-        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    # What create_dynamic_map() returns, without its values: as a real tensor it would keep every weight's quantization
+    # out of accounting.fake_outputs.
+    functional.name2qmap.setdefault("dynamic", torch.empty(_CODES, dtype=torch.float32))
+    with unset_fake_temporarily():  # transformers creates the new layers on meta tensors
         quantizer._process_model_before_weight_loading(model, device_map={"": "cpu"})
     for name, module in model.named_modules():
         if not isinstance(module, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
