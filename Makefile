@@ -10,7 +10,7 @@ WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
 bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-all bench lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -18,7 +18,8 @@ help:
 	@echo "make test-slow     the tests that take longer, and those that need a C++ compiler or libaio"
 	@echo "make test-engines  engines on several processes and machines, some minutes"
 	@echo "make test-pages    reports and documentation in a browser; needs Chromium"
-	@echo "make test-all      all four"
+	@echo "make test-long     the last three together"
+	@echo "make test-all      all of them"
 	@echo "make test-sweeps   the other cases of the slow tests that have many; before a release"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
@@ -50,7 +51,12 @@ test-engines: $(TESTABLE)
 test-pages: $(READABLE)
 	python -m pytest -m pages
 
-test-all: test test-slow test-engines test-pages
+# The last three in one: libraries are imported once, and no core waits for the other three times.
+test-long: $(READABLE)
+	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
+	python -m pytest -m "engines or pages or (slow or needs_compiler or needs_libaio) and not sweep and not cuda"
+
+test-all: test test-long
 
 # DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
 OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator import get_accelerator as a; \

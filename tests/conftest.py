@@ -46,6 +46,8 @@ os.environ["HF_HOME"] = str(CACHE / "huggingface")
 os.environ["HF_MEMOPT_CACHE"] = str(CACHE / "hf_memopt")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some with two processes
+# Or DeepSpeed asks a program, numactl, how many CPUs there are: hundreds of times in every trace of ZeRO-3.
+os.environ.setdefault("LOCAL_SIZE", "1")
 
 BIN = Path(sys.executable).parent
 
