@@ -59,7 +59,7 @@ DEFAULTS = (
         "activation_offloading",
         False,
         (*_FUSED, "RewardConfig"),
-        "true ends OOM recovery; MemoryArguments.activation_offload keeps it",
+        "true ends OOM recovery; activation_offload of MemoryArguments keeps it",
     ),
 )
 
