@@ -3,32 +3,39 @@
 from levers_docs import ROOT, table
 
 from hf_memopt import get_preset, list_presets
-from hf_memopt.presets.preset import Preset
+from hf_memopt.presets.preset import METHODS, Preset
+from hf_memopt.presets.reference import largest_model
 
 
 def presets() -> str:
-    """One row per preset: hardware, file, batch of full fine-tuning, command."""
+    """One row per preset: hardware, batch of full fine-tuning, the model of each method, command."""
     lines = []
     for name in list_presets():
         preset = get_preset(name)
-        config = _config(preset)
         batches = preset.batches(preset.processes)
         micro, accumulation = preset.micro_batch_size, preset.gradient_accumulation_steps
-        launch = f"accelerate launch --config_file accelerate_configs/{config} recipes/sft.py --preset {name}"
+        launch = f"accelerate launch --config_file accelerate_configs/{_config(preset)} recipes/sft.py --preset {name}"
         if preset.machines > 1:
             launch = f"sbatch accelerate_configs/slurm/{name}.sbatch"
         many = f"{preset.processes} × " if preset.processes > 1 else ""
         lines.append(
             [
-                f"{many}{preset.hardware.label}",
                 f"`{name}`",
-                f"`{config}`",
+                f"{many}{preset.hardware.label}",
                 f"{micro} × {accumulation} × {batches} = {micro * accumulation * batches}",
                 str(preset.seq_len),
+                *(_models(get_preset(name, method)) for method in METHODS),
                 f"`{launch}`",
             ]
         )
-    return table(["hardware", "preset", "config", "batch (full)", "tokens", "command"], lines)
+    return table(["preset", "hardware", "batch (full)", "tokens (full)", "full", "LoRA", "QLoRA", "command"], lines)
+
+
+def _models(preset: Preset) -> str:
+    """The model that a preset is for; in brackets a larger one that fits at micro-batch 1."""
+    model, largest = preset.reference_model, largest_model(preset) or preset.reference_model
+    short = [one.rpartition("/")[2] for one in dict.fromkeys([model, largest])]
+    return f"{short[0]} ({short[1]})" if len(short) > 1 else short[0]
 
 
 def _config(preset: Preset) -> str:

@@ -36,6 +36,7 @@ QUESTIONS = (
     Question("32B at 8192 tokens", "plan qwen3-32b --hardware h100_80gb --method lora --seq-len 8192"),
     Question("70B on 2 x 3090", "plan llama-3.1-70b --hardware 2x3090 --seq-len 2048"),
     Question("70B on 4 x L40S", "plan llama-3.1-70b --hardware l40sx4 --seq-len 2048"),
+    Question("70B on an MI300X", "plan llama-3.1-70b --hardware mi300x --seq-len 2048"),
     Question("70B on 8 x A100", "plan llama-3.1-70b --hardware a100_80gbx8 --seq-len 4096"),
     Question("405B", "plan llama-3.1-405b --hardware h100_80gbx64 --seq-len 4096"),
     Question("30B A3B", "plan qwen3-30b-a3b --hardware h100_80gb --seq-len 2048"),

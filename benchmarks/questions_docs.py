@@ -126,7 +126,15 @@ def own_script() -> str:
     return f"{table(heads, lines)}\n\n[All scripts](estimate.md#a-script-of-your-own)."
 
 
-_FIRST = ("8B on a 4090", "14B on a 5090", "70B on 8 x A100", "8B on Colab", "8B on an M2", "cheapest card")
+_FIRST = (
+    "8B on a 4090",
+    "14B on a 5090",
+    "70B on an MI300X",
+    "70B on 8 x A100",
+    "8B on Colab",
+    "8B on an M2",
+    "cheapest card",
+)
 FIRST_PAGE = {f"first {name}": (lambda name=name: first_answer(name)) for name in _FIRST} | {
     "first own script": own_script
 }

@@ -18,6 +18,7 @@ from hf_memopt.errors import (
     one_line,
 )
 from hf_memopt.noise import quiet
+from hf_memopt.terminal import say
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
@@ -35,14 +36,14 @@ def run(main: Callable[..., object]) -> None:
     except (InputError, IncompatibleLibrary) as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
-        print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
+        say(f"error: {_sentence(error)}", sys.stderr)
         _end(2)
     except TrainingOutOfMemory as end:  # which has been logged
         _end(end.exit_code)
     except Exception as error:
         if (reason := write_failure(error) or _torchvision_mismatch(error)) is None:
             raise
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        say(f"error: {reason}", sys.stderr)
         _end(2)
     except (KeyboardInterrupt, Terminated) as stop:
         if int(os.environ.get("RANK", "0")) == 0:  # all processes stop for the same reason

@@ -1,6 +1,9 @@
 """Text of others on a terminal: what it says, without what a terminal obeys."""
 
 import re
+import shutil
+import sys
+import textwrap
 
 # Colours and cursor movements (ECMA-48), other control characters but tab and newline, and Unicode's overrides of the
 # reading direction, by which a line can show something else than it holds; and halves of characters, which JSON can
@@ -13,6 +16,19 @@ _OBEYED = re.compile(
 def plain(text: str) -> str:
     """The text without control sequences and control characters."""
     return text if text.isprintable() else _OBEYED.sub("", text)
+
+
+def say(text: str, stream=None) -> None:
+    """Print sentences: on a terminal in lines that break between words, elsewhere as they are.
+
+    Args:
+        stream: where to; stdout by default.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, max(width, 20), break_long_words=False, break_on_hyphens=False)
+    print(text, file=stream, flush=True)
 
 
 def plain_values(value):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -11,6 +12,8 @@ import yaml
 from conftest import BIN, ROOT, run, slow, sweep
 
 from hf_memopt.presets import get_preset, list_presets
+from hf_memopt.presets.trl_configs import DEFAULTS
+from hf_memopt.terminal import say
 
 
 @pytest.mark.slow
@@ -117,14 +120,29 @@ def test_presets_and_show_as_json():
     assert shown["hardware"]["sources"]["bandwidth"] and shown["lora"]["r"] == 16
 
 
-@pytest.mark.parametrize("words", [("presets",), ("show", "rtx_4090", "--method", "qlora"), ("show", "cpu_x2")])
+@pytest.mark.parametrize(
+    "words", [("presets", "--method", "lora"), ("show", "rtx_4090", "--method", "qlora"), ("show", "cpu_x2")]
+)
 def test_tables_keep_words_whole_on_80_columns(words, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, output, _ = command(*words)
     table = [line for line in output.splitlines() if line.startswith("│")]
     assert code == 0 and table and {len(line) for line in table} <= set(range(81))
-    for name in ("SmolLM2-135M",) if words[0] == "presets" else ("per_device_train_batch_size", "adamw"):
+    for name in ("Qwen3-8B",) if words[0] == "presets" else ("per_device_train_batch_size", "adamw"):
         assert name in output
+    if words[0] == "show":
+        shown = set(output.split())
+        assert not {word for default in DEFAULTS for word in default.effect.split()} - shown, "a broken word"
+
+
+def test_sentences_break_between_words_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "error: unknown preset or hardware 'rtx_4099'. Did you mean 'rtx_4090'?"
+    say(text)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    say(text)
+    whole, *lines = capsys.readouterr().out.splitlines()
+    assert whole == text == " ".join(lines) and max(map(len, lines)) <= 40
 
 
 @pytest.mark.slow

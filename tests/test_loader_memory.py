@@ -26,7 +26,7 @@ def test_a_workers_own_memory_is_measured():
 
 def test_the_sum():
     assert FOUR.batches == 2 * 4 * 2 * 2**20 and FOUR.total == FOUR.batches + 8 * GIB and FOUR.warning is None
-    assert "2 × 4 worker(s), 1,024.0 MiB each" in str(FOUR) and "16.0 MiB; 16.00 GiB of host memory free" in str(FOUR)
+    assert "2 × 4 worker(s), 1.00 GiB each" in str(FOUR) and "16.0 MiB; 16.00 GiB of host memory free" in str(FOUR)
     streamed = replace(FOUR, buffer=2**20)
     assert streamed.total == FOUR.total + 8 * 2**20 and "shuffle buffers of about 1.0 MiB each" in str(streamed)
     assert "not measured" in str(replace(FOUR, worker=None))

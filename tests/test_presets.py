@@ -89,6 +89,60 @@ def test_the_batches_that_were_asked_for(name, micro, accumulation, devices, tok
     assert (preset.processes, preset.seq_len) == (devices, tokens)
 
 
+@pytest.mark.parametrize(("name", "method"), ALL)
+def test_the_reference_model_is_predicted_to_fit(name, method):
+    """`make estimates` was run after the table changed."""
+    from hf_memopt.presets.reference import largest_model, reference_estimate
+
+    preset = get_preset(name, method)
+    row = reference_estimate(preset)
+    assert row and row["fits"], "run make estimates"
+    assert row["device_bytes"] <= 0.9 * preset.hardware.memory
+    if row["largest"]:
+        assert largest_model(preset).rpartition("/")[2] in preset.meant_for
+        assert row["largest"]["device_bytes"] <= 0.9 * preset.hardware.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "model"),
+    [
+        ("rtx_4090", "full", "meta-llama/Llama-3.2-1B"),
+        ("rtx_4090", "lora", "Qwen/Qwen3-8B"),
+        ("rtx_4090", "qlora", "Qwen/Qwen3-14B"),
+        ("a100_80gb", "qlora", "meta-llama/Llama-3.1-70B"),
+    ],
+)
+def test_presets_are_for_models_that_people_train_there(name, method, model, command):
+    from hf_memopt.presets.reference import largest_model
+
+    preset = get_preset(name, method)
+    assert largest_model(preset) == model
+    _, output, _ = command("show", name, "--method", method)
+    assert model in output and f"Predicted to fit: full fine-tuning of {_short(get_preset(name))}" in output
+
+
+def _short(preset) -> str:
+    return preset.reference_model.rpartition("/")[2]
+
+
+@pytest.mark.parametrize(("fitting", "found"), [("ab", "b"), ("abc", "c"), ("", None)])
+def test_the_largest_model_that_fits_is_found(fitting, found, monkeypatch):
+    from hf_memopt.estimator import preset_estimates
+
+    def row(preset) -> dict:
+        fits = preset.reference_model in fitting
+        return {"model": preset.reference_model, "device_bytes": (0.8 if fits else 0.95) * preset.hardware.memory}
+
+    monkeypatch.setattr(preset_estimates, "MODELS", tuple("abc"))
+    monkeypatch.setattr(preset_estimates, "_least_bytes", lambda preset: 0)
+    monkeypatch.setattr(preset_estimates, "reference_estimate", row)
+    if found is None:
+        with pytest.raises(InputError, match="smaller micro_batch"):
+            preset_estimates.preset_row("l4", "qlora")
+    else:
+        assert preset_estimates.preset_row("l4", "qlora")["model"] == found
+
+
 def test_the_ladder_keeps_its_effective_batch():
     rungs = [get_preset(name) for name in ("l40s_x4", "l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")]
     assert {rung.effective_batch_size for rung in rungs} == {256}

@@ -8,6 +8,7 @@ from hf_memopt.cli.estimate import JobOptions, import_libraries, resolve_job
 from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError
 from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, advise_on_text, decode_log
+from hf_memopt.terminal import say
 from hf_memopt.units import gib
 
 _LARGEST_PIPE = 2**30  # bytes
@@ -63,16 +64,16 @@ def _predict_savings(options: JobOptions) -> list[dict]:
 
 
 def _print(found: Advice) -> None:
-    print(f"what: {found.what}: {found.cause}" if found.what != "not memory" else f"what: {found.cause}")
+    say(f"what: {found.what}: {found.cause}" if found.what != "not memory" else f"what: {found.cause}")
     if found.stage or found.step is not None:
         after = "" if found.step is None else f" after {found.step} steps" if found.step else " in the first step"
         print(f"when: {found.stage or 'unknown phase'}{after}")
-    print(f"why:  {found.why}")
+    say(f"why:  {found.why}")
     if found.figures:
         sizes = (f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in found.figures.items())
         print(f"      the message says: {', '.join(sizes)}")
     for number, change in enumerate(found.changes, 1):
         saved = f" (predicted to save {gib(change['saved_bytes'])})" if change.get("saved_bytes") else ""
-        print(f"try {number}: {change['change']}{saved}")
+        say(f"try {number}: {change['change']}{saved}")
     if found.what != SLOW and not any(change.get("saved_bytes") for change in found.changes):
         print("Add the run's --model, --preset, --method and --seq-len to see predicted savings.")

@@ -11,6 +11,7 @@ from hf_memopt.hardware import get_hardware
 from hf_memopt.packages import require
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
+from hf_memopt.terminal import say
 from hf_memopt.units import size
 
 
@@ -235,7 +236,7 @@ def _print(job: str, estimate, savings, took=None, amount: AmountOptions = Amoun
     from hf_memopt.estimator.accounting.ledger import ROLLOUT_PHASES
 
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
-    print(f"{job}: {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted, {verdict}")
+    say(f"{job}: {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted, {verdict}")
     print_speed(estimate, took, amount)
     if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
         rows = [(phase.replace("_", " "), size(peak)) for phase, peak in estimate.phases.items() if peak]
@@ -250,7 +251,7 @@ def _print(job: str, estimate, savings, took=None, amount: AmountOptions = Amoun
     if estimate.fits is False and not any(saving.fits for saving in savings):
         print("no combination of changes fits: `hf-memopt plan` looks for other models and more devices")
     for note in estimate.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
 
 
 def _totals(estimate) -> list[tuple[str, str]]:

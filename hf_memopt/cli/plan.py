@@ -15,6 +15,7 @@ from hf_memopt.files import folder_for
 from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.packages import missing_for
 from hf_memopt.presets.quantization import check_4bit
+from hf_memopt.terminal import say
 from hf_memopt.units import GIB, gib, size
 
 
@@ -186,7 +187,7 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
         _print_profiles(made)
         print_profile_speeds(_by_settings(made.ladder), amount, request.seq_len, preset.processes)
         _print_methods(made)
-        print(_host_memory(made))
+        say(_host_memory(made))
     if made.rejected:
         print_table(
             "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in made.rejected]
@@ -198,7 +199,7 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
     else:
         _print_nearest(made)
     for note in made.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     if written:
         print(f"wrote {', '.join(written)}")
 

@@ -6,10 +6,11 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.presets import Preset, list_presets, preset_by_name
-from hf_memopt.presets.reference import reference_estimate, summarize
+from hf_memopt.presets.reference import largest_model, reference_estimate, summarize
 from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.presets.video_tiers import summarize as summarize_clips
 from hf_memopt.presets.video_tiers import tiers_of
+from hf_memopt.terminal import say
 from hf_memopt.units import gib
 
 
@@ -22,15 +23,15 @@ def list_all(method: str, as_json: bool) -> None:
     rows = [
         (
             preset.name,
-            preset.hardware.label,
             f"{preset.micro_batch_size}×{preset.gradient_accumulation_steps}×{preset.processes}"
             f" = {preset.effective_batch_size}",
             preset.seq_len,
             preset.reference_model.rpartition("/")[2],
+            (largest_model(preset) or "").rpartition("/")[2],
         )
         for preset in presets
     ]
-    columns = ("preset", "hardware", "micro-batch × accumulation × devices", "tokens", "reference model")
+    columns = ("preset", "micro-batch × accumulation × devices", "tokens", "largest model", "at micro-batch 1")
     print_table(f"presets, method {method}", columns, rows)
     print("`hf-memopt show PRESET` shows one, `hf-memopt export PRESET DIR` writes its files.")
 
@@ -41,12 +42,14 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     if as_json:
         print_json(describe(preset))
         return
-    print(f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}\n")
+    say(f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}\n")
     rows = [(key, value) for key, value in preset.settings().items()]
     rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
     if estimated := reference_estimate(preset):
         rows.append(("its memory", summarize(estimated)))
+    if largest := largest_model(preset):
+        rows.append(("largest, at micro-batch 1", largest))
     rows += [(f"video frames, {model}", summarize_clips(row)) for model, row in tiers_of(preset).items()]
     rows += [(f"${key}", value) for key, value in preset.environment.items()]
     rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
@@ -57,7 +60,7 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     print_table("hardware", ("figure", "value", "source"), _figures(preset.hardware))
     rows = [(default.field, str(default.value), " ".join(default.classes), default.effect) for default in DEFAULTS]
     title = "training_arguments(config_class=…): TRL's own defaults that decide memory"
-    print_table(title, ("field", "TRL 1.16", "classes", "effect; what the preset sets"), rows)
+    print_table(title, ("field", "TRL 1.16", "classes", "effect; what the preset sets"), rows, frame=False)
 
 
 def describe(preset: Preset) -> dict[str, Any]:
@@ -92,6 +95,7 @@ def _summary(preset: Preset) -> dict[str, Any]:
         "effective_batch_size": preset.effective_batch_size,
         "seq_len": preset.seq_len,
         "reference_model": preset.reference_model,
+        "largest_model": largest_model(preset),
     }
 
 

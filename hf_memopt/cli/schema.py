@@ -209,6 +209,7 @@ _PRESET = {
     "effective_batch_size": _INTEGER,
     "seq_len": _INTEGER,
     "reference_model": _TEXT,
+    "largest_model": _or_none(_TEXT),
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from hf_memopt.units import gib
+from hf_memopt.units import gib, size
 
 TOKEN_BYTES = 24  # input_ids, labels and attention_mask or position_ids, 8 bytes each
 # Bytes of text per token: about four characters of English (OpenAI, "What are tokens and how to count them?"). Other
@@ -58,19 +58,14 @@ class LoaderMemory:
 
     def __str__(self) -> str:
         many = f"{self.processes} × " if self.processes > 1 else ""
-        own = "not measured: none could be started" if self.worker is None else f"{mib(self.worker)} each at start"
+        own = "not measured: none could be started" if self.worker is None else f"{size(self.worker)} each at start"
         parts = [
             f"{many}{self.workers} worker(s), {own}",
-            f"{self.prefetch} prefetched batch(es) each: {mib(self.batches)}",
+            f"{self.prefetch} prefetched batch(es) each: {size(self.batches)}",
         ]
         if self.buffer:
-            parts.append(f"shuffle buffers of about {mib(self.buffer)} each")
+            parts.append(f"shuffle buffers of about {size(self.buffer)} each")
         return f"{', '.join(parts)}; {gib(self.free)} of host memory free"
-
-
-def mib(size: int) -> str:
-    """Bytes as MiB."""
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def loader_memory(

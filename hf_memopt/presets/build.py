@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.presets.preset import METHODS, Preset, with_strategy
+from hf_memopt.presets.reference import reference_row
 
 _CHECKPOINTING = {
     "activation_checkpointing": True,
@@ -32,7 +33,7 @@ class _Row:
     micro_batch: int
     accumulation: int
     seq_len: int
-    model: str
+    model: str = ""
     processes: int = 1
     machines: int = 1
     strategy: str = "none"
@@ -71,14 +72,35 @@ def build_preset(name: str, method: str, hardware: Hardware | None = None) -> Pr
         micro_batch_size=row.micro_batch,
         effective_batch_size=row.micro_batch * row.accumulation * row.processes,
         seq_len=row.seq_len,
-        reference_model=row.model,
-        meant_for=row.meant_for.strip(),
+        reference_model=row.model or reference_row(name, method).get("model", ""),
+        meant_for=row.meant_for.strip().replace("{models}", _models(name)),
         dtype=_weights_dtype(training, method),
         training=MappingProxyType(training),
         environment=MappingProxyType(_environment(hardware)),
         machines=row.machines,
     )
     return preset if row.strategy == "none" else with_strategy(preset, row.strategy)
+
+
+def is_chosen(name: str, method: str) -> bool:
+    """Whether the table names the reference model: otherwise `make estimates` finds it."""
+    return "model" in _resolve(name, method)
+
+
+def _models(name: str) -> str:
+    """What a preset is predicted to fit, of every method, in a sentence."""
+    verbs = {"full": "full fine-tuning of", "lora": "LoRA of", "qlora": "QLoRA of"}
+    found = []
+    for method in METHODS:
+        if row := reference_row(name, method):
+            text = f"{verbs[method]} {_short(row['model'])} at {row['micro_batch']} × {row['seq_len']} tokens"
+            larger = row["largest"]
+            found.append(text + (f" (one sample at a time: {_short(larger['model'])})" if larger else ""))
+    return f"Predicted to fit: {'; '.join(found)}." if found else ""
+
+
+def _short(model: str) -> str:
+    return model.rpartition("/")[2]
 
 
 def _resolve(name: str, method: str) -> dict[str, Any]:

@@ -28,9 +28,7 @@ class Default:
 _ALL = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig")
 _FUSED = ("SFTConfig", "DPOConfig", "KTOConfig")
 DEFAULTS = (
-    Default(
-        "gradient_checkpointing", True, _ALL, "slower where memory is free; the preset's activation_checkpointing"
-    ),
+    Default("gradient_checkpointing", True, _ALL, "slower where memory is free; the preset decides on checkpointing"),
     Default("bf16", None, _ALL, "true unless fp16 is set, on any device; the preset's precision"),
     Default(
         "model_init_kwargs",
@@ -59,7 +57,7 @@ DEFAULTS = (
         "activation_offloading",
         False,
         (*_FUSED, "RewardConfig"),
-        "true ends OOM recovery; MemoryArguments.activation_offload keeps it",
+        "true ends OOM recovery; activation_offload of MemoryArguments keeps it",
     ),
 )
 
