@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.data.tokens import answered, packed_answers
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import summary
+    from hf_memopt.recipe.packing import choose_attention, keep_samples_apart
     from hf_memopt.recipe.resume import checkpoint_to_resume
 
     defaults = jobs.RecipeDefaults(
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None):
     packing = job.recipe.packing
     encode = packed_answers if packing else answered
     train, held_out = jobs.load_data(job, "builtin:questions", encode, tokenizer, length)
+    if packing:
+        choose_attention(job)
 
     # ---- the model, with its adapters
     trainer = MemoryTrainer(
@@ -59,6 +62,9 @@ def main(argv: list[str] | None = None):
         processing_class=tokenizer,
         memory_args=job.memory_args,
     )
+
+    if packing:
+        keep_samples_apart(trainer)
 
     # ---- train, save, report
     estimate = summary.announce(job, trainer, length)
