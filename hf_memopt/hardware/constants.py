@@ -130,7 +130,7 @@ TABLE = (
     ),
     Constant(
         name="matmul_efficiency",
-        value=0.82,
+        value=0.78,
         unit="share of the catalog's rate",
         source=f"{_FITTED}: of an unboundedly large matmul",
     ),
