@@ -137,9 +137,9 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 # Tests also need what is optional.
 $(TESTABLE): $(INSTALLED)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8]'
-	# Into a folder of its own, for tests/video_parity.py: a wheel for another torch build breaks transformers.
+	# Into a folder of its own, for tests of videos: a torchvision wheel for another torch build breaks transformers.
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
-		--target $(VENV)/torchvision torchvision
+		--target $(VENV)/torchvision torchvision timm
 	@touch $@
 
 $(READABLE): $(TESTABLE)

@@ -56,4 +56,22 @@ def _cell(row: dict | None) -> str:
     )
 
 
-TABLES = {"video memory": memory, "video tiers": tiers}
+def families() -> str:
+    """Every model type that takes videos: those that train, and why the others are refused."""
+    result = results("video_families")
+    works = [row for row in result["rows"] if row["outcome"] == "works"]
+    limited = {"image": "images beside a video", "second_video": "a second video"}
+    lines = [f"* {len(works)} of {len(result['rows'])} train: " + ", ".join(f"`{row['model_type']}`" for row in works)]
+    for row in works:
+        lines += [
+            f"* `{row['model_type']}`, {words}: {row[name]}" for name, words in limited.items() if row[name] != "works"
+        ]
+    refused = [row for row in result["rows"] if row["outcome"] != "works"]
+    lines += [f"* refused: {row['reason']}" for row in refused]
+    return "\n".join(lines) + (
+        f"\n\nMeasured {result['date']} with torch {result['versions']['torch']}, transformers "
+        f"{result['versions']['transformers']}: [video_families.json](../benchmarks/results/video_families.json)."
+    )
+
+
+TABLES = {"video memory": memory, "video tiers": tiers, "video families": families}
