@@ -296,3 +296,20 @@ def test_a_checkpoints_own_quantization(method):
     if method != "bitnet":
         with pytest.raises(InputError, match="attach trainable adapters"):
             estimate(_wide(quantization_config={"quant_method": method, **block}), {}, 64, "h100_80gb")
+
+
+def test_quantizing_fake_weights_leaves_the_processs_code_table_real(monkeypatch):
+    """bitsandbytes quantizes later models of the process with it; a trace keeps it only if it is imported before."""
+    from bitsandbytes import functional
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from hf_memopt.estimator.tracing.fake_tensors import FakeMode
+    from hf_memopt.estimator.tracing.model import ModelSettings, make_model
+    from hf_memopt.estimator.tracing.tasks import infer_task
+
+    monkeypatch.setattr(functional, "name2qmap", {})
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    with FakeMode():
+        model = make_model(ModelSettings(config=_config(), task=infer_task(_config()), quantization_config=four_bits))
+    assert isinstance(next(model.parameters()), FakeTensor)
+    assert not any(isinstance(table, FakeTensor) for table in functional.name2qmap.values())

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -57,7 +58,6 @@ _CODES = 256  # of 8 bits
 
 
 def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
-    import bitsandbytes
     from bitsandbytes import functional
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -65,11 +65,22 @@ def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
     quantization.bnb_4bit_compute_dtype = traceable_dtype(quantization.bnb_4bit_compute_dtype)
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
     before = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
-    # What create_dynamic_map() returns, without its values: as a real tensor it would keep every weight's quantization
-    # out of accounting.fake_outputs.
-    functional.name2qmap.setdefault("dynamic", torch.empty(_CODES, dtype=torch.float32))
-    with unset_fake_temporarily():  # transformers creates the new layers on meta tensors
+    # Outside the fake mode: the code table needs values, and transformers creates the new layers on meta tensors.
+    with unset_fake_temporarily():
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
         quantizer._process_model_before_weight_loading(model, device_map={"": "cpu"})
+    # A real table would keep every weight's quantization out of accounting.fake_outputs. The process needs it for real
+    # models: the fake one stays in the quantized weights alone.
+    with mock.patch.dict(functional.name2qmap, dynamic=torch.empty(_CODES, dtype=torch.float32)):
+        _quantize_layers(model, before, quantization)
+    model.is_loaded_in_8bit, model.is_loaded_in_4bit = quantization.load_in_8bit, quantization.load_in_4bit
+    return quantizer
+
+
+def _quantize_layers(model, before: dict, quantization) -> None:
+    """Fill bitsandbytes' layers with the quantized weights of the layers whose places they took."""
+    import bitsandbytes
+
     for name, module in model.named_modules():
         if not isinstance(module, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
             continue
@@ -83,8 +94,6 @@ def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
             module.quant_state = module.weight.quant_state  # bitsandbytes restores the weight's from here if sharded
         if old.bias is not None:
             module.bias = old.bias.requires_grad_(False)
-    model.is_loaded_in_8bit, model.is_loaded_in_4bit = quantization.load_in_8bit, quantization.load_in_4bit
-    return quantizer
 
 
 def _weight_4bit(data, template):
