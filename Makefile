@@ -121,6 +121,7 @@ site: $(READABLE)
 
 picture: $(READABLE)
 	python benchmarks/report_picture.py out/pretrain
+	python benchmarks/plan_picture.py
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info
