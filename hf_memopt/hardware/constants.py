@@ -240,7 +240,7 @@ TABLE = (
     ),
     Constant(
         name="speed_error",
-        value=0.15,
+        value=0.1,
         unit="share",
         source="the largest error on published A100 runs that no constant was fitted to, in steps of 5 % "
         "(benchmarks/results/speed_published.json); other cards were not compared",
