@@ -4,6 +4,7 @@ The file spares `hf-memopt show` the import of torch; a test estimates a part of
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,10 +16,10 @@ from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.tracing.model import count_weights
+from hf_memopt.estimator.tracing.model import count_weights, supports_checkpointing
 from hf_memopt.estimator.tracing.quantization import is_quantized
-from hf_memopt.estimator.tracing.tasks import infer_task
-from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task
+from hf_memopt.estimator.tracing.tasks import find_task, infer_task
+from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
 from hf_memopt.files import write_whole
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.accelerate_config import FSDP2
@@ -26,6 +27,7 @@ from hf_memopt.presets.arguments import resolve
 from hf_memopt.presets.build import is_chosen
 from hf_memopt.presets.reference import REFERENCE_FILE
 
+logger = logging.getLogger(__name__)
 # The models that presets are for, the smallest first: of each size one that people fine-tune.
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M",
@@ -74,7 +76,10 @@ def preset_job(
     if model is None:
         model = preset.reference_model
         model = builtin_model() if model == "builtin" else model
-    quantized = settings.get("quantization_config") is not None or is_quantized(load_config(model))
+    config = load_config(model)
+    if "activation_checkpointing" not in fields:
+        _leave_out_checkpointing(config, settings.get("task"), resolved)
+    quantized = settings.get("quantization_config") is not None or is_quantized(config)
     if preset.method == "qlora" and not quantized:
         from transformers import BitsAndBytesConfig
 
@@ -90,6 +95,17 @@ def preset_job(
         strategy=None if deepspeed or fields.get("fsdp") else preset.strategy,
         **settings,
     )
+
+
+def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
+    """Without the preset's checkpointing where the model's class has none, as XLNet's: the Trainer would refuse it."""
+    if not resolved.get("activation_checkpointing"):
+        return
+    task = infer_task(config) if task is None else find_task(model_task(task), config)
+    if not supports_checkpointing(config, task):
+        logger.warning("%s has no activation checkpointing: estimated without the preset's", config.model_type)
+        for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
+            resolved.pop(name, None)
 
 
 def _refuse_second_engine(preset: Preset, fields: dict) -> None:
