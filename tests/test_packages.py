@@ -83,13 +83,13 @@ def test_a_plan_says_that_zero_was_not_tried(without):
 
 
 def test_an_exported_recipe_that_would_not_start_here_is_noted(without, command, tmp_path):
-    code, told, _ = command("export", "a100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--recipe", "dpo")
-    assert code == 0 and "note:" not in told
+    code, output, _ = command("export", "a100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--recipe", "dpo")
+    assert code == 0 and "note:" not in output
     without("trl")
-    code, told, _ = command("export", "a100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--recipe", "dpo")
+    code, output, _ = command("export", "a100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--recipe", "dpo")
     assert code == 0
     fix = "pip install 'hf_memopt[trl,deepspeed]'"
-    assert f"note: recipes/dpo.py needs trl, which is not installed here: {fix}" in told
+    assert f"note: recipes/dpo.py needs trl, which is not installed here: {fix}" in output
 
 
 def test_each_named_extra_installs_its_package():

@@ -59,9 +59,7 @@ def keep_samples_apart(trainer) -> None:
         return
     kind = model.config.model_type
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise InputError(
-            f"packing: {kind} takes no position_ids, by which samples of a row are told apart; leave it out"
-        )
+        raise InputError(f"packing: {kind} takes no position_ids, which keep the samples of a row apart; leave it out")
     rows = min(2, trainer.args.per_device_train_batch_size)
     with trainer.compute_loss_context_manager():
         leaks = getattr(model, "_is_stateful", False) or _depends_on_the_sample_before(trainer.model, rows)
