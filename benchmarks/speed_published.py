@@ -5,9 +5,9 @@ of hardware.constants that say "fitted" were fitted to the rows marked so: plain
 The others are predicted. Rows of tier B ran fused kernels (RoPE, RMSNorm, cross entropy), which the trace does not
 have: there the prediction should be slower than what was measured. Nothing here was measured by this project.
 
-Regrets: within a method the choice by prediction is the fastest. Over methods it loses up to 11 %, where QLoRA is
-predicted too slow beside LoRA and full fine-tuning: of PowerLM-3B, and on two GPUs under FSDP, where each kernel is
-charged for the waits around gathered weights, those that dequantize too, whose weights are there.
+Regrets: within a method the choice by prediction is the fastest. Over methods it loses on two GPUs under FSDP, where
+QLoRA is predicted too slow beside LoRA: each kernel is charged for the waits around gathered weights, those that
+dequantize too, whose weights are there.
 """
 
 import itertools

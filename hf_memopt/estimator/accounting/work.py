@@ -86,15 +86,11 @@ def _measure(func, args, kwargs, out) -> tuple[int, int, int] | None:
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
-    """The kernels of a deep model, `steps` times the distance from `low` to `high` beyond `low`.
-
-    An optimizer's kernel over all weights at once (foreach, fused) is another one at each depth. Extended, the smaller
-    is there a negative number of times, so that sums over all kernels are right.
-    """
+    """The kernels of a deep model, `steps` times the distance from `low` to `high` beyond `low`."""
     kernels = Counter(low)
     for kernel in low.keys() | high.keys():
         kernels[kernel] += (high[kernel] - low[kernel]) * steps
-    return Counter({kernel: count for kernel, count in kernels.items() if count})
+    return +kernels
 
 
 def _flops(func, args, kwargs, out) -> int:
