@@ -61,7 +61,8 @@ def folder(tmp_path):
 def test_the_cards_preset_is_taken(folder, command):
     code, out, err = command("estimate", folder, "--hardware", "rtx_4090", "--method", "lora")
     assert code == 0, err
-    assert "lora, preset rtx_4090, 4 × 128 tokens on" in out.splitlines()[0]
+    micro = get_preset("rtx_4090", method="lora").micro_batch_size
+    assert f"lora, preset rtx_4090, {micro} × 128 tokens on" in out.splitlines()[0]
     _, out, _ = command("estimate", folder, "--hardware", "rtx_4090", "--method", "lora", "--json")
     found = json.loads(out)
     assert (found["preset"], found["dtype"]) == ("rtx_4090", "bfloat16") and found["training_arguments"]["bf16"]
