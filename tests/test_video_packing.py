@@ -120,9 +120,9 @@ def test_headers_tell_what_a_sample_will_be(name, folder):
                 many = isinstance(value, list)
                 for one, other in zip(found[key], value, strict=True) if many else [(found[key], value)]:
                     assert one.shape == other.shape and one.dtype == other.dtype
-                    # Of timestamps that the text tells, the last digit may be another.
-                    told = key in ("input_ids", "labels")
-                    assert told or one.device.type == "meta" or torch.equal(one, other), key
+                    # The last digit of timestamps in the text may differ.
+                    is_text = key in ("input_ids", "labels")
+                    assert is_text or one.device.type == "meta" or torch.equal(one, other), key
 
 
 def test_bad_files_count_as_the_rows_in_their_place(folder, tmp_path):
