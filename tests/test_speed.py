@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import MemoryArguments, estimate, estimate_trainer
+from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.duration import parse_count, run_duration, training_steps
 from hf_memopt.estimator.preset_estimates import preset_job
@@ -222,3 +224,10 @@ def test_a_scripts_steps_are_those_that_its_trainer_counts(config, tmp_path, fie
     assert run_duration(training_steps(trainer, 1), found.step_seconds, 3.6).cost == pytest.approx(
         counted[-1] * found.step_seconds / 1000
     )
+
+
+def test_an_optimizers_kernel_over_all_weights_grows_with_depth():
+    low, high = (Counter({Kernel(True, 0, 1000 + 10 * depth): 1, Kernel(False, 7, 5): depth}) for depth in (3, 4))
+    kernels = extended(low, high, 29)
+    assert sum(count * kernel.bytes for kernel, count in kernels.items() if kernel.optimizer) == 1000 + 10 * 32
+    assert kernels[Kernel(False, 7, 5)] == 32

@@ -86,11 +86,15 @@ def _measure(func, args, kwargs, out) -> tuple[int, int, int] | None:
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
-    """The kernels of a deep model, `steps` times the distance from `low` to `high` beyond `low`."""
+    """The kernels of a deep model, `steps` times the distance from `low` to `high` beyond `low`.
+
+    An optimizer's kernel over all weights at once (foreach, fused) is another one at each depth. Extended, the smaller
+    is there a negative number of times, so that sums over all kernels are right.
+    """
     kernels = Counter(low)
     for kernel in low.keys() | high.keys():
         kernels[kernel] += (high[kernel] - low[kernel]) * steps
-    return +kernels
+    return Counter({kernel: count for kernel, count in kernels.items() if count})
 
 
 def _flops(func, args, kwargs, out) -> int:
