@@ -97,7 +97,7 @@ def test_the_memory_of_shapes_has_an_end(monkeypatch):
     assert len(fake_outputs._remembered) <= 3
 
 
-@pytest.mark.parametrize("world", [lambda: fake_world(accelerator=False), fake_models])
+@pytest.mark.parametrize("world", [lambda: fake_world("cpu"), fake_models])
 def test_a_copied_tensor_has_the_mode_of_the_original(world):
     """Copies of the mode release its references to storages twice: some ran into a segmentation fault much later."""
     with world():

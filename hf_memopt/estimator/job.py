@@ -236,7 +236,7 @@ class Job(ModelSettings):
         """The fields of a TracedJob that follow from the settings, whatever the model is."""
         return {
             "fields": traceable_fields(self.fields, self.engine),
-            "accelerator": self.device.backend != "cpu",
+            "backend": self.device.backend,
             "host_apart": self.device.memory_apart,
             "flex": runs_flex(self.device),
             "attention": self.attention,

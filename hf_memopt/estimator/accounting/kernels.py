@@ -36,6 +36,11 @@ def _attention_backward_on_cuda(gradient, query, *args, **kwargs):
     return result
 
 
+def _dropout(given, probability, train):
+    """CUDA's fused dropout (ATen/native/cuda/Dropout.cu): the output and a mask of a byte an element."""
+    return torch.empty_like(given), torch.empty_like(given, dtype=torch.bool)
+
+
 def _grouped_mm(left, right, offs=None, bias=None, out_dtype=None):
     """The experts' matmuls, one group of rows each. torch 2.13's fake kernel takes bf16 only, the CPU's any dtype."""
     if left.dim() == 2 and right.dim() == 2:  # a gradient of the experts' weights
@@ -71,7 +76,13 @@ ON_CPU = {
     _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops._c10d_functional.wait_tensor.default: lambda awaited: awaited,
 }
-ON_ACCELERATOR = {**ON_CPU, _FORWARD: _attention, _BACKWARD: _attention_backward_on_cuda}
+ON_ACCELERATOR = {
+    **ON_CPU,
+    _FORWARD: _attention,
+    _BACKWARD: _attention_backward_on_cuda,
+    _aten.native_dropout.default: _dropout,
+    _aten.native_dropout_backward.default: lambda gradient, mask, scale: torch.empty_like(gradient),
+}
 
 
 def _svd(matrix, full_matrices=False, compute_uv=True, *, driver=None):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_memopt.estimator.patches.replacement import all_replaced, original
+from hf_memopt.estimator.patches.replacement import all_replaced, original, replaced
 from hf_memopt.estimator.patches.table import FP32_UNDER_CUDA_AUTOCAST, path_to
 
 
@@ -21,6 +21,22 @@ def cuda_autocast() -> Iterator[None]:
     """
     paths = [path_to(owner, name) for owner, names in FP32_UNDER_CUDA_AUTOCAST.items() for name in names]
     with all_replaced({path: _in_fp32(original(path)) for path in paths}):
+        yield
+
+
+@contextmanager
+def named_cuda_autocast() -> Iterator[None]:
+    """Answer code that asks for CUDA's autocast, which the CPU's stands for, as on CUDA.
+
+    Without an argument torch.is_autocast_enabled() asks so, whatever device the tensors are on: peft converts the
+    inputs of quantized layers where it says no.
+    """
+    enabled = original("torch:is_autocast_enabled")
+
+    def answered(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    with replaced("torch:is_autocast_enabled", answered):
         yield
 
 

@@ -211,6 +211,18 @@ _ACCELERATOR = (
         for owner, names in FP32_UNDER_CUDA_AUTOCAST.items()
     ),
     Names(
+        owner="torch",
+        names={"is_autocast_enabled": None},
+        why="without a device it asks for CUDA's autocast, which is the CPU's here",
+        until="fake CUDA tensors run on builds without CUDA",
+    ),
+    Names(
+        owner="torch.nn.functional",
+        names={"dropout": "input, p, training, inplace"},
+        why="CUDA runs one kernel that keeps a byte an element; the CPU keeps noise in the input's type",
+        until="fake CUDA tensors run on builds without CUDA",
+    ),
+    Names(
         owner="torch.nn.functional",
         names={"scaled_dot_product_attention": None},
         why="with dropout the CPU's kernel keeps all scores; flash attention draws dropout inside the kernel",

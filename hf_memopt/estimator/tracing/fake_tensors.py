@@ -23,7 +23,8 @@ from hf_memopt.estimator.accounting.known_values import (
 )
 from hf_memopt.estimator.patches.adapters import traceable_adapters
 from hf_memopt.estimator.patches.assignment import matched_in_order
-from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast
+from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast, named_cuda_autocast
+from hf_memopt.estimator.patches.dropout import fused_dropout
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
 from hf_memopt.estimator.patches.replacement import all_replaced, replaced
@@ -43,7 +44,7 @@ class FakeMode(FakeTensorMode):
 
 @contextmanager
 def fake_world(
-    accelerator: bool, flex: bool = False, paging: Callable = nullcontext, fp8: bool = False
+    backend: str, flex: bool = False, paging: Callable = nullcontext, fp8: bool = False
 ) -> Iterator[None]:
     """Run on fake CPU tensors.
 
@@ -51,11 +52,12 @@ def fake_world(
     is therefore traced on the CPU, too; replacements here and in accounting.kernels do what torch does on CUDA.
 
     Args:
-        accelerator: the job is meant for an accelerator, where optimizers step over all weights at once (foreach).
+        backend: of the device that the job is meant for: cuda | rocm | mps | xpu | cpu.
         flex: levers use flex attention on its device.
         paging: makes a context in which allocations are paged optimizer states.
         fp8: weights are FP8.
     """
+    accelerator = backend != "cpu"
     # At the first `with torch.device(…)` torch caches its tensor constructors: that must not be the replaced ones.
     _device_constructors()
     fake_tensor = "torch._subclasses.fake_tensor:FakeTensor"
@@ -75,6 +77,8 @@ def fake_world(
         matched_in_order(),
         _attention_without_dropout(accelerator),
         cuda_autocast() if accelerator else nullcontext(),
+        named_cuda_autocast() if backend in ("cuda", "rocm") else nullcontext(),
+        fused_dropout() if backend in ("cuda", "rocm", "xpu") else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),
         counted_fp8_kernels() if fp8 else nullcontext(),
         FakeMode(allow_non_fake_inputs=True),

@@ -163,7 +163,7 @@ def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> li
 
     def build() -> list[int]:
         # Adapters make tensors from values, which the meta device does not have.
-        unallocated = torch.device("meta") if peft_config is None else fake_world(accelerator=False)
+        unallocated = torch.device("meta") if peft_config is None else fake_world("cpu")
         with unallocated, outside_zero3():
             model = make_model(ModelSettings(config=config, task=task, dtype=dtype, peft_config=peft_config))
         return [weight.numel() for weight in model.parameters() if weight.requires_grad]

@@ -51,7 +51,7 @@ class TracedJob:
         make_model: builds the model; called under the fake tensor mode.
         fields: TrainingArguments fields of the real job; `deepspeed` is a dict.
         batch: the tensors of one micro-batch: name -> (shape, dtype).
-        accelerator: count as an accelerator's allocator does.
+        backend: the device's: cuda | rocm | mps | xpu | cpu.
         padded: batches hold padding, or several rows per sample.
         engine: none, ddp, fsdp2, mesh (transformers' DistributedConfig) or deepspeed.
         evaluated: the job evaluates while it trains.
@@ -74,7 +74,7 @@ class TracedJob:
     make_model: Callable[[], torch.nn.Module]
     fields: dict[str, Any]
     batch: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    accelerator: bool
+    backend: str
     padded: bool = False
     world_size: int = 1
     engine: str = "none"
@@ -93,6 +93,11 @@ class TracedJob:
     capability: float = 0.0
     fp8: bool = False
     real_states: bool = False
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether memory is counted as an accelerator's allocator does."""
+        return self.backend != "cpu"
 
 
 def trace(job: TracedJob) -> TraceResult:
@@ -125,7 +130,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
         mesh = _mesh(job)
         args = make_arguments(job, folder)
         paged = functools.partial(ledger.booking, PAGED)
-        with fake_world(job.accelerator, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
+        with fake_world(job.backend, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
             _run(job, args, ledger, mesh)
         return ledger.result(), ledger.without_gradient  # before garbage is collected automatically again
 

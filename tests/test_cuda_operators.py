@@ -1,0 +1,114 @@
+"""What torch runs on CUDA where it runs something else on a CPU, as traces of an accelerator's jobs have it.
+
+There is no GPU here: the expected sizes are those of the kernels in torch's source.
+"""
+
+import pytest
+import torch
+
+from hf_memopt import estimate
+from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
+from hf_memopt.estimator.accounting.work import Work
+from hf_memopt.estimator.tracing.fake_tensors import fake_world
+
+F = torch.nn.functional
+ELEMENTS = 4096
+
+
+def dropped(backend: str, **settings):
+    """Bytes that dropout of 4,096 bf16 elements leaves for backward beside its output, and what it and its backward
+    ran: bytes of each kernel."""
+    with fake_world(backend), FakeLedger(accelerator=backend != "cpu") as ledger:
+        ledger.work = Work()
+        given = torch.empty(ELEMENTS, dtype=torch.bfloat16, requires_grad=True)
+        before = ledger._total
+        ledger.phase = "forward"
+        out = F.dropout(given * 1, 0.1, **settings)
+        kept = ledger._total - before - 2 * ELEMENTS
+        ledger.phase = "backward"
+        out.backward(torch.empty_like(out))
+        return kept, sorted(kernel.bytes for kernel, count in ledger.work.kernels.items() for _ in range(count))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "rocm", "xpu"])
+def test_dropout_is_one_kernel_that_keeps_a_byte_an_element(backend):
+    kept, kernels = dropped(backend)
+    assert kept == ELEMENTS  # of the mask; the product before it is freed
+    # The product and its backward; the kernel reads and writes 2 bytes an element and writes the mask, its backward too.
+    assert kernels == [4 * ELEMENTS, 4 * ELEMENTS, 5 * ELEMENTS, 5 * ELEMENTS]
+
+
+@pytest.mark.parametrize("settings", [{"inplace": True}, {"p": 0.0}, {"p": 1.0}, {"training": False}])
+def test_other_dropout_is_that_of_the_cpu(settings):
+    settings = {"p": 0.1, **settings}
+    runs = []
+    for backend in ("cuda", "cpu"):
+        with fake_world(backend), FakeLedger(accelerator=True) as ledger:
+            given = torch.empty(ELEMENTS, requires_grad=True) * 1
+            F.dropout(given, **settings)
+            runs.append(len(ledger.events))
+    assert runs[0] == runs[1]
+
+
+def test_metal_has_no_such_kernel():
+    kept, _ = dropped("mps")
+    assert kept == 2 * ELEMENTS  # noise in the input's type
+
+
+def test_libraries_that_ask_for_cudas_autocast_hear_of_it():
+    answers = {}
+    for backend in ("cuda", "rocm", "mps", "cpu"):
+        with fake_world(backend), torch.autocast("cpu", torch.bfloat16):
+            answers[backend] = torch.is_autocast_enabled()
+        with fake_world(backend):
+            assert not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu")
+    assert answers == {"cuda": True, "rocm": True, "mps": False, "cpu": False}
+
+
+@pytest.fixture(scope="module")
+def small():
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+    )
+
+
+def test_loras_dropout_keeps_a_mask_of_a_byte(small):
+    """With dropout or without, lora_A keeps an input of its own: autocast's 16 bits of peft's fp32."""
+    from peft import LoraConfig
+
+    def activations(dropout: float) -> int:
+        adapters = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], r=8, lora_dropout=dropout)
+        fields = {"bf16": True, "activation_checkpointing": False, "per_device_train_batch_size": 4}
+        found = estimate(small, fields, 128, "rtx_4090", peft_config=adapters, dtype="bfloat16")
+        return found.breakdown["activations"]
+
+    masks = 3 * 4 * 128 * 256  # of a layer; the peak may be in backward, when the last layer's are gone
+    assert activations(0.1) - activations(0.0) in (3 * masks, 4 * masks)
+
+
+def test_qlora_under_autocast_keeps_its_input_in_16_bits(small):
+    """peft converts the input of a 4-bit layer to its adapter's fp32 only where CUDA's autocast is off."""
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    pytest.importorskip("bitsandbytes")
+    found = {}
+    for hardware in ("rtx_4090", "cpu"):
+        found[hardware] = estimate(
+            small,
+            {"bf16": True, "activation_checkpointing": False, "per_device_train_batch_size": 4},
+            128,
+            hardware,
+            peft_config=LoraConfig(target_modules="all-linear", r=8, lora_dropout=0.0),
+            dtype="bfloat16",
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+            kbit_preparation=False,
+        ).breakdown["activations"]
+    assert found["rtx_4090"] < found["cpu"]
