@@ -5,6 +5,7 @@ was measured by this project. Tier A are Hugging Face's own kernels, as the esti
 kernels (a fused loss, another implementation of the model), which it does not know: there it should be above.
 """
 
+import functools
 import json
 import statistics
 import sys
@@ -158,6 +159,15 @@ def loss_of_then(row: dict):
     return mock.patch.dict(loss_utils.LOSS_MAPPING, then)
 
 
+def gradients_of_then(row: dict):
+    """Gradients as torch before 2.0 kept them: zero_grad() set them to zero, where today's frees them."""
+    from torch.optim import Optimizer
+
+    now = Optimizer.zero_grad
+    then = functools.partialmethod(now, set_to_none=False)
+    return mock.patch.object(Optimizer, "zero_grad", then if "(Jan 2022)" in row["versions"] else now)
+
+
 def experts_of_then(row: dict):
     """Mixtral's experts as transformers 4.48 had them: linear layers, which bitsandbytes packs, one after another.
 
@@ -235,7 +245,7 @@ def job_arguments(row: dict) -> dict:
 def predicted(row: dict):
     from hf_memopt.estimator import estimate
 
-    with loss_of_then(row), experts_of_then(row):
+    with loss_of_then(row), experts_of_then(row), gradients_of_then(row):
         return estimate(**job_arguments(row))
 
 

@@ -17,6 +17,7 @@ import plans_docs
 import presets_docs
 import questions_docs
 import scripts_docs
+import speed_docs
 import trl_docs
 import video_docs
 from figures import FIGURES
@@ -28,11 +29,11 @@ _TABLES = {
     "docs/levers.md": levers_docs.TABLES,
     "docs/memory.md": {**devices_docs.TABLES, **optimizers_docs.TABLES, **peft_docs.TABLES},
     "docs/estimate.md": {**model_types_docs.TABLES, **scripts_docs.TABLES},
-    "docs/plans.md": {**plans_docs.TABLES, **questions_docs.TABLES},
+    "docs/plans.md": {**plans_docs.TABLES, **questions_docs.TABLES, **speed_docs.TABLES},
     "docs/clusters.md": clusters_docs.TABLES,
     "docs/grpo.md": grpo_docs.TABLES,
     "docs/guides.md": guides_docs.TABLES,
-    "README.md": cards_docs.TABLES,
+    "README.md": {**cards_docs.TABLES, **speed_docs.TABLES},
     "docs/video.md": video_docs.TABLES,
     "docs/api.md": api_docs.TABLES,
     "docs/training.md": api_docs.TABLES,

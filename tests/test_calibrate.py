@@ -143,14 +143,17 @@ def test_it_can_be_left_out(monkeypatch):
 
 def test_plans_count_with_its_rates_and_name_them():
     card = get_hardware(CARD)
-    traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10, narrowest=8192): 2}))
+    traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10**8, matmul=2): 2}))
     request = Request("a model", None, get_preset(CARD), 1, 1, 1)
     assert "measured on" not in " ".join(Plan(request, [], []).notes)
     before = times(traced, card)[0]
-    ramp = 1 + assumed("matmul_ramp", card).value / 8192
-    assert before == pytest.approx(2 * 1e13 * ramp / (165.2e12 * assumed("matmul_efficiency", card).value))
+    efficiency, bandwidth = (assumed(f"{name}_efficiency", card).value for name in ("matmul", "bandwidth"))
+    assert before == pytest.approx(2 * (1e13 / (165.2e12 * efficiency) + 1e8 / (1008e9 * bandwidth)))
     keep()
-    assert times(traced, card)[0] == pytest.approx(1.3 * 2 * 1e13 / 1.4e14)
+    # The matmul that was measured has 3 bytes for 8192 FLOPs; this one has fewer, and other kernels than copies.
+    rate = CONSTANTS["bandwidth_bytes_per_second"] * bandwidth / assumed("copy_efficiency", card).value
+    computing = 1e13 * (1 / 1.4e14 - 3 / 8192 / rate)
+    assert times(traced, card)[0] == pytest.approx(1.3 * 2 * (computing + 1e8 / rate))
     notes = " ".join(Plan(request, [], []).to_dict()["notes"])
     assert "matmuls, 16 bits 140.0 TFLOP/s" in notes and "host to device 24.0 GB/s" in notes
     assert notes.count("measured on NVIDIA GeForce RTX 4090") == 2

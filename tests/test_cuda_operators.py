@@ -34,7 +34,7 @@ def dropped(backend: str, **settings):
 def test_dropout_is_one_kernel_that_keeps_a_byte_an_element(backend):
     kept, kernels = dropped(backend)
     assert kept == ELEMENTS  # of the mask; the product before it is freed
-    # The product and its backward; the kernel reads and writes 2 bytes an element and writes the mask, its backward too.
+    # The product and its backward; dropout and its backward read and write 2 bytes an element, and a mask of one byte.
     assert kernels == [4 * ELEMENTS, 4 * ELEMENTS, 5 * ELEMENTS, 5 * ELEMENTS]
 
 

@@ -18,13 +18,11 @@ def losses():
     return regrets(json.loads((RESULTS / "speed_published.json").read_text())["rows"])
 
 
-def test_within_a_method_the_choice_is_near_the_fastest(losses):
+def test_the_choice_is_near_the_fastest_within_a_method(losses):
     within = [loss for loss in losses if loss["method"] != "any"]
     assert len(within) > 30 and all(loss["regret"] <= _MOST for loss in within)
 
 
-def test_over_methods_it_is_so_on_one_gpu(losses):
+def test_it_is_so_over_all_methods(losses):
     over = [loss for loss in losses if loss["method"] == "any"]
-    assert all(loss["regret"] <= _MOST for loss in over if loss["n_gpus"] == 1)
-    missed = [loss for loss in over if loss["regret"] > _MOST]
-    assert len(missed) <= len(over) // 5 and all(loss["fastest_error"] < loss["chosen_error"] for loss in missed)
+    assert {loss["n_gpus"] for loss in over} == {1, 2} and all(loss["regret"] <= _MOST for loss in over)

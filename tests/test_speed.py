@@ -37,8 +37,9 @@ def config():
 
 def test_the_error_is_the_one_that_published_runs_show():
     rows = json.loads((RESULTS / "speed_published.json").read_text())["rows"]
-    largest = max(abs(row["error"]) for row in rows if row["tier"] == "A" and not row["fitted"])
-    assert assumed("speed_error", get_hardware("a100_80gb")).value == math.ceil(largest * 20) / 20
+    errors = sorted(abs(row["error"]) for row in rows if row["tier"] == "A" and not row["fitted"])
+    nine_in_ten = errors[math.ceil(0.9 * len(errors)) - 1]
+    assert assumed("speed_error", get_hardware("a100_80gb")).value == math.ceil(nine_in_ten * 20) / 20
 
 
 @pytest.mark.slow

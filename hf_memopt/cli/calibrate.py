@@ -83,7 +83,7 @@ def _before(session: Session, name: str) -> str:
         return show_value(name, assumed(name, device).value)
     catalog, share = {
         "matmul_flops_per_second": (device.bf16_flops or device.fp16_flops, "matmul_efficiency"),
-        "bandwidth_bytes_per_second": (device.bandwidth, "bandwidth_efficiency"),
+        "bandwidth_bytes_per_second": (device.bandwidth, "copy_efficiency"),
         "host_link_bytes_per_second": (device.host_link, "link_efficiency"),
     }[name]
     return show_value(name, catalog * assumed(share, device).value) if catalog else "unknown"

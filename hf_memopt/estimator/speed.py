@@ -1,7 +1,8 @@
 """Seconds that a step's kernels take on a device: a roofline with what published training runs reach of it.
 
-Each kernel takes the longest of its FLOPs at the device's rate, its bytes at the memory's, and a launch. The constants
-are in hardware.constants; benchmarks/speed_published.py compares the result with published speeds.
+A matmul takes its FLOPs at the device's rate and then its bytes at the memory's, any other kernel the longer of the
+two, and none less than a launch. What fits the device's cache does not wait for its memory. The constants are in
+hardware.constants; benchmarks/speed_published.py compares the result with published speeds.
 """
 
 from collections import Counter
@@ -10,31 +11,40 @@ from hf_memopt.estimator.accounting.work import Kernel
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.measured import constant, measured_value
 
-_MEASURED_SIDE = 8192  # of the square matmuls that calibrate measures (calibration.device.rates)
+_MEASURED_BYTES = 3 / 8192  # per FLOP of the matmuls of 16 bits that calibrate measures (calibration.device.rates)
 
 
-def kernel_seconds(kernels: Counter[Kernel], device: Hardware) -> tuple[float, float]:
+def kernel_seconds(kernels: Counter[Kernel], device: Hardware, cached: bool = True) -> tuple[float, float]:
     """Seconds of a micro-batch's kernels and of the optimizer's.
 
     Args:
         kernels: of one micro-batch and one optimizer step.
+        cached: what fits the device's cache does not wait for its memory.
     """
-    return _total(kernels, device, False), _total(kernels, device, True)
+    return _total(kernels, device, False, cached), _total(kernels, device, True, cached)
 
 
-def _total(kernels: Counter[Kernel], device: Hardware, optimizer: bool) -> float:
+def _total(kernels: Counter[Kernel], device: Hardware, optimizer: bool, cached: bool) -> float:
     matmuls, attention, bandwidth = _matmul_rate(device), _attention_rate(device), memory_rate(device)
-    ramp = constant("matmul_ramp", device).value
+    exposed = constant("exposed_matmul_traffic", device).value
+    wide = constant("fp32_matmul_share", device).value
+    cache = constant("cache_bytes", device).value if cached else 0
     launch = constant("launch_seconds", device).value
     seconds = 0.0
     for kernel, count in kernels.items():
         if kernel.optimizer != optimizer:
             continue
+        moving = kernel.bytes / bandwidth if kernel.bytes > cache else 0.0
         computing = kernel.flops / attention
-        if kernel.narrowest:
-            computing = kernel.flops / matmuls * (1 + ramp / kernel.narrowest)
-        seconds += count * max(computing, kernel.bytes / bandwidth, launch)
+        if kernel.matmul:
+            computing = kernel.flops / (matmuls * (wide if kernel.matmul == 4 else 1)) + exposed * moving
+        seconds += count * max(computing, moving, launch)
     return constant("step_time_ratio", device).value * seconds
+
+
+def matmuls(kernels: Counter[Kernel]) -> int:
+    """How many matmuls a micro-batch has."""
+    return sum(count for kernel, count in kernels.items() if kernel.matmul and not kernel.optimizer)
 
 
 def has_rates(device: Hardware) -> bool:
@@ -49,9 +59,10 @@ def peak_rate(device: Hardware) -> float | None:
 
 
 def _matmul_rate(device: Hardware) -> float:
-    """FLOP/s of an unboundedly large matmul."""
+    """FLOP/s of a matmul beside its traffic."""
     if (measured := measured_value("matmul_flops_per_second", device)) is not None:
-        return measured * (1 + constant("matmul_ramp", device).value / _MEASURED_SIDE)
+        exposed = constant("exposed_matmul_traffic", device).value * _MEASURED_BYTES / memory_rate(device)
+        return measured / max(0.5, 1 - measured * exposed)  # half is computing, whatever a file says
     return _catalog_rate(device, "matmul_efficiency")
 
 
@@ -68,8 +79,10 @@ def _catalog_rate(device: Hardware, efficiency: str) -> float:
 
 
 def memory_rate(device: Hardware) -> float:
-    """Bytes/s of device memory."""
+    """Bytes/s of device memory that kernels reach which are not matmuls. Calibration measures copies, which reach
+    more."""
+    efficiency = constant("bandwidth_efficiency", device).value
     if (measured := measured_value("bandwidth_bytes_per_second", device)) is not None:
-        return measured
+        return measured * efficiency / constant("copy_efficiency", device).value
     known = device.bandwidth or constant("unknown_bandwidth", device).value
-    return known * constant("bandwidth_efficiency", device).value
+    return known * efficiency

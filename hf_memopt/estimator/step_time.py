@@ -34,7 +34,7 @@ class Step:
         strategy: none, ddp, fsdp2, or a DeepSpeed configuration's name (zero3_offload_cpu).
         accumulation: micro-batches.
         micro_seconds: of a micro-batch's kernels and of the waits for what it offloads.
-        micro_kernels: their number.
+        micro_matmuls: the number of matmuls among them.
         optimizer_seconds: of the optimizer's kernels, over all weights.
         optimizer_offloaded: its states are in host memory without an engine.
     """
@@ -42,7 +42,7 @@ class Step:
     strategy: str
     accumulation: int
     micro_seconds: float
-    micro_kernels: float
+    micro_matmuls: float
     optimizer_seconds: float
     optimizer_offloaded: bool = False
 
@@ -99,9 +99,9 @@ class StepTime:
         return 0.0, 2 * gradients * kept / link
 
     def _gathering(self, step: Step) -> float:
-        """Seconds a micro-batch that sharding adds between kernels: hooks, launches and waits for gathered weights."""
+        """Seconds a micro-batch that sharding adds around matmuls: hooks, launches and waits for gathered weights."""
         sharded = step.strategy == "fsdp2" or step.zero_stage == 3
-        return step.micro_kernels * self._sharded_kernel if sharded else 0.0
+        return step.micro_matmuls * self._sharded_matmul if sharded else 0.0
 
     def _summed_on_host(self, step: Step) -> float:
         """Seconds a micro-batch in which gradients come from the host, are added to and go back.
@@ -153,8 +153,8 @@ class StepTime:
         return constant("exposed_traffic", self.device).value
 
     @functools.cached_property
-    def _sharded_kernel(self) -> float:
-        return constant("sharded_kernel_seconds", self.device).value
+    def _sharded_matmul(self) -> float:
+        return constant("sharded_matmul_seconds", self.device).value
 
 
 def host_link(device: Hardware) -> float:

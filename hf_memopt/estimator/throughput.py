@@ -10,7 +10,7 @@ from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
+from hf_memopt.estimator.speed import has_rates, kernel_seconds, matmuls, peak_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import traceable_fields
@@ -33,7 +33,7 @@ class Throughput:
             They are counted: matmuls and attention of forward and backward, without what checkpointing computes a
             second time and without the masked half of causal attention. Frozen weights have no gradients, so LoRA
             counts about 4 FLOPs a weight and token where full training counts 6 (6N of Kaplan et al. 2020).
-        speed_error: share by which predictions were off at most, where they were compared.
+        speed_error: share by which nine of ten predictions were off at most, where they were compared.
     """
 
     step_seconds: float
@@ -75,7 +75,7 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
         strategy=deepspeed_strategy(job.fields["deepspeed"]) if job.engine == "deepspeed" else job.engine,
         accumulation=accumulation,
         micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / micro_batches),
-        micro_kernels=sum(count for kernel, count in kernels.items() if not kernel.optimizer) / micro_batches,
+        micro_matmuls=matmuls(kernels) / micro_batches,
         optimizer_seconds=optimizer / steps,
         optimizer_offloaded=job.device.memory_apart and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
     )

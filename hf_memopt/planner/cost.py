@@ -7,7 +7,7 @@ and what engines add (estimator.step_time). benchmarks/speed_published.py compar
 import functools
 from dataclasses import dataclass
 
-from hf_memopt.estimator.speed import kernel_seconds, memory_rate
+from hf_memopt.estimator.speed import kernel_seconds, matmuls, memory_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.measured import constant
@@ -40,13 +40,9 @@ class Cost:
         return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.checkpointed)}
 
     @functools.cached_property
-    def _kernels(self) -> tuple[int, int]:
-        """Kernels of a micro-batch without and with checkpointing."""
-        kept, checkpointed = (
-            sum(count for kernel, count in traced.kernels.items() if not kernel.optimizer)
-            for traced in (self.sketch.kept[0], self.sketch.checkpointed[0])
-        )
-        return kept, checkpointed
+    def _matmuls(self) -> tuple[int, int]:
+        """Matmuls of a micro-batch without and with checkpointing."""
+        return matmuls(self.sketch.kept[0].kernels), matmuls(self.sketch.checkpointed[0].kernels)
 
     @functools.cached_property
     def steps(self) -> StepTime:
@@ -103,12 +99,12 @@ class Cost:
         Args:
             micro_seconds: of a micro-batch.
         """
-        kept, checkpointed = self._kernels
+        kept, checkpointed = self._matmuls
         return Step(
             strategy=choice.strategy,
             accumulation=choice.accumulation,
             micro_seconds=micro_seconds,
-            micro_kernels=kept + choice.checkpointed * (checkpointed - kept),
+            micro_matmuls=kept + choice.checkpointed * (checkpointed - kept),
             optimizer_seconds=self._times[id(self.sketch.kept[0])][1],
             optimizer_offloaded=choice.optimizer_offloaded,
         )
@@ -160,5 +156,6 @@ class Cost:
 
 
 def times(found: Traced, device: Hardware) -> tuple[float, float]:
-    """Seconds of a micro-batch and of an optimizer step."""
-    return kernel_seconds(found.kernels, device)
+    """Seconds of a micro-batch and of an optimizer step, by which larger micro-batches are extrapolated: as if nothing
+    fitted the device's cache, as theirs would not."""
+    return kernel_seconds(found.kernels, device, cached=False)

@@ -19,6 +19,7 @@ _NO_WORK = {
     _aten.lift_fresh,
     _aten.alias,
 }
+_MATMULS = {_aten.linear, _aten.mm, _aten.bmm, _aten._grouped_mm, _aten.addmm, _aten.baddbmm}
 
 
 class Kernel(NamedTuple):
@@ -26,16 +27,16 @@ class Kernel(NamedTuple):
 
     Attributes:
         optimizer: it runs once per step, not once per micro-batch.
-        flops: floating-point operations of matmuls and attention; other operators are bound by memory bandwidth.
+        flops: floating-point operations; operators without are bound by memory bandwidth.
         bytes: read and written.
-        narrowest: of a matmul, the least of its three dimensions; 0 for attention and where there are no FLOPs.
+        matmul: bytes of an operand's element of a matmul; 0 for others (with FLOPs: attention and convolutions).
         recomputed: activation checkpointing runs it a second time, in backward.
     """
 
     optimizer: bool
     flops: int
     bytes: int
-    narrowest: int = 0
+    matmul: int = 0
     recomputed: bool = False
 
 
@@ -74,15 +75,15 @@ _remembered: dict[tuple, tuple[int, int, int] | None] = {}
 
 
 def _measure(func, args, kwargs, out) -> tuple[int, int, int] | None:
-    """FLOPs, bytes and least dimension of an operator (Kernel); None where it only returns a view or allocates."""
+    """An operator's FLOPs, bytes and `matmul` (Kernel); None where it only returns a view or allocates."""
     if func._overloadpacket in _NO_WORK or func.is_view:
         return None
     touched = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
     if not touched:
         return None
     size = sum(leaf.numel() * leaf.element_size() for leaf in touched)
-    flops = _flops(func, args, kwargs, out)
-    return flops, size, _narrowest(func, args) if flops else 0
+    matmul = touched[0].element_size() if func._overloadpacket in _MATMULS else 0
+    return _flops(func, args, kwargs, out), size, matmul
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
@@ -132,15 +133,3 @@ def _visited(flops: int, is_causal: tuple, kwargs: dict) -> int:
     """The FLOPs that flash kernels compute: with a causal mask they skip the blocks above the diagonal."""
     causal = is_causal[0] if is_causal else kwargs.get("is_causal", False)
     return flops // 2 if causal else flops
-
-
-def _narrowest(func, args) -> int:
-    """The least dimension of a matmul's operands, by which its rate falls short of the device's; 0 for others."""
-    packet = func._overloadpacket
-    if packet is _aten.linear or packet in (_aten.mm, _aten.bmm, _aten._grouped_mm):
-        left, right = args[:2]
-    elif packet in (_aten.addmm, _aten.baddbmm):
-        left, right = args[1:3]
-    else:
-        return 0
-    return min(left.numel() // left.shape[-1] if packet is _aten.linear else left.shape[-2], *right.shape[-2:])

@@ -43,9 +43,7 @@ class FakeMode(FakeTensorMode):
 
 
 @contextmanager
-def fake_world(
-    backend: str, flex: bool = False, paging: Callable = nullcontext, fp8: bool = False
-) -> Iterator[None]:
+def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext, fp8: bool = False) -> Iterator[None]:
     """Run on fake CPU tensors.
 
     Autograd on fake CUDA tensors aborts in torch builds without CUDA (it needs the device guard). An accelerator's job
