@@ -7,7 +7,6 @@ from collections.abc import Callable
 from statistics import median
 
 from levers_docs import results
-from speed_published import GROUPS
 
 from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware
@@ -54,14 +53,6 @@ def _peft_errors() -> list[float]:
 
 def _script_errors() -> list[float]:
     return [row["error"] for row in results("estimator_scripts")["rows"]]
-
-
-def _speeds(group: str) -> list[dict]:
-    return list(filter(GROUPS[group], results("speed_published")["rows"]))
-
-
-def _speed_errors(group: str) -> list[float]:
-    return [row["error"] for row in _speeds(group)]
 
 
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
@@ -236,12 +227,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "scripts.count": lambda: f"{len(_script_errors())}",
     "scripts.median": lambda: _middle(_script_errors(), 2),
     "scripts.largest": lambda: _percent(max(map(abs, _script_errors())), 1),
-    "speed.fitted_rows": lambda: f"{len(_speeds('A100, fitted'))}",
-    "speed.rows": lambda: f"{len(_speeds('A100'))}",
-    "speed.median": lambda: _middle(_speed_errors("A100"), 1),
-    "speed.largest": lambda: _percent(max(map(abs, _speed_errors("A100"))), 0),
-    "speed.l40s_rows": lambda: f"{len(_speeds('L40S'))}",
-    "speed.l40s_median": lambda: _middle(_speed_errors("L40S"), 1),
     "estimator.peft_rows": lambda: f"{len(_peft_errors())}",
     "estimator.peft_median": lambda: _middle(_peft_errors(), 1),
     "estimator.peft_range": lambda: _range(_peft_errors(), 1),
