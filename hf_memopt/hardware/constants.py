@@ -354,8 +354,8 @@ TABLE = (
         name="speed_error",
         value=0.2,
         unit="share",
-        source="nine of ten published runs on an A100 and an L40S that no constant was fitted to are within it, in "
-        "steps of 5 % (benchmarks/results/speed_published.json); other cards were not compared",
+        source="the error that nine of ten published runs on an A100 and an L40S stayed within, to which no constant "
+        "was fitted, in steps of 5 % (benchmarks/results/speed_published.json); other cards were not compared",
     ),
     Constant(
         name="step_time_ratio",
