@@ -358,6 +358,12 @@ def test_what_engines_exchange():
 
 
 @pytest.mark.slow
+def test_adapters_that_fit_train_with_ddp():
+    """What ZeRO-2 gains by sharding an adapter's step is not worth an engine."""
+    assert plan(config(8), "a100_80gbx2", 8, 256, "lora").ladder[-1].preset.strategy == "ddp"
+
+
+@pytest.mark.slow
 def test_a_disk_is_slower_than_the_host_and_more_drives_are_faster():
     """ZeRO-3: without offloading, in host memory, on one drive a machine, on four."""
     search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)

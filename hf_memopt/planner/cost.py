@@ -19,6 +19,7 @@ COMPRESSION_ON_CPU = 0.44
 # A choice that rounds values, or needs host memory and its link, which other programs use too, must take less than
 # 90 % of the time of one that does not, and a little less than that for the features that the other may have.
 COMPLEXITY = 1.125
+ENGINE = 1.02  # a sharding engine brings settings, checkpoints and failures of its own, which DDP has not
 LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest wins
 
 
@@ -110,8 +111,10 @@ class Cost:
         )
 
     def rank(self, choice: Choice) -> float:
-        """The sort key: the step's time with penalties for rounding, offloading and, a little, for every feature."""
-        return self.step(choice) * COMPLEXITY**choice.complexities * LEVER**choice.levers
+        """The sort key: the step's time with penalties for rounding, offloading and, a little, for a sharding engine and
+        every feature."""
+        engine = 1.0 if choice.strategy in ("none", "ddp") else ENGINE
+        return self.step(choice) * engine * COMPLEXITY**choice.complexities * LEVER**choice.levers
 
     def _micro(self, choice: Choice) -> float:
         device, seconds = self.sketch.job.device, 0.0
