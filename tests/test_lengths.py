@@ -47,6 +47,15 @@ def test_a_model_without_mlps_is_answered_without_tiles(request_of_a_small_model
     assert found and not any("MLP" in row.settings for row in found)
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_presets_8bit_optimizer_is_no_memory_feature(method, request_of_a_small_model):
+    """rtx_4090's for QLoRA: every choice has it, the plainest too."""
+    request = request_for(request_of_a_small_model.config, method, hardware="rtx_4090")
+    settings, _, choice = next(_features(request))
+    assert settings == "all layers checkpointed" and ("8bit" in choice.optim) == (method == "qlora")
+    assert not choice.offloads and not choice.chunked_loss and not choice.compressed
+
+
 def test_several_devices_and_videos_are_refused(request_of_a_small_model):
     several = dataclasses.replace(request_of_a_small_model.preset, processes=2)
     with pytest.raises(InputError, match="for one device"):

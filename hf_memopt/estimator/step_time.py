@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step beside its kernels: what engines exchange, offload and add to every kernel.
+"""Seconds of an optimizer step beside its kernels: what engines exchange, offload and add to matmuls.
 
 Estimates and plans ask the same functions. benchmarks/speed_published.py compares the result with published speeds.
 """

@@ -78,10 +78,10 @@ def _features(request: Request) -> Iterator[tuple[str, Request, Choice]]:
     """In words, the request and the choice of each feature, together with those before; refused ones are left out."""
     request = dataclasses.replace(request, seq_len=_FIRST)  # of which losses in chunks are a choice
     choices = {one for one in request.choices() if one.micro_batch == 1 and one.checkpointed == 1}
-    plain = [one for one in choices if not one.complexities and not one.chunked_loss]
-    if not plain:
+    if not choices:
         raise InputError("--seq-len max: activation checkpointing of every layer is not among the choices")
-    settings, choice = "all layers checkpointed", plain[0]
+    # A preset's own optimizer of 8 bits is in all of them.
+    settings, choice = "all layers checkpointed", min(choices, key=lambda one: (one.complexities, one.chunked_loss))
     yield settings, request, choice
     for word, change in (
         ("loss in chunks", {"chunked_loss": True}),
