@@ -111,8 +111,8 @@ class Cost:
         )
 
     def rank(self, choice: Choice) -> float:
-        """The sort key: the step's time with penalties for rounding, offloading and, a little, for a sharding engine and
-        every feature."""
+        """The sort key: the step's time with penalties for rounding, offloading and, a little, for a sharding engine
+        and every feature."""
         engine = 1.0 if choice.strategy in ("none", "ddp") else ENGINE
         return self.step(choice) * engine * COMPLEXITY**choice.complexities * LEVER**choice.levers
 
