@@ -27,7 +27,7 @@ def process_state_kept():
     for state, _ in shared:
         state.clear()
     try:
-        with outside_zero3(), _collection_on_demand(), _determinism_kept(), generators_kept():
+        with outside_zero3(), _collection_on_demand(), _determinism_kept(), generators_kept(), _one_thread():
             yield
     finally:
         for state, before in shared:
@@ -77,6 +77,18 @@ def _froze_itself() -> bool:
     global _frozen
     _frozen = _frozen or gc.get_freeze_count() > 0
     return _frozen
+
+
+@contextlib.contextmanager
+def _one_thread():
+    """torch computes in this thread alone. A trace computes little (values of ids and masks), and after each operator
+    OpenMP's other threads wait busily for the next: on two cores that was a fifth of a plan's CPU time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
