@@ -1,5 +1,8 @@
 """What a plan spends CPU time on, told without a clock: threads, traces and imports."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_plan import config, request_for
@@ -27,3 +30,12 @@ def test_a_trace_computes_in_one_thread(monkeypatch, two_threads):
     request = request_for(config(2))
     estimate_job(request.job(request.choices()[0]))
     assert set(threads) == {1} and torch.get_num_threads() == 2
+
+
+def test_the_command_line_imports_no_compiler():
+    code = (
+        "import sys; from hf_memopt.cli.estimate import import_libraries; import_libraries(); "
+        "import torch; print(torch.compile.__module__, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.split() == ["torch", "False"]

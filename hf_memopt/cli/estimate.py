@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import asdict, dataclass, field, replace
+from unittest import mock
 
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.cli.settings import parse_settings, quantization_config, split_model_sizes
@@ -220,16 +221,24 @@ def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool) ->
 def import_libraries() -> None:
     """Import peft and transformers' Trainer without garbage collection, which takes half a second here and frees none.
 
-    The modules stay frozen: this is the command's own process.
+    The modules stay frozen, and functions that they compile uncompiled: this is the command's own process, which
+    trains nothing.
     """
     working("loading transformers")
     gc.disable()
     try:
-        import peft  # noqa: F401
-        from transformers import Trainer  # noqa: F401
+        # bitsandbytes 0.50 decorates functions with torch.compile, which imports torch._inductor, a tenth of all this.
+        with mock.patch("torch.compile", _uncompiled):
+            import peft  # noqa: F401
+            from transformers import Trainer  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _uncompiled(function=None, **kwargs):
+    """torch.compile that leaves a function as it is."""
+    return (lambda function: function) if function is None else function
 
 
 def _print(job: str, estimate, savings, took=None, amount: AmountOptions = AmountOptions()) -> None:
