@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from test_plan import config, request_for
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_memopt import estimate
 from hf_memopt.estimator import job as jobs
+from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.api import estimate_job
 
 
@@ -39,3 +43,28 @@ def test_the_command_line_imports_no_compiler():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.split() == ["torch", "False"]
+
+
+def test_fake_collectives_are_asked_for_once_and_programs_never(monkeypatch):
+    pytest.importorskip("deepspeed")
+    collectives, asked = [], FakeTensorMode.dispatch
+
+    def dispatch(self, func, *args, **kwargs):
+        if func in known:
+            collectives.append(func)
+        return asked(self, func, *args, **kwargs)
+
+    def zero3():
+        collectives.clear()
+        fields = {"per_device_train_batch_size": 1, "bf16": True}
+        found = estimate(config(3), fields, 64, "rtx_4090", world_size=2, strategy="zero3")
+        return found.to_dict(), Counter(collectives)
+
+    known = set(fake_outputs._COLLECTIVES)
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    found, often = zero3()
+    monkeypatch.setattr(fake_outputs, "_COLLECTIVES", set())
+    without, oftener = zero3()
+    assert found == without
+    assert often.keys() == oftener.keys() and sum(oftener.values()) > 10 * sum(often.values())

@@ -36,6 +36,16 @@ _VIEWS = {
     _aten.view.dtype,
     _aten._unsafe_view.default,
 }
+# Collectives write into their first argument, one tensor or a list, and return it with a handle to wait on.
+_COLLECTIVES = (
+    {
+        torch.ops.c10d._allgather_base_.default,
+        torch.ops.c10d._reduce_scatter_base_.default,
+        torch.ops.c10d.broadcast_.default,
+    }
+    if torch.distributed.is_available()
+    else set()
+)
 _NAMESPACES = ("aten", "prims", "bitsandbytes")
 _TAGS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -107,6 +117,7 @@ class FakeOutputs:
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
         self._attributes: dict[str, Any] = {}
+        self._handles: dict[Any, Any] = {}
 
     def _view(self, func, args, kwargs):
         mode = args[0].fake_mode
@@ -127,6 +138,8 @@ class FakeOutputs:
             key: of Shapes.
         """
         mode = _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
+        if function in _COLLECTIVES and mode is not None:
+            return self._collected(function, args, kwargs)
         if key is None or mode is None:
             return function(*args, **kwargs)
         if function in _VIEWS:
@@ -139,6 +152,15 @@ class FakeOutputs:
                 _remembered.clear()
             _remembered[key] = _describe(function, args, kwargs, out)
         return out
+
+    def _collected(self, function, args, kwargs):
+        """What a collective returns. The handle of torch's fake process group is always done, so one serves all calls:
+        to ask FakeTensorMode each time was a quarter of a trace with DeepSpeed."""
+        if function not in self._handles:
+            _, self._handles[function] = out = function(*args, **kwargs)
+            return out
+        written = args[0]
+        return (list(written) if isinstance(written, list) else written), self._handles[function]
 
     def _repeated(self, mode: FakeTensorMode, outputs: _Outputs, args):
         if outputs.changed is not None:

@@ -52,6 +52,8 @@ def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterato
         with _process_group(world_size, rank), ExitStack() as patches:
             if engine == "deepspeed":
                 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+                # DeepSpeed 0.19's CPU accelerator runs numactl to count devices, for every bucket of gradients.
+                os.environ["LOCAL_SIZE"] = "1"
                 patches.enter_context(_deepspeed(ledger))
             elif engine in ("fsdp2", "mesh"):
                 patches.enter_context(following_fsdp(ledger))
