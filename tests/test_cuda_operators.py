@@ -5,6 +5,7 @@ There is no GPU here: the expected sizes are those of the kernels in torch's sou
 
 import pytest
 import torch
+from test_plan import config
 
 from hf_memopt import estimate
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
@@ -65,35 +66,21 @@ def test_libraries_that_ask_for_cudas_autocast_hear_of_it():
     assert answers == {"cuda": True, "rocm": True, "mps": False, "cpu": False}
 
 
-@pytest.fixture(scope="module")
-def small():
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=512,
-    )
-
-
-def test_loras_dropout_keeps_a_mask_of_a_byte(small):
+def test_loras_dropout_keeps_a_mask_of_a_byte():
     """With dropout or without, lora_A keeps an input of its own: autocast's 16 bits of peft's fp32."""
     from peft import LoraConfig
 
     def activations(dropout: float) -> int:
         adapters = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], r=8, lora_dropout=dropout)
         fields = {"bf16": True, "activation_checkpointing": False, "per_device_train_batch_size": 4}
-        found = estimate(small, fields, 128, "rtx_4090", peft_config=adapters, dtype="bfloat16")
+        found = estimate(config(4), fields, 128, "rtx_4090", peft_config=adapters, dtype="bfloat16")
         return found.breakdown["activations"]
 
-    masks = 3 * 4 * 128 * 256  # of a layer; the peak may be in backward, when the last layer's are gone
+    masks = 3 * 4 * 128 * config().hidden_size  # of a layer; in backward the last layer's may be gone
     assert activations(0.1) - activations(0.0) in (3 * masks, 4 * masks)
 
 
-def test_qlora_under_autocast_keeps_its_input_in_16_bits(small):
+def test_qlora_under_autocast_keeps_its_input_in_16_bits():
     """peft converts the input of a 4-bit layer to its adapter's fp32 only where CUDA's autocast is off."""
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
@@ -102,7 +89,7 @@ def test_qlora_under_autocast_keeps_its_input_in_16_bits(small):
     found = {}
     for hardware in ("rtx_4090", "cpu"):
         found[hardware] = estimate(
-            small,
+            config(4),
             {"bf16": True, "activation_checkpointing": False, "per_device_train_batch_size": 4},
             128,
             hardware,
