@@ -1,8 +1,10 @@
 """What a plan spends CPU time on, told without a clock: threads, traces and imports."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from hf_memopt import estimate
 from hf_memopt.estimator import job as jobs
 from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.tracing import parallel
+from hf_memopt.planner import sketch
 
 
 @pytest.fixture
@@ -68,3 +72,28 @@ def test_fake_collectives_are_asked_for_once_and_programs_never(monkeypatch):
     without, oftener = zero3()
     assert found == without
     assert often.keys() == oftener.keys() and sum(oftener.values()) > 10 * sum(often.values())
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    monkeypatch.setattr(parallel, "_can_fork", lambda: True)
+    monkeypatch.setattr(parallel, "_warm", True)
+
+
+def test_one_job_is_traced_in_this_process(two_cores):
+    assert parallel.on_all_cores(lambda _: os.getpid(), [1, 2]) == [os.getpid()] * 2
+    assert len(set(parallel.on_all_cores(lambda _: os.getpid(), [1, 2, 3]))) == 2
+
+
+def test_jobs_with_the_same_batch_are_traced_by_the_same_process(two_cores):
+    request = request_for(config(8))
+    jobs = request.baselines(request.choices())
+    with mock.patch.object(sketch, "on_all_cores", side_effect=parallel.on_all_cores) as mapped:
+        sketch.traced_jobs(jobs)
+    items = mapped.call_args.args[1]
+    batches = [
+        {items[number][0].fields["per_device_train_batch_size"] for number in share}
+        for share in parallel._shares(len(items), 2)
+    ]
+    assert batches == [{1}, {2}]

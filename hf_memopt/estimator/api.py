@@ -1,6 +1,7 @@
 """estimate() and estimate_trainer(): from a job's settings to its peak memory, in seconds."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from hf_memopt.errors import InputError
@@ -153,12 +154,13 @@ def estimate_jobs(jobs: Sequence[Job], map_fn=one_by_one, speed: bool = True) ->
 
 def _traces_needed(job: Job, speed: bool) -> list[tuple[Job, int, bool]]:
     """Jobs and depths to trace, and whether their kernels are counted: the job's own, and where an engine shards the
-    model those of one device, which take a fraction of the engine's time."""
+    model those of one device, which take a fraction of the engine's time. They alternate, for parallel._shares()."""
     counted = counted_job(job) if speed else None
     needed = [(job, depth, counted is job) for depth in job.depths()]
-    if counted is not None and counted is not job:
-        needed += [(counted, depth, True) for depth in counted.depths()]
-    return needed
+    if counted is None or counted is job:
+        return needed
+    alone = [(counted, depth, True) for depth in counted.depths()]
+    return [one for pair in itertools.zip_longest(needed, alone) for one in pair if one is not None]
 
 
 def _trace_or_error(needed: tuple[Job, int, bool]) -> TraceResult | InputError:

@@ -56,8 +56,11 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
         for job in jobs
     ]
     depths = shallow_depths(jobs[0].config, FEWEST["none"])
-    books = iter(on_all_cores(_counted, [(job, depth) for job in alone for depth in depths]))
-    return [_at_full_depth(job.config, depths, [next(books) for _ in depths]) for job in alone]
+    # Jobs with the same batch are neighbours, for parallel's shares: they have most shapes in common.
+    order = sorted(range(len(alone)), key=lambda number: alone[number].fields["per_device_train_batch_size"])
+    books = iter(on_all_cores(_counted, [(alone[number], depth) for number in order for depth in depths]))
+    found = {number: _at_full_depth(jobs[number].config, depths, [next(books) for _ in depths]) for number in order}
+    return [found[number] for number in range(len(alone))]
 
 
 def _counted(trace_of: tuple[Job, int]) -> tuple[dict[str, Peak], Counter[Kernel]]:

@@ -1,5 +1,6 @@
 """Traces in parallel: each is work for Python on one core."""
 
+import itertools
 import multiprocessing
 import os
 import sys
@@ -8,6 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _MAX_PROCESSES = 8  # each needs about as much memory as this process
+# Two traces take a second, and a fork what it saves: it copies the pages that it writes to, and what it remembers of
+# shapes ends with it.
+_FEWEST = 3  # items
 # A fork that is not stuck may share its core with other programs.
 _PATIENCE = 60  # seconds
 _TIMES_SLOWER = 4
@@ -22,13 +26,15 @@ def one_by_one(function: Callable[[Any], Any], items: Sequence) -> list:
 def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
     """A function's results for all items, computed by this process and forks of it, one per core.
 
-    Only results are pickled. Where a process cannot be forked (Windows, and after CUDA was initialised) this is
-    one_by_one(). The first item of all runs before the first fork, and this process works, too: what a trace imports
-    and remembers (accounting.fake_outputs), later forks have then. What a fork does not deliver is computed here.
+    Only results are pickled. For fewer than _FEWEST items, and where a process cannot be forked (Windows, and after
+    CUDA was initialised), this is one_by_one(). The first item of all runs before the first fork, and this process
+    works, too: what a trace imports and remembers (accounting.fake_outputs), later forks have then. What a fork does
+    not deliver is computed here.
     """
     global _warm
     cores = min(len(items), _cores())
-    if cores < 2 or not _can_fork():
+    if cores < 2 or len(items) < _FEWEST or not _can_fork():
+        _warm = _warm or bool(items)
         return one_by_one(function, items)
     if not _warm:
         first = function(items[0])
@@ -105,12 +111,10 @@ def _run_items(function: Callable[[Any], Any], items: Sequence, numbers: list[in
 
 
 def _shares(count: int, cores: int) -> list[list[int]]:
-    """Which items each process computes: there and back, because the deeper of a job's two traces takes longer."""
-    order = [*range(cores), *reversed(range(cores))]
-    shares: list[list[int]] = [[] for _ in range(cores)]
-    for number in range(count):
-        shares[order[number % len(order)]].append(number)
-    return shares
+    """Which items each process computes: neighbours together, such as the two traces of a job, because what the first
+    of them remembers makes the second faster."""
+    ends = [count * number // cores for number in range(cores + 1)]  # this process's share is the smallest
+    return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
 
 def _cores() -> int:
