@@ -17,19 +17,32 @@ def run_frozen_without_grad(model: torch.nn.Module) -> None:
 
     Decided at each call: a module with an input that requires a gradient runs as usual.
     """
-    for module in _outermost_frozen(model):
+    trained: dict[torch.nn.Module, bool | None] = {}
+    _note_trained(model, trained)
+    for module in _outermost_frozen(model, trained):
         replace(module, "forward", _without_grad(module, module.forward))
 
 
-def _outermost_frozen(module: torch.nn.Module):
+def _outermost_frozen(module: torch.nn.Module, trained: dict[torch.nn.Module, bool | None]):
     """Yield the outermost modules that have weights, none of them trainable."""
-    weights = list(module.parameters())
     listed = isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)  # never called themselves
-    if weights and not listed and not any(weight.requires_grad for weight in weights):
+    if trained[module] is False and not listed:
         yield module
-    elif weights:
+    elif trained[module] is not None:
         for child in module.children():
-            yield from _outermost_frozen(child)
+            yield from _outermost_frozen(child, trained)
+
+
+def _note_trained(module: torch.nn.Module, trained: dict[torch.nn.Module, bool | None]) -> bool | None:
+    """Note of a module and of each in it whether a weight is trained; None where there are no weights.
+
+    Each is looked at once: to list the weights below every module anew took a twentieth of a trace with adapters.
+    """
+    if module not in trained:
+        found = [weight.requires_grad for weight in module.parameters(recurse=False)]
+        found += [one for child in module.children() if (one := _note_trained(child, trained)) is not None]
+        trained[module] = any(found) if found else None
+    return trained[module]
 
 
 def _without_grad(module, forward):
