@@ -97,3 +97,16 @@ def test_jobs_with_the_same_batch_are_traced_by_the_same_process(two_cores):
         for share in parallel._shares(len(items), 2)
     ]
     assert batches == [{1}, {2}]
+
+
+def test_fake_marks_of_the_profiler_are_not_asked_for(monkeypatch):
+    asked, dispatch = [], FakeTensorMode.dispatch
+
+    def noted(self, func, *args, **kwargs):
+        asked.append(func)
+        return dispatch(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", noted)
+    fields = {"per_device_train_batch_size": 1, "bf16": True}
+    estimate(config(3), fields, 64, "rtx_4090", world_size=2, strategy="fsdp2")
+    assert asked and not [func for func in asked if func.namespace == "profiler"]

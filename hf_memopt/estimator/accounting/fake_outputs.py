@@ -46,7 +46,7 @@ _COLLECTIVES = (
     if torch.distributed.is_available()
     else set()
 )
-_NAMESPACES = ("aten", "prims", "bitsandbytes")
+_NAMESPACES = ("aten", "prims", "bitsandbytes", "fsdp")
 _TAGS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
