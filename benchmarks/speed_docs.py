@@ -1,9 +1,7 @@
 """The table of published speeds beside predicted ones in docs/plans.md and README.md; fill_docs.py writes it."""
 
-from statistics import median
-
 from levers_docs import results
-from speed_published import GROUPS, ranked_right
+from speed_published import GROUPS, summary
 
 _RAN = {
     "A100, fitted": "Mistral-7B, SantaCoder: full, LoRA, QLoRA on 1 and 2 A100s; five constants were fitted to these",
@@ -22,13 +20,9 @@ def table() -> str:
     found = results("speed_published")
     for name, of_group in GROUPS.items():
         rows = list(filter(of_group, found["rows"]))
-        errors = [abs(row["error"]) for row in rows]
-        near = sum(error <= 0.25 for error in errors) / len(errors)
-        right, total = ranked_right(rows)
-        lines.append(
-            f"| {_RAN[name]} | {len(rows)} | {median(errors):.1%} | {max(errors):.0%} | {near:.0%} "
-            f"| {right} of {total} | {_worst_regret(found['regrets'], {row['id'] for row in rows}):.1%} |"
-        )
+        regret = _worst_regret(found["regrets"], {row["id"] for row in rows})
+        cells = "{rows} | {median:.1%} | {worst:.0%} | {near:.0%} | {pairs}".format(**summary(rows))
+        lines.append(f"| {_RAN[name]} | {cells} | {regret:.1%} |")
     return "\n".join(lines).replace("%", " %")
 
 

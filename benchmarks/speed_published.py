@@ -125,6 +125,19 @@ def regrets(rows: list[dict]) -> list[dict]:
     return found
 
 
+def summary(rows: list[dict]) -> dict:
+    """Errors of a group's rows, and the pairs that are ranked right."""
+    errors = [abs(row["error"]) for row in rows]
+    right, total = ranked_right(rows)
+    return {
+        "rows": len(rows),
+        "median": statistics.median(errors),
+        "worst": max(errors),
+        "near": sum(error <= 0.25 for error in errors) / len(errors),
+        "pairs": f"{right} of {total}",
+    }
+
+
 def main() -> None:
     published = [row for row in json.loads(DATA.read_text()) if row["also"].get("train_tokens_per_second")]
     rows = [compare(row) for row in track(published, description="published speeds")]
@@ -135,13 +148,9 @@ def main() -> None:
         job = f"{row['n_gpus']} × {row['micro_batch']}  {row['model']}, {row['method']}"
         print(f"{row['error']:+7.1%}  {row['tier']} {kind:>9}  {job}")
     for name, of_group in GROUPS.items():
-        group = list(filter(of_group, rows))
-        errors = [abs(row["error"]) for row in group]
-        near = sum(error <= 0.25 for error in errors) / len(errors)
-        right, total = ranked_right(group)
         print(
-            f"{name}: {len(group)} rows, median {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
-            f"{near:.0%} within 25 %, {right} of {total} pairs ranked right"
+            "{}: {rows} rows, median {median:.1%}, worst {worst:.1%}, {near:.0%} within 25 %, {pairs} pairs ranked "
+            "right".format(name, **summary(list(filter(of_group, rows))))
         )
     losses = regrets(rows)
     for loss in losses:
