@@ -20,6 +20,10 @@ from hf_memopt.presets.accelerate_config import inline
 
 CONFIGS = ROOT / "accelerate_configs"
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+# torch leaves gloo's threads to the interpreter's end, also after destroy_process_group(): in one of some hundred
+# launches such a thread aborts a process that has done its work (pytorch/pytorch#179291). Recipes end without the
+# interpreter's (hf_memopt.program); a script that knows nothing of hf_memopt is started again.
+_ABORTED = "terminate called without an active exception"
 
 
 @pytest.fixture
@@ -50,6 +54,8 @@ def _trains_under_zero(project, *words) -> None:
     """Run it; it says a loss, and two processes must have left their shards of the optimizer."""
     folder, _ = project
     done = run(*words, cwd=folder, env=ON_CPU)
+    if _ABORTED in done.stderr:
+        done = run(*words, cwd=folder, env=ON_CPU)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     shards = sorted(path.name for path in folder.glob("out/checkpoint-2/global_step2/*optim_states.pt"))
