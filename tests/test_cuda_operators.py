@@ -56,6 +56,42 @@ def test_metal_has_no_such_kernel():
     assert kept == 2 * ELEMENTS  # noise in the input's type
 
 
+def normalised(backend: str, weights: torch.dtype = torch.bfloat16):
+    """Bytes that an RMS norm of 4 bf16 rows leaves for backward beside input and output, and how many kernels it and
+    its backward ran, with the product before it."""
+    with fake_world(backend), FakeLedger(accelerator=True) as ledger:
+        ledger.work, ledger.step = Work(), 1
+        given = torch.empty(4, ELEMENTS // 4, dtype=torch.bfloat16, requires_grad=True)
+        norm = torch.nn.RMSNorm(ELEMENTS // 4, dtype=weights)
+        before = ledger._total
+        ledger.phase = "forward"
+        out = norm(given * 1)
+        kept = ledger._total - before - 2 * 2 * ELEMENTS
+        ledger.phase = "backward"
+        out.backward(torch.empty_like(out))
+        assert norm.weight.grad.dtype is weights and given.grad.shape == given.shape
+        return kept, sum(ledger.work.kernels.values())
+
+
+@pytest.mark.parametrize("backend", ["cuda", "rocm"])
+def test_an_rms_norm_is_one_kernel_that_keeps_its_input(backend):
+    assert normalised(backend) == (512, 4)  # a scale of each row, in a block of the allocator
+
+
+@pytest.mark.parametrize(("backend", "weights"), [("mps", torch.bfloat16), ("cuda", torch.float32)])
+def test_other_rms_norms_are_those_of_the_cpu(backend, weights):
+    kept, kernels = normalised(backend, weights)
+    assert kept > 4 * ELEMENTS and kernels > 10
+
+
+def test_cudas_autocast_normalises_in_fp32():
+    given = torch.ones(2, 8, dtype=torch.bfloat16)
+    for backend, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
+        with fake_world(backend), torch.autocast("cpu", torch.bfloat16):
+            fake = torch.empty_like(given, device="cpu")
+            assert F.rms_norm(fake, (8,)).dtype is dtype
+
+
 def test_libraries_that_ask_for_cudas_autocast_hear_of_it():
     answers = {}
     for backend in ("cuda", "rocm", "mps", "cpu"):

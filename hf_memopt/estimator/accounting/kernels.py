@@ -41,6 +41,17 @@ def _dropout(given, probability, train):
     return torch.empty_like(given), torch.empty_like(given, dtype=torch.bool)
 
 
+def _rms_norm(given, shape, weight, eps):
+    """CUDA's fused RMS norm (ATen/native/cuda/layer_norm_kernel.cu): the output, and a scale of each row in fp32."""
+    rows = (*given.shape[: given.dim() - len(shape)], *[1] * len(shape))
+    return torch.empty_like(given), torch.empty(rows, dtype=torch.float32, device=given.device)
+
+
+def _rms_norm_backward(gradient, given, shape, scales, weight, needed):
+    of_input, of_weight = needed
+    return torch.empty_like(given) if of_input else None, torch.empty_like(weight) if of_weight else None
+
+
 def _grouped_mm(left, right, offs=None, bias=None, out_dtype=None):
     """The experts' matmuls, one group of rows each. torch 2.13's fake kernel takes bf16 only, the CPU's any dtype."""
     if left.dim() == 2 and right.dim() == 2:  # a gradient of the experts' weights
@@ -82,6 +93,8 @@ ON_ACCELERATOR = {
     _BACKWARD: _attention_backward_on_cuda,
     _aten.native_dropout.default: _dropout,
     _aten.native_dropout_backward.default: lambda gradient, mask, scale: torch.empty_like(gradient),
+    _aten._fused_rms_norm.default: _rms_norm,
+    _aten._fused_rms_norm_backward.default: _rms_norm_backward,
 }
 
 

@@ -87,7 +87,7 @@ _NORMS_AND_LOSSES = (
 _SOFTMAX = ("softmax", "log_softmax")
 FP32_UNDER_CUDA_AUTOCAST = {
     "torch": (*_POINTWISE, *_NORMS_AND_LOSSES, *_SOFTMAX, "cdist"),
-    "torch.nn.functional": (*_LOSSES, *_NORMS_AND_LOSSES, *_SOFTMAX),
+    "torch.nn.functional": (*_LOSSES, *_NORMS_AND_LOSSES, *_SOFTMAX, "rms_norm"),
     "torch:Tensor": (*_POINTWISE, *_SOFTMAX, "__pow__", "__rpow__"),
 }
 
@@ -220,6 +220,12 @@ _ACCELERATOR = (
         owner="torch.nn.functional",
         names={"dropout": "input, p, training, inplace"},
         why="CUDA runs one kernel that keeps a byte an element; the CPU keeps noise in the input's type",
+        until="fake CUDA tensors run on builds without CUDA",
+    ),
+    Names(
+        owner="torch",
+        names={"rms_norm": None},
+        why="CUDA runs one kernel that keeps its input; the CPU runs six and keeps three tensors of fp32",
         until="fake CUDA tensors run on builds without CUDA",
     ),
     Names(
