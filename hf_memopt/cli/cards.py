@@ -10,6 +10,7 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.cli.speed import AmountOptions
 from hf_memopt.errors import InputError
+from hf_memopt.levers.arguments import RUNGS
 from hf_memopt.units import gib
 
 ANY = "any"
@@ -17,10 +18,10 @@ _TITLES = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 _ROWS = {True: 24, False: 10}  # of a table, where it is the only one, and where there is one a method
 _SMALLEST = 5  # rows that a shortened table keeps, whatever the cards are
 _LEGEND = (
-    "fills: the share of a card's memory, at most {limit:.0%}; ≈: a sketch from traces that all cards share, else a "
-    "full estimate; !: so near the limit that the sketch may be wrong",
-    "tokens/s: predicted, of all cards of a row; ?: no FLOP/s are published. Only speeds of A100s were compared with "
-    "real runs",
+    "fills: the share of a card's memory, at most {limit:.0%}, or {most:.0%} where nothing else fits; ≈: a sketch "
+    "from traces that all cards share, else a full estimate; !: so near the limit that the sketch may be wrong",
+    "tokens/s: predicted, of all cards of a row; ?: no FLOP/s are published. Only speeds of A100s and L40S were "
+    "compared with real runs",
 )
 # https://github.com/pytorch/pytorch/issues/172352: since 2.11 only the builds for CUDA 12.6 have older ones.
 _OLD = "{cards}: torch's usual builds begin at compute capability 7.5; take one for CUDA 12.6"
@@ -108,7 +109,8 @@ def _print_answer(answer, options: CardOptions) -> None:
 
 def _notes(answer, shown: list, every: bool) -> Iterator[str]:
     """What the table's figures do and do not say."""
-    yield from (line.format(limit=shown[0].share) for line in _LEGEND)
+    shares = [share for _, share in RUNGS.values()]
+    yield from (line.format(limit=RUNGS["balanced"][1], most=max(shares)) for line in _LEGEND)
     devices = {fit.device.name: fit.device for fit in shown}
     if old := [name for name, device in devices.items() if 0 < device.capability < 7.5]:
         yield _OLD.format(cards=", ".join(old))

@@ -106,6 +106,10 @@ def _with_device_count(options):
 
     if options.hardware is None:
         return options
+    if options.hardware.lower() == "any":
+        raise InputError(
+            "hardware=any: an estimate is of one device; `hf-memopt plan MODEL --hardware any` compares all"
+        )
     hardware, devices = split_count(options.hardware)
     if devices > 1 and options.world_size not in (None, devices):
         raise InputError(f"hardware={options.hardware} and world_size={options.world_size} differ: leave one out")

@@ -62,7 +62,11 @@ def plain_alternative(request, search: Search, rung) -> Alternative | None:
 
 def method_alternative(request, search: Search | None, rung) -> Alternative | None:
     """What a method would take of a profile's share of the memory: for the profile's own method the profile, for
-    another by its sketch what is plain, if anything plain fits. None where nothing fits."""
+    another by its sketch what is plain, if anything plain fits. None where nothing fits.
+
+    Args:
+        request: of as many samples a step, as long, as the profile's.
+    """
     if search is None:
         return None
     if request.preset.method == rung.preset.method:
@@ -77,11 +81,10 @@ def method_alternative(request, search: Search | None, rung) -> Alternative | No
 
 
 def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> Alternative:
-    samples = request.effective_batch_size / rung.preset.effective_batch_size  # of a step: methods' presets differ
     if request.preset.method == rung.preset.method:
         relative_time = search.relative_time(choice, rung.choice)
     else:
-        relative_time = search.seconds[choice] / samples / rung.seconds
+        relative_time = search.seconds[choice] / rung.seconds  # for the same step
     return Alternative(
         method=request.preset.method,
         settings=summarize(choice),
@@ -108,7 +111,7 @@ def _reason(request, search: Search, members: list[Choice], chosen: list[Choice]
     budget = request.memory_budget
     if fitting := [choice for choice in members if search.fits(choice, budget)]:
         fastest = min(chosen, key=search.seconds.__getitem__)
-        best = min(fitting, key=search.seconds.__getitem__)
+        best = min(fitting, key=search.rank)  # what it was compared as, not its fastest variant with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
     least = min(members, key=search.needs)
     about = "" if search.found.get(least) else "about "

@@ -56,6 +56,7 @@ class Choice:
         inputs_offloaded: the inputs that checkpointed layers keep are in host memory.
         chunked_loss: the loss computes logits of CHUNK tokens at a time.
         optim: as in TrainingArguments.
+        optim_rounds: it is an 8-bit one that neither the user nor the preset chose.
         dtype: of the loaded weights.
         compressed: activations in 8 bits.
         activations_offloaded: activations in host memory between forward and backward.
@@ -75,6 +76,7 @@ class Choice:
     compressed: bool = False
     activations_offloaded: bool = False
     optimizer_offloaded: bool = False
+    optim_rounds: bool = False
     streamed: float = 0.0
     trl: TrlChoice = NO_TRL
 
@@ -116,8 +118,8 @@ class Choice:
 
     @property
     def approximations(self) -> int:
-        """How many of them round values that exact training keeps."""
-        return self.compressed + ("8bit" in self.optim)
+        """How many of them round values that the method keeps exact."""
+        return self.compressed + self.optim_rounds
 
     @property
     def complexities(self) -> int:
@@ -222,7 +224,7 @@ class SearchSpace:
         """Every combination that compatibility accepts, in no order."""
         for strategy in self._strategies():
             layers = self._checkpointing(strategy)
-            for optim, dtype, optimizer_offloaded in self._optimizers(strategy):
+            for optim, dtype, optimizer_offloaded, rounds in self._optimizers(strategy):
                 for micro, (checkpointed, inputs), (compressed, offloaded), chunked, streamed in itertools.product(
                     self._micro_batches(), layers, self._activations(strategy), self._losses(), self._streamed()
                 ):
@@ -242,6 +244,7 @@ class SearchSpace:
                         compressed=compressed,
                         activations_offloaded=offloaded,
                         optimizer_offloaded=optimizer_offloaded,
+                        optim_rounds=rounds,
                         streamed=streamed,
                     )
                     configured = choice.configured(self.preset)
@@ -314,18 +317,18 @@ class SearchSpace:
         fixed = self.memory_args.loss_chunk_size or self.memory_args.logits_to_keep
         return [False] if fixed or self.task != "causal-lm" or self.seq_len <= CHUNK // 4 else [False, True]
 
-    def _optimizers(self, strategy: str) -> list[tuple[str, str, bool]]:
-        """(optim, dtype, states in host memory). Adapters have too few states for these to matter."""
+    def _optimizers(self, strategy: str) -> list[tuple[str, str, bool, bool]]:
+        """(optim, dtype, states in host memory, rounds). Adapters have too few states for these to matter."""
         preset = self.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
         if "optim" in self.fixed or preset.method != "full" or "offload" in strategy:
-            return [(self.fixed.get("optim", default), dtype, False)]
+            return [(self.fixed.get("optim", default), dtype, False, False)]
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.memory_apart)
-        optimizers = [(exact, dtype, False)]
+        optimizers = [(exact, dtype, False, False)]
         if eight_bit := ADAM_8BIT.settings_for(job):
-            optimizers.append((eight_bit["optim"], dtype, False))
+            optimizers.append((eight_bit["optim"], dtype, False, True))
         if OPTIMIZER_OFFLOAD.settings_for(job):
-            optimizers.append((exact, dtype, True))
+            optimizers.append((exact, dtype, True, False))
         return optimizers

@@ -27,8 +27,9 @@ def weights_alone(request) -> tuple[int, str] | None:
         return count_weights(config, task) // 2, "weights in 4 bits"
     if request.quantization is not None and request.quantization(preset) is not None:
         return None
-    size = count_weights(config, task) * getattr(torch, resolve_dtype(config, preset.dtype)).itemsize
+    dtype = resolve_dtype(config, preset.dtype)
+    size = count_weights(config, task) * getattr(torch, dtype).itemsize
     # A user's own optimizer may free a layer's gradients before the next layer has its own.
     if preset.method == "full" and "optim" not in request.fields and not request.more.get("frozen"):
-        return 2 * size, "weights and gradients"
-    return size, "weights"
+        return 2 * size, f"{dtype} weights and gradients"
+    return size, f"{dtype} weights"

@@ -112,10 +112,12 @@ def _sentence(one: Combination, estimate) -> str | None:
         return f"{' and '.join(texts)}: about {gib(one.sketched)}"
     if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > request.memory_budget:
         return None
-    if "host" in one.levels:
-        texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
-    elif one.choice.offloads and request.host_memory and estimate.host_bytes > request.host_memory.bytes:
+    host = request.host_memory
+    exceeds = one.choice.offloads and host is not None and estimate.host_bytes > host.bytes  # what the sketch left out
+    if exceeds and not one.levels:  # of a smaller model a still smaller one fits
         return None
+    if exceeds or "host" in one.levels:
+        texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
     host = f", {gib(estimate.host_bytes)} of host memory" if one.choice.offloads else ""
     return f"{' and '.join(texts)}: {gib(estimate.device_bytes)}{host}"
 

@@ -14,9 +14,9 @@ from hf_memopt.estimator.job import Job, longest_sample
 from hf_memopt.estimator.overheads import measured_memory
 from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.throughput import speed_note
+from hf_memopt.estimator.throughput import speed_note, unknown_rates
 from hf_memopt.estimator.tracing.model import resolve_dtype
-from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.trl_job import TRL_TASKS
 from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
@@ -267,12 +267,21 @@ class Plan:
         preset = self.request.preset
         device = preset.hardware
         memory = measured_memory(device) if measured_on(device) else ()
-        notes = [*memory, *filter(None, [self.link, speed_note(device)])]
+        notes = [*memory, *filter(None, [self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
         if self.request.trl is not None and self.ladder:
             notes += self.request.trl.notes(usual_profile(self.ladder).choice, device)
         return notes
+
+    def _speed_note(self) -> str | None:
+        """What the speeds rest on, or why there are none; None of a plan without profiles."""
+        if not self.ladder:
+            return None
+        device, estimate = self.request.preset.hardware, usual_profile(self.ladder).estimate
+        if estimate.step_seconds is not None or unknown_rates(device):
+            return speed_note(device)
+        return next((note for note in estimate.notes if note.startswith("speed:")), None)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as one JSON object."""
@@ -394,7 +403,8 @@ def _check_types(arguments: dict[str, Any]) -> None:
 
 
 def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
-    """The plan of the first method that fits without host memory, else of the first that fits, or what is missing."""
+    """The plan of the first method that fits without host memory, else of the first whose safest profile does, else of
+    the first that fits, or what is missing."""
     rejected: list[Rejected] = []
     searches: dict[str, tuple[Request, Search | None]] = {}
     ladders: dict[str, list[Rung]] = {}
@@ -417,15 +427,18 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
-    without_host = (method for method, rungs in ladders.items() if not usual_profile(rungs).choice.offloads)
-    method = next(without_host, next(iter(ladders)))
+    # Of methods whose usual profiles lean on the host, one that has a safe profile without it.
+    method = min(
+        ladders,
+        key=lambda one: (bool(usual_profile(ladders[one]).choice.offloads), bool(ladders[one][0].choice.offloads)),
+    )
     (request, search), ladder = searches[method], ladders[method]
     rung = usual_profile(ladder)
     rejected += [*_safe_left_out(ladder), *left_out(request, search, [rung.choice for rung in ladder])]
     if request.trl is not None:
         rejected += [Rejected(field, reason) for field, reason in request.trl.left_out()]
     plain = plain_alternative(request, search, rung)
-    beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
+    beside = _methods(question, methods, searches, request, rung, say) if len(methods) > 1 else []
     link = search.cost.link_bound(rung.choice)
     return Plan(request, ladder, rejected, plain=plain, methods=beside, link=link)
 
@@ -502,26 +515,34 @@ def usual_profile(ladder: list[Rung]) -> Rung:
 def _safe_left_out(ladder: list[Rung]) -> list[Rejected]:
     """Why there is no safe profile, or why it depends on the host."""
     if ladder[0].name != "safe":
-        share = RUNGS["safe"][1]
-        return [Rejected("safe", f"nothing fits {share:.0%} without host memory, which a safe profile does not need")]
+        share, apart = RUNGS["safe"][1], ladder[0].preset.hardware.memory_apart
+        without = " without host memory, which a safe profile does not need" if apart else ""
+        return [Rejected("safe", f"nothing fits {share:.0%}{without}")]
     if ladder[0].choice.offloads:
         return [Rejected("safe without host memory", "nothing fits: every profile depends on host memory")]
     return []
 
 
-def _methods(question: "Question", methods, searches, rung: Rung, say) -> list[Alternative]:
+def _methods(question: "Question", methods, searches, planned: Request, rung: Rung, say) -> list[Alternative]:
     """Every method that fits the memory of a profile, with its settings; by sketches but for the profile's own."""
+    # Presets of methods differ in the length of samples and their number: all are asked about the planned step.
+    step = replace(question, seq_len=planned.seq_len, effective_batch_size=planned.effective_batch_size)
     beside = []
     for method in methods:
-        if method not in searches:
+        request, search = searches.get(method, (None, None))
+        if request is None or (search is not None and not _same_step(request, planned)):
             try:
-                request = question.for_method(method)
-                searches[method] = request, request.search(_numbered(say, method, methods))
+                request = step.for_method(method)
+                search = request.search(_numbered(say, method, methods))
             except InputError:  # the plan stands without it, as without 4 bits where there are no kernels for them
                 continue
-        if alternative := method_alternative(*searches[method], rung):
+        if alternative := method_alternative(request, search, rung):
             beside.append(alternative)
     return beside
+
+
+def _same_step(one: Request, other: Request) -> bool:
+    return (one.seq_len, one.effective_batch_size) == (other.seq_len, other.effective_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,6 +570,7 @@ class Question:
 
         task = self.more.get("task") or infer_task(self.config)
         if task not in _PLANNED_TASKS:
+            find_task(task, self.config)
             raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
         preset = preset_of(self.hardware, method, self.strategy)
         if self.dtype:
@@ -562,6 +584,11 @@ class Question:
         for name in ("memory", "host_memory", "seq_len"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise InputError(f"{name}={value} must be above 0{'' if name == 'seq_len' else ' bytes'}")
+        if self.memory and self.memory > preset.hardware.memory:
+            raise InputError(
+                f"memory={gib(self.memory)}: {preset.hardware.label} has {gib(preset.hardware.memory)} for a job; "
+                "leave it out to plan for all of it, or describe a device of your own as --hardware '{\"name\": …}'"
+            )
         if self.host_memory is not None:
             host_memory = HostMemory(self.host_memory, "--host-memory", assumed=False)
         elif self.hardware == "auto" and preset.hardware.memory_apart:

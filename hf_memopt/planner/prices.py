@@ -35,8 +35,9 @@ def read_prices(path: str) -> Prices:
     Raises:
         InputError: an unreadable file, an unknown or ambiguous card, a card priced twice, or a price that is none.
     """
+    written = read_bytes(path, _LARGEST).decode("utf-8", "replace")
     try:
-        table = tomllib.loads(read_bytes(path, _LARGEST).decode("utf-8", "replace"))
+        table = tomllib.loads(written)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: not TOML ({one_line(error)}); write a line for each card, as in {_EXAMPLE}"

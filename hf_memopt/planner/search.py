@@ -17,6 +17,9 @@ _OPTIMISM = 1.01  # a choice is tried where its sketch exceeds the budget by no 
 _ROUNDS = 8
 _FAILURES = 3
 _LOOKS = 3  # rounds of estimates for the choice that needs the least
+_DOUBT = (
+    1.05  # a plain choice is estimated before another takes its place, unless its sketch exceeds the budget by more
+)
 
 
 @dataclass
@@ -42,8 +45,6 @@ class Search:
         self.seconds = {choice: cost.step(choice) for choice in self.choices}
         self._rank = {choice: cost.rank(choice) for choice in self.choices}
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
-        # With the user's own 8-bit optimizer, every choice rounds.
-        self._usual_rounding = min((choice.approximations for choice in self.choices), default=0)
         self._sketched = {choice: self.sketch.device_bytes(choice) for choice in self.choices}
         enough = {one: self._host_suffices(one, self.sketch.host_bytes(one)) for one in self.choices}
         self.short_of_host = [choice for choice in self.choices if not enough[choice]]
@@ -61,16 +62,28 @@ class Search:
         if None in picks:  # the sketch may overestimate the choice that needs the least
             self.smallest()
             picks = self._settled(budgets)
+        if (plain := self._doubtful(picks, budgets)) is not None:
+            self.estimate([plain])
+            picks = self._settled(budgets)
         return picks
+
+    def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
+        """The plain choice that needs the least, where a profile does without a plain one because of its sketch."""
+        least = min(filter(self.is_plain, self._traceable()), key=self.needs, default=None)
+        if least is None or least in self.found:
+            return None
+        without = [budget for pick, budget in zip(picks, budgets, strict=True) if not (pick and self.is_plain(pick))]
+        return least if any(budget < self.needs(least) <= budget * _DOUBT for budget in without) else None
 
     def sketched(self, budget: int) -> Choice | None:
         """The fastest choice that fits a budget, by the sketch and the estimates made so far; one that needs host
         memory only where no other fits."""
-        return self._pick(budget, condition=lambda choice: not choice.offloads) or self._pick(budget)
+        fitting = [choice for choice in self.choices if self.fits(choice, budget)]
+        return next((choice for choice in fitting if not choice.offloads), next(iter(fitting), None))
 
     def is_plain(self, choice: Choice) -> bool:
-        """Whether it neither leans on the host nor rounds more than the user's own settings do."""
-        return not choice.offloads and choice.approximations == self._usual_rounding
+        """Whether it neither leans on the host nor rounds more than the method and the user's settings do."""
+        return not choice.complexities
 
     def _settled(self, budgets: list[int]) -> list[Choice | None]:
         for _ in range(_ROUNDS):
@@ -105,6 +118,10 @@ class Search:
             if choice := self._pick(budgets[0], sure, condition):
                 return choice
         return None if self._pick(budgets[-1], sure, without_host) else self._pick(budgets[0], sure)
+
+    def rank(self, choice: Choice) -> float:
+        """By which choices are preferred: Cost.rank."""
+        return self._rank[choice]
 
     def smallest(self) -> Choice | None:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""

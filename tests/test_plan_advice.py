@@ -1,0 +1,136 @@
+"""What a newcomer's and an expert's own questions found wrong in plans."""
+
+from dataclasses import replace
+
+import pytest
+from test_plan import config, request_for
+
+from hf_memopt import InputError, plan
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.planner.alternatives import left_out
+from hf_memopt.planner.nearest import Combination, _sentence
+from hf_memopt.planner.plan import Request
+from hf_memopt.presets import METHODS, get_preset
+from hf_memopt.units import GIB
+
+
+def test_methods_are_compared_over_the_same_step(monkeypatch):
+    """Presets of a card have other lengths and batches for other methods; samples twice as long are half as many."""
+    assert (
+        len({(preset.seq_len, preset.effective_batch_size) for preset in (get_preset("t4", m) for m in METHODS)}) > 1
+    )
+    asked, search = {}, Request.search
+
+    def noted(self, *args, **kwargs):
+        asked[self.preset.method] = (self.seq_len, self.effective_batch_size)
+        return search(self, *args, **kwargs)
+
+    monkeypatch.setattr(Request, "search", noted)
+    found = plan(config(2), "t4", method="any")
+    assert {one.method for one in found.methods} == set(METHODS)
+    assert set(asked.values()) == {(found.request.seq_len, found.request.effective_batch_size)}
+
+
+def test_an_optimizer_of_the_preset_is_not_rounding():
+    """QLoRA's own optimizer has 8 bits, which FSDP2 cannot have: DDP was left out for it."""
+    request = request_for(config(2), "qlora", hardware="rtx_4090")
+    request = replace(request, fields={}, preset=replace(request.preset, processes=2, strategy="none"))
+    by_strategy = {choice.strategy: choice for choice in request.choices() if choice.levers <= 1}
+    assert by_strategy["ddp"].optim == "paged_adamw_8bit" and not by_strategy["ddp"].complexities
+    assert "8bit" not in by_strategy["fsdp2"].optim
+    full = [choice for choice in replace(request_for(config(2), hardware="rtx_4090"), fields={}).choices()]
+    assert all(choice.complexities for choice in full if "8bit" in choice.optim)
+    assert any("8bit" in choice.optim for choice in full)
+
+
+@pytest.fixture(scope="module")
+def searched():
+    request = request_for(config(2), hardware="rtx_3060", batch=8)
+    request.fields.pop("optim")
+    return request, request.search(lambda text: None)
+
+
+def as_estimate(size: float) -> Estimate:
+    return Estimate(int(size), int(size), int(size), 0, "forward", {}, {}, 2**40, {}, ())
+
+
+def test_plain_settings_are_estimated_before_others_take_their_place(searched, monkeypatch):
+    """A sketch that is a little too high must not be why a plan rounds."""
+    _, search = searched
+    plain = min(filter(search.is_plain, search.choices), key=search.needs)
+    budget = int(search.needs(plain)) + 1
+    whole, moving = search._sketched[plain]
+    real = {choice: search._sketched[choice][0] for choice in search.choices}
+    monkeypatch.setattr(search, "_sketched", search._sketched | {plain: (int(1.03 * whole), moving)})
+    others = {choice for choice in search.choices if search.is_plain(choice) and choice != plain}
+    monkeypatch.setattr(search, "choices", [choice for choice in search.choices if choice not in others])
+    monkeypatch.setattr(search, "found", {})
+    monkeypatch.setattr(search, "_off", {})
+    assert search.needs(plain) > 1.01 * budget
+    monkeypatch.setattr(
+        search, "estimate", lambda new: search.found.update({one: as_estimate(real[one]) for one in new})
+    )
+    search.ladder([budget] * 4)
+    assert search.found[plain].device_bytes <= budget
+
+
+def test_a_sketch_stays_within_the_share(searched):
+    _, search = searched
+    sizes = sorted(search.needs(choice) for choice in search.choices)
+    for size in sizes[:: max(1, len(sizes) // 20)]:
+        for budget in (int(size), int(size) + 1):
+            if choice := search.sketched(budget):
+                assert search.needs(choice) <= budget
+
+
+def test_a_kind_of_settings_is_left_out_as_what_it_was_compared_as(searched):
+    """Not as its fastest variant, with features that nobody asked for."""
+    request, search = searched
+    chosen = next(choice for choice in search.choices if search.is_plain(choice) and not choice.checkpointed)
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(request, search, [chosen])}
+    compressed = min((choice for choice in search.choices if choice.compressed), key=search.rank)
+    relative = search.seconds[compressed] / search.seconds[chosen]
+    assert f"take {relative:.2f} ×" in reasons["8-bit activations"]
+
+
+def test_a_change_that_lacks_host_memory_says_how_much(searched):
+    """16-bit weights and two more GiB of host memory were not proposed where twice as many cards were."""
+    request, search = searched
+    offloading = next(choice for choice in search.choices if choice.optimizer_offloaded)
+    few = replace(request, host_memory=replace(request.host_memory or _host(), bytes=24 * GIB))
+    needs = replace(as_estimate(GIB), host_bytes=26 * GIB)
+    assert "and --host-memory 26: 1.00 GiB" in _sentence(Combination({"dtype": 1}, ["x"], few, offloading), needs)
+    assert _sentence(Combination({}, ["a smaller model"], few, offloading), needs) is None
+
+
+def _host():
+    from hf_memopt.hardware.host_memory import HostMemory
+
+    return HostMemory(0, "assumed", assumed=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("plan", "qwen3-8b", "--hardware", "rtx_4090", "--memory", "99"), "RTX 4090 has 23.64 GiB for a job"),
+        (("plan", "qwen3-8b", "--hardware", "rtx_4090", "--task", "ppo"), "did you mean 'dpo'"),
+        (("plan", "qwen3-8b", "--hardware", "any", "--prices", "none.toml"), "none.toml: no such file"),
+        (("estimate", "qwen3-8b", "--hardware", "any"), "hf-memopt plan MODEL --hardware any"),
+    ],
+)
+def test_errors_name_the_fix(words, says, command):
+    code, _, errors = command(*words)
+    assert code == 2 and says.lower() in errors.lower() and "not TOML" not in errors, errors
+
+
+def test_speed_that_is_unknown_has_no_error():
+    note = "±"
+    known = plan(config(2), "rtx_4090", method="lora", seq_len=256)
+    assert any(note in text for text in known.notes)
+    nothing = plan("qwen3-32b", "rtx_3060_12gb", method="full", seq_len=256, memory=GIB)
+    assert not nothing.ladder and not any(text.startswith("speed") for text in nothing.notes)
+
+
+def test_memory_beyond_the_device_is_refused_in_python_too():
+    with pytest.raises(InputError, match="leave it out"):
+        plan(config(2), "rtx_4090", memory=25 * GIB)
