@@ -170,7 +170,9 @@ def test_checkpointed_inputs_go_to_the_host_by_one_way(request_and_search):
 def test_why_safe_depends_on_the_host_is_said():
     choice = SimpleNamespace(offloads=1)
     assert "every profile depends" in _safe_left_out([SimpleNamespace(name="safe", choice=choice)])[0].reason
-    assert "without host memory" in _safe_left_out([SimpleNamespace(name="balanced", choice=choice)])[0].reason
+    for hardware, says in (("rtx_4090", True), ("apple_m2_16gb", False)):  # which has no memory but the device's
+        rung = SimpleNamespace(name="balanced", choice=choice, preset=preset_of(hardware, "lora"))
+        assert ("without host memory" in _safe_left_out([rung])[0].reason) == says
 
 
 # ---- tables
