@@ -296,7 +296,7 @@ def test_a_method_whose_weights_are_too_large_is_not_traced():
     assert made.request.preset.method == "lora"
     assert not any("full" in text for text in said)
     reason = next(each.reason for each in made.rejected if each.settings == "full fine-tuning")
-    assert reason.startswith("full fine-tuning needs at least 12.82 GiB for weights and gradients alone")
+    assert reason.startswith("full fine-tuning needs at least 12.82 GiB for float32 weights and gradients alone")
 
 
 # ---- what it costs

@@ -19,6 +19,7 @@ from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.trl_job import TRL_TASKS
 from hf_memopt.field_values import check_value, fit, hints_of
+from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
@@ -584,11 +585,7 @@ class Question:
         for name in ("memory", "host_memory", "seq_len"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise InputError(f"{name}={value} must be above 0{'' if name == 'seq_len' else ' bytes'}")
-        if self.memory and self.memory > preset.hardware.memory:
-            raise InputError(
-                f"memory={gib(self.memory)}: {preset.hardware.label} has {gib(preset.hardware.memory)} for a job; "
-                "leave it out to plan for all of it, or describe a device of your own as --hardware '{\"name\": …}'"
-            )
+        self._check_memory(preset.hardware)
         if self.host_memory is not None:
             host_memory = HostMemory(self.host_memory, "--host-memory", assumed=False)
         elif self.hardware == "auto" and preset.hardware.memory_apart:
@@ -608,6 +605,15 @@ class Question:
             more=self.more,
             quantization=self.quantization,
             host_memory=host_memory,
+        )
+
+    def _check_memory(self, device: Hardware) -> None:
+        """Refuse more than a named card has. A CPU stands for any machine, a Preset for what is free on this one."""
+        if device.backend == "cpu" or not isinstance(self.hardware, str) or (self.memory or 0) <= device.memory:
+            return
+        raise InputError(
+            f"memory={gib(self.memory)}: {device.label} has {gib(device.memory)} for a job; leave it out to plan for "
+            "all of it, or describe a device of your own as --hardware '{\"name\": …}'"
         )
 
     def _batch(self, preset: Preset, fields: dict[str, Any], trl: TrlSpace | None) -> tuple[int, dict[str, Any]]:
