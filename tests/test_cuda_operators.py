@@ -84,12 +84,13 @@ def test_other_rms_norms_are_those_of_the_cpu(backend, weights):
     assert kept > 4 * ELEMENTS and kernels > 10
 
 
-def test_cudas_autocast_normalises_in_fp32():
-    given = torch.ones(2, 8, dtype=torch.bfloat16)
-    for backend, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
+def test_cudas_autocast_normalises_in_fp32_and_metals_does_not():
+    wide = {"cuda": True, "rocm": True, "xpu": True, "mps": False, "cpu": False}
+    for backend in wide:
         with fake_world(backend), torch.autocast("cpu", torch.bfloat16):
-            fake = torch.empty_like(given, device="cpu")
-            assert F.rms_norm(fake, (8,)).dtype is dtype
+            values = torch.empty(2, 8, dtype=torch.bfloat16)
+            for norm in (F.rms_norm, torch.rms_norm):
+                assert (norm(values, (8,)).dtype is torch.float32) == wide[backend], backend
 
 
 def test_libraries_that_ask_for_cudas_autocast_hear_of_it():

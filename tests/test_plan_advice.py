@@ -1,37 +1,59 @@
 """What a newcomer's and an expert's own questions found wrong in plans."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from test_plan import config, request_for
+from test_plan import config, least, request_for
 
 from hf_memopt import InputError, plan
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.planner.alternatives import left_out
+from hf_memopt.planner.alternatives import left_out, method_alternative
 from hf_memopt.planner.nearest import Combination, _sentence
 from hf_memopt.planner.plan import Request
+from hf_memopt.planner.search import Search
 from hf_memopt.presets import METHODS, get_preset
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, MIB
 
 
-def test_methods_are_compared_over_the_same_step(monkeypatch):
-    """Presets of a card have other lengths and batches for other methods; samples twice as long are half as many."""
-    assert (
-        len({(preset.seq_len, preset.effective_batch_size) for preset in (get_preset("t4", m) for m in METHODS)}) > 1
-    )
+@pytest.mark.parametrize("planned", ["full", "lora"])
+def test_methods_are_compared_over_the_same_step(planned, monkeypatch):
+    """Presets of a card have other lengths for other methods; samples twice as long are half as many. A method that
+    does not fit is not said to fit beside the one that does."""
+    lengths = {get_preset("rtx_3070", method).seq_len for method in METHODS}
+    assert len(lengths) > 1
+    memory = None  # all
+    if planned == "lora":
+        memory = int(least(request_for(config(2), planned, max(lengths), "rtx_3070", 32)) / 0.94) + MIB
     asked, search = {}, Request.search
 
     def noted(self, *args, **kwargs):
-        asked[self.preset.method] = (self.seq_len, self.effective_batch_size)
+        asked.setdefault(self.preset.method, []).append((self.seq_len, self.effective_batch_size))
         return search(self, *args, **kwargs)
 
     monkeypatch.setattr(Request, "search", noted)
-    found = plan(config(2), "t4", method="any")
-    assert {one.method for one in found.methods} == set(METHODS)
-    assert set(asked.values()) == {(found.request.seq_len, found.request.effective_batch_size)}
+    found = plan(config(2), "rtx_3070", memory=memory)
+    assert found.request.preset.method == planned and found.request.seq_len == max(lengths)
+    assert asked == {method: [(max(lengths), 32)] for method in METHODS}
+    assert {one.method for one in found.methods} <= set(METHODS[METHODS.index(planned) :])
 
 
-def test_an_optimizer_of_the_preset_is_not_rounding():
+def test_a_preset_is_planned_by_its_own_method():
+    found = plan(config(2), get_preset("rtx_3060", "lora"))
+    assert found.request.preset.method == "lora" and not found.methods
+
+
+def test_a_method_beside_leaves_room_for_its_sketchs_error(searched):
+    request, search = searched
+    bare = Search(list(search.choices), search.sketch, search.build, search.say)
+    assert bare.caution > 1 == search.caution
+    rung = SimpleNamespace(share=0.9, preset=get_preset("rtx_3060", "lora"), seconds=1.0, tokens_per_second=1.0)
+    for memory in sorted({int(search.needs(choice)) for choice in search.choices})[::7]:
+        if alternative := method_alternative(replace(request, memory=memory), bare, rung):
+            assert alternative.device_bytes <= 0.9 * memory
+
+
+def test_qloras_own_optimizer_is_not_rounding():
     """QLoRA's own optimizer has 8 bits, which FSDP2 cannot have: DDP was left out for it."""
     request = request_for(config(2), "qlora", hardware="rtx_4090")
     request = replace(request, fields={}, preset=replace(request.preset, processes=2, strategy="none"))
@@ -47,7 +69,9 @@ def test_an_optimizer_of_the_preset_is_not_rounding():
 def searched():
     request = request_for(config(2), hardware="rtx_3060", batch=8)
     request.fields.pop("optim")
-    return request, request.search(lambda text: None)
+    search = request.search(lambda text: None)
+    search.estimate(search.choices[:1])
+    return request, search
 
 
 def as_estimate(size: float) -> Estimate:
@@ -57,6 +81,8 @@ def as_estimate(size: float) -> Estimate:
 def test_plain_settings_are_estimated_before_others_take_their_place(searched, monkeypatch):
     """A sketch that is a little too high must not be why a plan rounds."""
     _, search = searched
+    monkeypatch.setattr(search, "found", {})
+    monkeypatch.setattr(search, "_off", {})
     plain = min(filter(search.is_plain, search.choices), key=search.needs)
     budget = int(search.needs(plain)) + 1
     whole, moving = search._sketched[plain]
@@ -64,8 +90,6 @@ def test_plain_settings_are_estimated_before_others_take_their_place(searched, m
     monkeypatch.setattr(search, "_sketched", search._sketched | {plain: (int(1.03 * whole), moving)})
     others = {choice for choice in search.choices if search.is_plain(choice) and choice != plain}
     monkeypatch.setattr(search, "choices", [choice for choice in search.choices if choice not in others])
-    monkeypatch.setattr(search, "found", {})
-    monkeypatch.setattr(search, "_off", {})
     assert search.needs(plain) > 1.01 * budget
     monkeypatch.setattr(
         search, "estimate", lambda new: search.found.update({one: as_estimate(real[one]) for one in new})
@@ -83,14 +107,18 @@ def test_a_sketch_stays_within_the_share(searched):
                 assert search.needs(choice) <= budget
 
 
-def test_a_kind_of_settings_is_left_out_as_what_it_was_compared_as(searched):
-    """Not as its fastest variant, with features that nobody asked for."""
+def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monkeypatch):
+    """Not by its fastest with more features, which lost by more."""
     request, search = searched
     chosen = next(choice for choice in search.choices if search.is_plain(choice) and not choice.checkpointed)
+    compressed = [
+        choice for choice in search.choices if choice.compressed and search.fits(choice, request.memory_budget)
+    ]
+    lost = max(compressed, key=search.seconds.get)
+    monkeypatch.setitem(search._rank, lost, 0.0)
+    assert lost != min(compressed, key=search.seconds.get)
     reasons = {rejected.settings: rejected.reason for rejected in left_out(request, search, [chosen])}
-    compressed = min((choice for choice in search.choices if choice.compressed), key=search.rank)
-    relative = search.seconds[compressed] / search.seconds[chosen]
-    assert f"take {relative:.2f} ×" in reasons["8-bit activations"]
+    assert f"take {search.seconds[lost] / search.seconds[chosen]:.2f} ×" in reasons["8-bit activations"]
 
 
 def test_a_change_that_lacks_host_memory_says_how_much(searched):
@@ -127,6 +155,10 @@ def test_speed_that_is_unknown_has_no_error():
     note = "±"
     known = plan(config(2), "rtx_4090", method="lora", seq_len=256)
     assert any(note in text for text in known.notes)
+    generating = plan(
+        config(2), "rtx_3060", method="lora", seq_len=256, task="grpo", training={"max_completion_length": 128}
+    )
+    assert "speed: not predicted for trainers that generate text" in generating.notes
     nothing = plan("qwen3-32b", "rtx_3060_12gb", method="full", seq_len=256, memory=GIB)
     assert not nothing.ladder and not any(text.startswith("speed") for text in nothing.notes)
 

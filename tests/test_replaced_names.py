@@ -256,7 +256,6 @@ ARGUMENTS = {
     "poisson_nll_loss": (x, x, True, False, 1e-8, 1),
     "renorm": (x, 2, 0, 1.0),
     "layer_norm": (x, (4,)),
-    "rms_norm": (x, (4,)),
     "group_norm": (x, 2),
 }
 

@@ -71,7 +71,7 @@ def method_alternative(request, search: Search | None, rung) -> Alternative | No
         return None
     if request.preset.method == rung.preset.method:
         return _alternative(request, search, rung.choice, True, rung)
-    budget = int(request.memory * rung.share)
+    budget = int(request.memory * rung.share / search.caution)
     for condition in (search.is_plain, lambda choice: not choice.offloads, lambda choice: True):
         fitting = [choice for choice in filter(condition, search.choices) if search.fits(choice, budget)]
         if fitting:
@@ -88,7 +88,7 @@ def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> A
     return Alternative(
         method=request.preset.method,
         settings=summarize(choice),
-        device_bytes=int(search.needs(choice)),
+        device_bytes=int(search.needs(choice) * search.caution),
         estimated=bool(search.found.get(choice)),
         fits=fits,
         relative_time=relative_time,
@@ -111,7 +111,7 @@ def _reason(request, search: Search, members: list[Choice], chosen: list[Choice]
     budget = request.memory_budget
     if fitting := [choice for choice in members if search.fits(choice, budget)]:
         fastest = min(chosen, key=search.seconds.__getitem__)
-        best = min(fitting, key=search.rank)  # what it was compared as, not its fastest variant with more features
+        best = min(fitting, key=search.rank)  # the variant that lost, not the fastest with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
     least = min(members, key=search.needs)
     about = "" if search.found.get(least) else "about "

@@ -25,7 +25,7 @@ from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.plan import Question, Request, ask
 from hf_memopt.planner.prices import Prices, read_prices
 from hf_memopt.planner.search import Search, summarize
-from hf_memopt.planner.sketch import Sketch, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import Sketch, caution, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import nearest_preset, preset_for
 from hf_memopt.units import GIB
@@ -35,10 +35,6 @@ NEAR = 0.05  # of the limit: what a full estimate may change of a sketch
 _SHARES = [share for _, share in RUNGS.values()]
 _BALANCED = list(RUNGS).index("balanced")
 _MOST_ESTIMATES = 6
-# Sketches have neither the allocator's reserve nor fp16's gradient scaler, until an estimate of the same kind of card
-# corrects them. Of Qwen3-1.7B and 4B, full, LoRA and QLoRA, on 19 cards and boxes they were low by 1 to 9 % (bf16), up
-# to 14 % (fp16) and up to 17 % (MPS).
-_CAUTION, _CAUTION_FP16, _CAUTION_MPS = 1.06, 1.15, 1.18
 _QUICK_ENGINES = ("none", "ddp")  # an estimate under the others takes several times as long
 _ROUNDS = 3
 _FAILURES = 3
@@ -293,11 +289,7 @@ class _Candidate:
     @property
     def caution(self) -> float:
         """What sketches are multiplied by, as long as no estimate corrects them."""
-        if self.group.off:
-            return 1.0
-        if self.device.backend == "mps":
-            return _CAUTION_MPS
-        return _CAUTION if self.device.native_bf16 else _CAUTION_FP16
+        return 1.0 if self.group.off else caution(self.device)
 
     def pick(self) -> tuple[Choice, float] | None:
         """The settings and the share of the memory that they may fill."""

@@ -56,7 +56,7 @@ class Choice:
         inputs_offloaded: the inputs that checkpointed layers keep are in host memory.
         chunked_loss: the loss computes logits of CHUNK tokens at a time.
         optim: as in TrainingArguments.
-        optim_rounds: it is an 8-bit one that neither the user nor the preset chose.
+        optim_rounds: it is an 8-bit one where the search has an exact one, too (full fine-tuning).
         dtype: of the loaded weights.
         compressed: activations in 8 bits.
         activations_offloaded: activations in host memory between forward and backward.
@@ -101,7 +101,7 @@ class Choice:
             self.activations_offloaded,
             self.optimizer_offloaded,
             self.streamed > 0,
-            "8bit" in self.optim,
+            self.optim_rounds,
         )
         return sum(switches) + self.trl.levers
 

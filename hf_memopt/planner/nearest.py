@@ -28,7 +28,7 @@ _ROUNDS = 3  # of estimates
 _MOST_CHANGES = 3
 _PROPOSED = 3  # combinations
 # Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
-# (_CAUTION_MPS in cards.py), of Qwen3-32B with LoRA under ZeRO-3 on eight cards by 5 %.
+# (_CAUTION_MPS in sketch.py), of Qwen3-32B with LoRA under ZeRO-3 on eight cards by 5 %.
 _CERTAIN = 1 / 1.2
 _WEIGHTS = {"devices": 2}  # of a level, which for others is 1: money beside a setting
 
@@ -112,8 +112,8 @@ def _sentence(one: Combination, estimate) -> str | None:
         return f"{' and '.join(texts)}: about {gib(one.sketched)}"
     if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > request.memory_budget:
         return None
-    host = request.host_memory
-    exceeds = one.choice.offloads and host is not None and estimate.host_bytes > host.bytes  # what the sketch left out
+    limit = request.host_memory
+    exceeds = one.choice.offloads and limit is not None and estimate.host_bytes > limit.bytes  # beyond its sketch
     if exceeds and not one.levels:  # of a smaller model a still smaller one fits
         return None
     if exceeds or "host" in one.levels:

@@ -332,9 +332,10 @@ def plan(
         hardware: a preset's name, with a number of devices for several: rtx_4090, rtx_4090x2, h100_80gbx128; or a
             Preset of the method.
         effective_batch_size: samples per optimizer step over all devices; by default the preset's.
-        seq_len: tokens per sample; by default the preset's, within the model's positions.
-        method: full, lora or qlora; any takes the first of them that fits without host memory, else the first that
-            fits, and sketches the others that fit.
+        seq_len: tokens per sample; by default the preset's, of several methods' the longest, within the model's
+            positions.
+        method: full, lora or qlora; any takes the first of them that fits without host memory, else the first whose
+            safest profile does, else the first that fits, and sketches the others that fit.
         strategy: how several devices train together; by default the fastest that fits.
         memory: bytes of each device that may be used; by default all of it.
         training, lora: TrainingArguments and LoraConfig fields that the plan keeps.
@@ -366,7 +367,9 @@ def plan(
         quantization=quantization,
         host_memory=host_memory,
     )
-    return _answer(question, METHODS if method == "any" else (method,), say)
+    if method == "any":  # a Preset is of one method
+        return _answer(question, (hardware.method,) if isinstance(hardware, Preset) else METHODS, say)
+    return _answer(question, (method,), say)
 
 
 def ask(model, method: str, *, training=None, lora=None, memory_args=None, more=None, **settings) -> "Question":
@@ -406,6 +409,7 @@ def _check_types(arguments: dict[str, Any]) -> None:
 def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
     """The plan of the first method that fits without host memory, else of the first whose safest profile does, else of
     the first that fits, or what is missing."""
+    question = question.of_one_length(methods)
     rejected: list[Rejected] = []
     searches: dict[str, tuple[Request, Search | None]] = {}
     ladders: dict[str, list[Rung]] = {}
@@ -439,7 +443,7 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
     if request.trl is not None:
         rejected += [Rejected(field, reason) for field, reason in request.trl.left_out()]
     plain = plain_alternative(request, search, rung)
-    beside = _methods(question, methods, searches, request, rung, say) if len(methods) > 1 else []
+    beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
     link = search.cost.link_bound(rung.choice)
     return Plan(request, ladder, rejected, plain=plain, methods=beside, link=link)
 
@@ -524,26 +528,19 @@ def _safe_left_out(ladder: list[Rung]) -> list[Rejected]:
     return []
 
 
-def _methods(question: "Question", methods, searches, planned: Request, rung: Rung, say) -> list[Alternative]:
+def _methods(question: "Question", methods, searches, rung: Rung, say) -> list[Alternative]:
     """Every method that fits the memory of a profile, with its settings; by sketches but for the profile's own."""
-    # Presets of methods differ in the length of samples and their number: all are asked about the planned step.
-    step = replace(question, seq_len=planned.seq_len, effective_batch_size=planned.effective_batch_size)
     beside = []
     for method in methods:
-        request, search = searches.get(method, (None, None))
-        if request is None or (search is not None and not _same_step(request, planned)):
+        if method not in searches:
             try:
-                request = step.for_method(method)
-                search = request.search(_numbered(say, method, methods))
+                request = question.for_method(method)
+                searches[method] = request, request.search(_numbered(say, method, methods))
             except InputError:  # the plan stands without it, as without 4 bits where there are no kernels for them
                 continue
-        if alternative := method_alternative(request, search, rung):
+        if alternative := method_alternative(*searches[method], rung):
             beside.append(alternative)
     return beside
-
-
-def _same_step(one: Request, other: Request) -> bool:
-    return (one.seq_len, one.effective_batch_size) == (other.seq_len, other.effective_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -564,6 +561,14 @@ class Question:
     memory: int | None = None
     quantization: Callable[[Preset], Any] | None = None
     host_memory: int | None = None
+
+    def of_one_length(self, methods: tuple[str, ...]) -> "Question":
+        """With the longest samples of the methods' presets where the user set no length, so that all are asked about
+        the same step."""
+        if len(methods) == 1 or self.seq_len is not None:
+            return self
+        lengths = [preset_of(self.hardware, method, self.strategy).seq_len for method in methods]
+        return replace(self, seq_len=longest_sample(self.config, max(lengths)))
 
     def for_method(self, method: str) -> Request:
         """The request of one method, checked."""
@@ -613,7 +618,7 @@ class Question:
             return
         raise InputError(
             f"memory={gib(self.memory)}: {device.label} has {gib(device.memory)} for a job; leave it out to plan for "
-            "all of it, or describe a device of your own as --hardware '{\"name\": …}'"
+            "all of it, or describe a device that has more (see docs/plans.md)"
         )
 
     def _batch(self, preset: Preset, fields: dict[str, Any], trl: TrlSpace | None) -> tuple[int, dict[str, Any]]:

@@ -11,15 +11,14 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
-from hf_memopt.planner.sketch import Sketch
+from hf_memopt.planner.sketch import Sketch, caution
 
 _OPTIMISM = 1.01  # a choice is tried where its sketch exceeds the budget by no more than this
 _ROUNDS = 8
 _FAILURES = 3
 _LOOKS = 3  # rounds of estimates for the choice that needs the least
-_DOUBT = (
-    1.05  # a plain choice is estimated before another takes its place, unless its sketch exceeds the budget by more
-)
+# A plain choice is estimated before another takes its place, unless its sketch exceeds the budget by more than this.
+_DOUBT = 1.05
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Search:
     def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
         """The plain choice that needs the least, where a profile does without a plain one because of its sketch."""
         least = min(filter(self.is_plain, self._traceable()), key=self.needs, default=None)
-        if least is None or least in self.found:
+        if least is None or least in self.found or least.engine == "deepspeed":  # whose estimates take long
             return None
         without = [budget for pick, budget in zip(picks, budgets, strict=True) if not (pick and self.is_plain(pick))]
         return least if any(budget < self.needs(least) <= budget * _DOUBT for budget in without) else None
@@ -78,8 +77,13 @@ class Search:
     def sketched(self, budget: int) -> Choice | None:
         """The fastest choice that fits a budget, by the sketch and the estimates made so far; one that needs host
         memory only where no other fits."""
-        fitting = [choice for choice in self.choices if self.fits(choice, budget)]
-        return next((choice for choice in fitting if not choice.offloads), next(iter(fitting), None))
+        without_host = (one for one in self.choices if not one.offloads and self.fits(one, budget))
+        return next(without_host, None) or next((one for one in self.choices if self.fits(one, budget)), None)
+
+    @property
+    def caution(self) -> float:
+        """What sketches are multiplied by, as long as no estimate corrects them."""
+        return 1.0 if any(self.found.values()) else caution(self.sketch.job.device)
 
     def is_plain(self, choice: Choice) -> bool:
         """Whether it neither leans on the host nor rounds more than the method and the user's settings do."""

@@ -41,15 +41,15 @@ def _dropout(given, probability, train):
     return torch.empty_like(given), torch.empty_like(given, dtype=torch.bool)
 
 
-def _rms_norm(given, shape, weight, eps):
+def _rms_norm(input, shape, weight, eps):
     """CUDA's fused RMS norm (ATen/native/cuda/layer_norm_kernel.cu): the output, and a scale of each row in fp32."""
-    rows = (*given.shape[: given.dim() - len(shape)], *[1] * len(shape))
-    return torch.empty_like(given), torch.empty(rows, dtype=torch.float32, device=given.device)
+    rows = (*input.shape[: input.dim() - len(shape)], *[1] * len(shape))
+    return torch.empty_like(input), torch.empty(rows, dtype=torch.float32, device=input.device)
 
 
-def _rms_norm_backward(gradient, given, shape, scales, weight, needed):
+def _rms_norm_backward(gradient, input, shape, scales, weight, needed):
     of_input, of_weight = needed
-    return torch.empty_like(given) if of_input else None, torch.empty_like(weight) if of_weight else None
+    return torch.empty_like(input) if of_input else None, torch.empty_like(weight) if of_weight else None
 
 
 def _grouped_mm(left, right, offs=None, bias=None, out_dtype=None):

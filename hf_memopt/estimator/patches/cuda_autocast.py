@@ -20,7 +20,7 @@ def cuda_autocast() -> Iterator[None]:
     Not a TorchFunctionMode: that is not active while backward recomputes a checkpointed layer.
     """
     paths = [path_to(owner, name) for owner, names in FP32_UNDER_CUDA_AUTOCAST.items() for name in names]
-    with all_replaced({path: _in_fp32(original(path)) for path in paths}):
+    with all_replaced({path: in_fp32(original(path)) for path in paths}):
         yield
 
 
@@ -40,7 +40,9 @@ def named_cuda_autocast() -> Iterator[None]:
         yield
 
 
-def _in_fp32(function):
+def in_fp32(function):
+    """A function that autocast computes in fp32."""
+
     def compute(*args, **kwargs):
         if not torch.is_autocast_enabled("cpu") or kwargs.get("dtype"):
             return function(*args, **kwargs)

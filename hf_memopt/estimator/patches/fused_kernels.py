@@ -1,10 +1,11 @@
-"""What CUDA and ROCm run as one kernel and a CPU as several, for jobs that are traced on the CPU."""
+"""What CUDA, ROCm and Intel's GPUs run as one kernel and a CPU as several, for jobs that are traced on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from hf_memopt.estimator.patches.cuda_autocast import in_fp32
 from hf_memopt.estimator.patches.replacement import original, replaced
 
 
@@ -27,19 +28,21 @@ def fused_dropout() -> Iterator[None]:
 
 
 @contextmanager
-def fused_rms_norm() -> Iterator[None]:
-    """Run torch's RMS norm as one kernel where CUDA does (rms_norm_symint in ATen/native/layer_norm.cpp).
+def device_rms_norm(fused: bool) -> Iterator[None]:
+    """Run torch's RMS norm in fp32 under autocast, which Metal's does not do (AT_FORALL_FP32 in ATen/autocast_mode.h).
 
-    It keeps its input and a number a row; the CPU's operators keep the input in fp32 and two products of its size.
+    Args:
+        fused: as one kernel where CUDA does (rms_norm_symint in ATen/native/layer_norm.cpp). It keeps its input and a
+            number a row; the CPU's operators keep the input in fp32 and two products of its size.
     """
     unfused = original("torch:rms_norm")
 
     def norm(input, normalized_shape, weight=None, eps=None):
-        if input.is_complex() or (weight is not None and weight.dtype is not input.dtype):
+        if not fused or input.is_complex() or (weight is not None and weight.dtype is not input.dtype):
             return unfused(input, normalized_shape, weight, eps)
         return _RMSNorm.apply(input, normalized_shape, weight, eps)
 
-    with replaced("torch:rms_norm", norm):
+    with replaced("torch:rms_norm", in_fp32(norm)):
         yield
 
 
@@ -47,18 +50,18 @@ class _RMSNorm(torch.autograd.Function):
     """torch's own formula for that kernel, which it has for devices with the kernel only."""
 
     @staticmethod
-    def forward(ctx, given, shape, weight, eps):
+    def forward(ctx, input, shape, weight, eps):
         with torch._C._AutoDispatchBelowAutograd():  # above, the CPU's operators would take its place
-            out, scales = torch.ops.aten._fused_rms_norm(given, shape, weight, eps)
-        ctx.save_for_backward(given, weight, scales)
+            out, scales = torch.ops.aten._fused_rms_norm(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, scales)
         ctx.shape = shape
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        given, weight, scales = ctx.saved_tensors
+        input, weight, scales = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         of_input, of_weight = torch.ops.aten._fused_rms_norm_backward(
-            gradient, given, ctx.shape, scales, weight, needed
+            gradient, input, ctx.shape, scales, weight, needed
         )
         return of_input, None, of_weight, None

@@ -87,7 +87,7 @@ _NORMS_AND_LOSSES = (
 _SOFTMAX = ("softmax", "log_softmax")
 FP32_UNDER_CUDA_AUTOCAST = {
     "torch": (*_POINTWISE, *_NORMS_AND_LOSSES, *_SOFTMAX, "cdist"),
-    "torch.nn.functional": (*_LOSSES, *_NORMS_AND_LOSSES, *_SOFTMAX, "rms_norm"),
+    "torch.nn.functional": (*_LOSSES, *_NORMS_AND_LOSSES, *_SOFTMAX),
     "torch:Tensor": (*_POINTWISE, *_SOFTMAX, "__pow__", "__rpow__"),
 }
 

@@ -26,7 +26,7 @@ from hf_memopt.estimator.patches.assignment import matched_in_order
 from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast, named_cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
-from hf_memopt.estimator.patches.fused_kernels import fused_dropout, fused_rms_norm
+from hf_memopt.estimator.patches.fused_kernels import device_rms_norm, fused_dropout
 from hf_memopt.estimator.patches.replacement import all_replaced, replaced
 from hf_memopt.estimator.patches.table import FOREACH
 
@@ -77,7 +77,7 @@ def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext,
         cuda_autocast() if accelerator else nullcontext(),
         named_cuda_autocast() if backend in ("cuda", "rocm") else nullcontext(),
         fused_dropout() if backend in ("cuda", "rocm", "xpu") else nullcontext(),
-        fused_rms_norm() if backend in ("cuda", "rocm") else nullcontext(),
+        device_rms_norm(backend != "xpu") if backend in ("cuda", "rocm", "xpu") else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),
         counted_fp8_kernels() if fp8 else nullcontext(),
         FakeMode(allow_non_fake_inputs=True),
