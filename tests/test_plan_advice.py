@@ -8,10 +8,10 @@ from test_plan import config, least, request_for
 
 from hf_memopt import InputError, plan
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.planner.alternatives import left_out, method_alternative
+from hf_memopt.planner.alternatives import left_out, method_alternative, plain_alternative
 from hf_memopt.planner.nearest import Combination, _sentence
 from hf_memopt.planner.plan import Request
-from hf_memopt.planner.search import Search
+from hf_memopt.planner.search import Search, summarize
 from hf_memopt.presets import METHODS, get_preset
 from hf_memopt.units import GIB, MIB
 
@@ -119,6 +119,21 @@ def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monke
     assert lost != min(compressed, key=search.seconds.get)
     reasons = {rejected.settings: rejected.reason for rejected in left_out(request, search, [chosen])}
     assert f"take {search.seconds[lost] / search.seconds[chosen]:.2f} ×" in reasons["8-bit activations"]
+
+
+def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
+    """ZeRO-2 was the plain alternative beside DDP, by a thousandth of the time."""
+    request, search = searched
+    offloading = next(choice for choice in search.choices if choice.offloads)
+    rung = SimpleNamespace(
+        share=0.9, choice=offloading, preset=get_preset("rtx_3060"), seconds=1.0, tokens_per_second=1.0
+    )
+    plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1]
+    preferred = max(plain, key=search.seconds.get)
+    monkeypatch.setitem(search._rank, preferred, 0.0)
+    assert plain_alternative(request, search, rung).settings == summarize(preferred)
+    rung.preset = get_preset("rtx_3060", "lora")
+    assert method_alternative(request, search, rung).settings == summarize(preferred)
 
 
 def test_a_change_that_lacks_host_memory_says_how_much(searched):

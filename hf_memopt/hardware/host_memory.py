@@ -38,7 +38,7 @@ _BOXES = (
     ("mi3.*", 231, "Azure ND MI300X v5, 1850 GiB for eight"),
     ("h200.*|b200.*|b300.*|g[hb]200.*|gb300.*", 256, "AWS p5en and p6-b200, 2048 GiB for eight"),
 )
-_DESKTOP = (24, "a desktop of 32 GiB, less what its other programs take")
+_DESKTOP = (24, "a desktop with 32 GiB for each card, less what its other programs take")
 _SERVER = (64, "a server with 64 GiB for each device")  # of large devices that the table lacks
 
 

@@ -49,14 +49,14 @@ class Alternative:
 
 
 def plain_alternative(request, search: Search, rung) -> Alternative | None:
-    """The fastest settings with every layer checkpointed and without host memory and rounding; of those that do not
+    """The preferred settings with every layer checkpointed and without host memory and rounding; of those that do not
     fit, the smallest. None where the profile itself is so, and where the user's settings leave none."""
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1.0]
     budget = int(request.memory * rung.share)
     fitting = [choice for choice in plain if search.fits(choice, budget)]
     if not plain or rung.choice in plain:
         return None
-    best = min(fitting, key=search.seconds.__getitem__) if fitting else min(plain, key=search.needs)
+    best = min(fitting, key=search.rank) if fitting else min(plain, key=search.needs)
     return _alternative(request, search, best, bool(fitting), rung)
 
 
@@ -75,7 +75,7 @@ def method_alternative(request, search: Search | None, rung) -> Alternative | No
     for condition in (search.is_plain, lambda choice: not choice.offloads, lambda choice: True):
         fitting = [choice for choice in filter(condition, search.choices) if search.fits(choice, budget)]
         if fitting:
-            best = min(fitting, key=search.seconds.__getitem__)
+            best = min(fitting, key=search.rank)
             return _alternative(request, search, best, True, rung)
     return None
 
