@@ -238,7 +238,7 @@ def plan(
             metavar="TOKENS",
             callback=_length,
             help="Tokens per sample; max: the longest that fits, with one memory feature after another. "
-            "Default: the preset's.",
+            "Default: the preset's, of several methods' the longest.",
         ),
     ] = None,
     effective_batch_size: Annotated[
