@@ -115,7 +115,7 @@ def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monke
         choice for choice in search.choices if choice.compressed and search.fits(choice, request.memory_budget)
     ]
     lost = max(compressed, key=search.seconds.get)
-    monkeypatch.setitem(search._rank, lost, 0.0)
+    monkeypatch.setattr(search, "choices", [lost, *search.choices])
     assert lost != min(compressed, key=search.seconds.get)
     reasons = {rejected.settings: rejected.reason for rejected in left_out(request, search, [chosen])}
     assert f"take {search.seconds[lost] / search.seconds[chosen]:.2f} ×" in reasons["8-bit activations"]
@@ -130,7 +130,7 @@ def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
     )
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1]
     preferred = max(plain, key=search.seconds.get)
-    monkeypatch.setitem(search._rank, preferred, 0.0)
+    monkeypatch.setattr(search, "choices", [preferred, *search.choices])
     assert plain_alternative(request, search, rung).settings == summarize(preferred)
     rung.preset = get_preset("rtx_3060", "lora")
     assert method_alternative(request, search, rung).settings == summarize(preferred)

@@ -56,7 +56,7 @@ def plain_alternative(request, search: Search, rung) -> Alternative | None:
     fitting = [choice for choice in plain if search.fits(choice, budget)]
     if not plain or rung.choice in plain:
         return None
-    best = min(fitting, key=search.rank) if fitting else min(plain, key=search.needs)
+    best = fitting[0] if fitting else min(plain, key=search.needs)
     return _alternative(request, search, best, bool(fitting), rung)
 
 
@@ -72,12 +72,8 @@ def method_alternative(request, search: Search | None, rung) -> Alternative | No
     if request.preset.method == rung.preset.method:
         return _alternative(request, search, rung.choice, True, rung)
     budget = int(request.memory * rung.share / search.caution)
-    for condition in (search.is_plain, lambda choice: not choice.offloads, lambda choice: True):
-        fitting = [choice for choice in filter(condition, search.choices) if search.fits(choice, budget)]
-        if fitting:
-            best = min(fitting, key=search.rank)
-            return _alternative(request, search, best, True, rung)
-    return None
+    best = search.first(budget, search.is_plain) or search.sketched(budget)
+    return best and _alternative(request, search, best, True, rung)
 
 
 def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> Alternative:
@@ -111,7 +107,7 @@ def _reason(request, search: Search, members: list[Choice], chosen: list[Choice]
     budget = request.memory_budget
     if fitting := [choice for choice in members if search.fits(choice, budget)]:
         fastest = min(chosen, key=search.seconds.__getitem__)
-        best = min(fitting, key=search.rank)  # the variant that lost, not the fastest with more features
+        best = fitting[0]  # the preferred variant, which lost, not the fastest with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
     least = min(members, key=search.needs)
     about = "" if search.found.get(least) else "about "

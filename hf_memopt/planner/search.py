@@ -26,6 +26,7 @@ class Search:
     """Choices of one job, their sketch, and the estimates made so far.
 
     Attributes:
+        choices: the preferred ones first (Cost.rank).
         host_memory: what a process may use on the host; None where that is not known. What is only assumed rules out
             choices that offload, and not a model on its way to the device.
         found: choice -> its estimate; None where the job cannot be traced.
@@ -77,8 +78,11 @@ class Search:
     def sketched(self, budget: int) -> Choice | None:
         """The fastest choice that fits a budget, by the sketch and the estimates made so far; one that needs host
         memory only where no other fits."""
-        without_host = (one for one in self.choices if not one.offloads and self.fits(one, budget))
-        return next(without_host, None) or next((one for one in self.choices if self.fits(one, budget)), None)
+        return self.first(budget, lambda choice: not choice.offloads) or self.first(budget)
+
+    def first(self, budget: int, condition: Callable[[Choice], bool] = lambda choice: True) -> Choice | None:
+        """The preferred choice of a kind that fits a budget, by the sketch and the estimates made so far."""
+        return next((choice for choice in filter(condition, self.choices) if self.fits(choice, budget)), None)
 
     @property
     def caution(self) -> float:
@@ -122,10 +126,6 @@ class Search:
             if choice := self._pick(budgets[0], sure, condition):
                 return choice
         return None if self._pick(budgets[-1], sure, without_host) else self._pick(budgets[0], sure)
-
-    def rank(self, choice: Choice) -> float:
-        """By which choices are preferred: Cost.rank."""
-        return self._rank[choice]
 
     def smallest(self) -> Choice | None:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""
