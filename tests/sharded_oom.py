@@ -1,6 +1,7 @@
 """Trains under the launcher's engine; the second process runs out of memory in its third step."""
 
 import sys
+from functools import wraps
 
 import torch
 from test_memory_trainer import OOM, QUIET, Rows, collate
@@ -24,6 +25,7 @@ def main(folder: str) -> None:
     trainer = MemoryTrainer(model=LlamaForCausalLM(config), args=args, train_dataset=Rows(), data_collator=collate)
     forward = trainer.model.forward
 
+    @wraps(forward)
     def failing(*args, **kwargs):
         if trainer.args.process_index == 1 and trainer.state.global_step == 2:
             raise torch.OutOfMemoryError(OOM)

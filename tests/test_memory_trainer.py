@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import wraps
 
 import numpy
 import pytest
@@ -84,6 +85,7 @@ def with_lora():
 
 
 MODELS = {"loss of the whole window": llama, "mean loss": MeanLoss, "LoRA": with_lora}
+DECLARED = {"mean loss": {"loss_reduction": "token_mean"}}  # models of one's own
 
 
 class Finished:
@@ -173,7 +175,7 @@ def test_running_out_anywhere_changes_nothing(model, accumulation, data, uninter
     )
     at = {phase: {1 + int(share * (counts[phase] - 1))} for phase, share in strikes.items()}
     hit = Strikes(at)
-    found = train(tmp_path_factory.mktemp("struck"), hit, model=MODELS[model], **fields)
+    found = train(tmp_path_factory.mktemp("struck"), hit, model=MODELS[model], memory=DECLARED.get(model), **fields)
     assert {phase for phase, _ in hit.hits} == set(at)
     assert len(found.events) == len(hit.hits)
     same(found, wanted)
@@ -274,6 +276,7 @@ def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
     def full(trainer):
         forward = trainer.model.forward
 
+        @wraps(forward)
         def too_much(*args, **kwargs):
             if trainer.state.global_step == 3:
                 raise torch.OutOfMemoryError(OOM)
@@ -377,7 +380,7 @@ def test_a_mixin_over_a_trainer_with_its_own_loss(tmp_path):
     plain = Strikes()
     wanted = train(tmp_path / "plain", plain, WeightedLoss)
     hit = Strikes({"forward": {plain.counts["forward"] // 3}, "backward": {plain.counts["backward"] // 2}})
-    found = train(tmp_path / "struck", hit, MemoryWeightedLoss)
+    found = train(tmp_path / "struck", hit, MemoryWeightedLoss, memory={"loss_reduction": "token_mean"})
     assert len(hit.hits) == 2
     same(found, wanted)
 
@@ -397,7 +400,8 @@ def test_a_piece_without_labels_adds_nothing(tmp_path):
         trainer.data_collator = silent
 
     wanted = train(tmp_path / "plain", kind=Trainer, model=MeanLoss, prepare=half)
-    found = train(tmp_path / "struck", Strikes({"forward": {20}}), model=MeanLoss, prepare=half)
+    declared = DECLARED["mean loss"]
+    found = train(tmp_path / "struck", Strikes({"forward": {20}}), model=MeanLoss, prepare=half, memory=declared)
     assert found.events and found.weights.isfinite().all()
     same(found, wanted)
 
@@ -860,10 +864,15 @@ def test_the_end_can_be_caught(tmp_path):
 
 
 def _no_room_for_evaluation(trainer):
-    def too_much(*args, **kwargs):
-        raise torch.OutOfMemoryError(OOM)
+    forward = trainer.model.forward
 
-    trainer.prediction_step = too_much
+    @wraps(forward)
+    def too_much(*args, **kwargs):
+        if not trainer.model.training:
+            raise torch.OutOfMemoryError(OOM)
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = too_much
 
 
 @pytest.mark.slow
@@ -904,6 +913,7 @@ def test_the_last_step_is_saved_before_it_is_explained(tmp_path, monkeypatch):
 def _fails_from_step(trainer, step: int):
     forward = trainer.model.forward
 
+    @wraps(forward)
     def too_much(*args, **kwargs):
         if trainer.state.global_step >= step:
             raise torch.OutOfMemoryError(OOM)

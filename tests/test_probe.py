@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_the_probe_picks_the_micro_batch(tmp_path):
         probing(trainer)
         forward = trainer.model.forward
 
+        @wraps(forward)
         def limited(input_ids, **kwargs):
             if input_ids.numel() > 60:
                 raise torch.OutOfMemoryError(OOM)

@@ -1,6 +1,8 @@
 """Losses and batches that other people write: a micro-batch in chunks gives the whole one's gradients, or is not
 split."""
 
+from functools import wraps
+
 import pytest
 import torch
 from conftest import slow
@@ -64,6 +66,7 @@ ORDERS = {
     "mixin first": lambda kind: type(f"Mixin{kind.__name__}", (MemoryTrainerMixin, kind), {}),
     "mixin last": lambda kind: type(f"Last{kind.__name__}", (kind, MemoryTrainer), {}),
 }
+DECLARED = {DocumentedLoss: "token_mean", DocumentedSum: "token_mean", MeanOverSamples: "sample_mean"}
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
@@ -72,7 +75,8 @@ def test_a_loss_of_ones_own_in_chunks(kind, order, tmp_path):
     fields = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
     wanted = train(tmp_path / "plain", kind=kind, **fields)
     hit = Strikes({"forward": {200}, "backward": {300}})
-    found = train(tmp_path / "struck", hit, kind=ORDERS[order](kind), **fields)
+    memory = {"loss_reduction": DECLARED[kind]}
+    found = train(tmp_path / "struck", hit, kind=ORDERS[order](kind), memory=memory, **fields)
     assert len(hit.hits) == 2 and len(found.events) == 2
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
     assert found.logs == pytest.approx(wanted.logs, abs=1e-9), "the logged loss is the whole batch's, too"
@@ -94,7 +98,8 @@ def test_compute_loss_func_in_chunks(function, tmp_path):
 
     fields = {"max_steps": 3, "prepare": prepare}
     wanted = train(tmp_path / "plain", kind=Trainer, **fields)
-    found = train(tmp_path / "struck", Strikes({"forward": {200}, "backward": {300}}), **fields)
+    memory = {"loss_reduction": "token_mean"}
+    found = train(tmp_path / "struck", Strikes({"forward": {200}, "backward": {300}}), memory=memory, **fields)
     assert len(found.events) == 2
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
 
@@ -150,6 +155,7 @@ class TwoBackwards(Trainer):
 def _fails_at_step_two(trainer):
     forward = trainer.model.forward
 
+    @wraps(forward)
     def too_much(*args, **kwargs):
         rows = kwargs["input_ids"].shape[0]
         if trainer.state.global_step == 2 and rows > 2 and trainer.model.training:
@@ -159,24 +165,25 @@ def _fails_at_step_two(trainer):
     trainer.model.forward = too_much
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("kind", "declared", "reason"),
     [
-        slow(Contrastive, "neither the sum nor a mean of their own losses"),
-        (ClassWeights, "neither the sum nor a mean of their own losses"),
-        slow(TwoBackwards, "calls accelerator.backward 2 times"),
+        (Contrastive, None, "MemoryContrastive has its own compute_loss: .* set loss_reduction"),
+        slow(Contrastive, "sample_mean", "is not a mean over samples, as loss_reduction=sample_mean says"),
+        (ClassWeights, "token_mean", "as loss_reduction=token_mean says"),
+        slow(TwoBackwards, "token_mean", "MemoryTwoBackwards has its own training_step, which cannot run again"),
     ],
 )
-def test_what_does_not_add_up_is_not_split(kind, reason, tmp_path, caplog):
-    """Said at the first step; where memory runs out, the last good step is saved and resumed from."""
+def test_what_does_not_add_up_is_not_split(kind, declared, reason, tmp_path, caplog):
+    """Where memory runs out, the last good step is saved and resumed from."""
     memory_kind = type(f"Memory{kind.__name__}", (MemoryTrainerMixin, kind), {})
+    memory = {"loss_reduction": declared}
     wanted = train(tmp_path / "plain", kind=kind, max_steps=4)
     with pytest.raises(TrainingOutOfMemory, match=reason) as end:
-        train(tmp_path / "out", kind=memory_kind, max_steps=4, prepare=_fails_at_step_two)
+        train(tmp_path / "out", kind=memory_kind, max_steps=4, prepare=_fails_at_step_two, memory=memory)
     assert "micro-batches run whole" in caplog.text
     assert end.value.report["checkpoint"].endswith("checkpoint-2")
-    found = train(tmp_path / "out", kind=memory_kind, max_steps=4, resume=True)
+    found = train(tmp_path / "out", kind=memory_kind, max_steps=4, resume=True, memory=memory)
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-12)
 
 

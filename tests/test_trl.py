@@ -1,6 +1,7 @@
 """TRL's trainers with MemoryTrainerMixin: pairs are split as pairs, and what cannot be split is said."""
 
 import random
+from functools import wraps
 
 import pytest
 import torch
@@ -154,6 +155,7 @@ def test_losses_over_the_whole_batch_are_not_split(case, fields, reason, tmp_pat
     def full(trainer):
         forward = trainer.model.forward
 
+        @wraps(forward)
         def too_much(*args, **kwargs):
             if trainer.state.global_step == 2 and trainer.model.training:
                 raise torch.OutOfMemoryError(OOM)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import wraps
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ def failing(case):
 
         forward, backward = trainer.model.forward, trainer.accelerator.backward
 
+        @wraps(forward)
         def forward_or_fail(*args, **kwargs):
             if case["phase"] == "KeyError" and trainer.state.global_step == case["step"]:
                 raise KeyError("nothing to do with memory")

@@ -20,7 +20,11 @@ RUNGS = {
     "maximum": ("aggressive", PROFILES["aggressive"][1]),
 }
 CHUNK = 1024  # tokens: the loss_chunk_size that this package itself chooses
-CHOICES = {"activation_compression": ("int8",), "checkpoint_keeps": ("attention", "matmuls")}
+CHOICES = {
+    "loss_reduction": ("sample_mean", "token_mean"),
+    "activation_compression": ("int8",),
+    "checkpoint_keeps": ("attention", "matmuls"),
+}
 _POSITIVE = (
     "min_batch_size",
     "max_batch_size",
@@ -48,6 +52,13 @@ class MemoryArguments:
 
     oom_recovery: bool = field(
         default=True, metadata={"help": "After an OOM, retry the step in smaller chunks of the micro-batch."}
+    )
+    loss_reduction: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a loss of your own is, so that micro-batches may be split after an OOM: sample_mean, or "
+            "token_mean (over labels that are not -100, of the micro-batch or by num_items_in_batch)."
+        },
     )
     probe_worst_batch: bool = field(
         default=False, metadata={"help": "Before the first step, try the largest batch of the data set."}

@@ -204,6 +204,7 @@ class SafeCheckpoints:
         if self._newest == place and place.is_dir():
             return str(place)
         try:
+            self._runner.buffers.restore(self._runner.resume_state.buffers)
             if self.args.should_save:
                 with _small_shards(self.model):
                     self.save_model(str(written), _internal_call=True)
@@ -226,7 +227,7 @@ class SafeCheckpoints:
         states = self._runner.resume_states or {self.state.global_step: None}
         for step, state in states.items():
             if state is not None:
-                state.restore(self)
+                state.random.restore()
             if step == self.state.global_step or not self.args.should_save:
                 self._save_rng_state(str(self.unfinished(step)))
 

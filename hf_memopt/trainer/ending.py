@@ -120,7 +120,10 @@ class Ending:
         # Other processes than the first save only their random states. An interrupted update does not change these,
         # and the first process needs them where it is one step ahead.
         can_save = intact and trainer.state.global_step > 0 if saves else holds_whole_model(trainer)
-        if can_save and trainer.is_in_train and trainer._runner.resume_state is not None:
+        state = trainer._runner.resume_state
+        # A user's own loss may have changed weights before it failed.
+        unchanged = state is not None and state.written == trainer._runner.buffers.written()
+        if can_save and trainer.is_in_train and unchanged:
             return trainer.emergency_checkpoint() or trainer.newest_checkpoint()
         return trainer.newest_checkpoint()
 

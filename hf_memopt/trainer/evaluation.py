@@ -1,13 +1,16 @@
 """Evaluation that recovers from running out of memory, and that keeps argmax tokens instead of logits."""
 
 import traceback
+from collections.abc import Mapping
 
 import numpy
 import torch
 
+from hf_memopt.errors import InputError
 from hf_memopt.levers.answer_logits import nothing_but_loss
-from hf_memopt.oom.classify import OomKind, diagnose, free_memory
-from hf_memopt.trainer.recoverability import holds_whole_model
+from hf_memopt.oom.classify import Diagnosis, diagnose, free_memory
+from hf_memopt.trainer.loss_rule import LossRule, find_rule
+from hf_memopt.trainer.recoverability import holds_whole_model, why_not_evaluated_in_chunks
 from hf_memopt.trainer.step_state import StepState
 
 
@@ -86,62 +89,124 @@ def _needs_logits(what: str) -> TypeError:
 
 
 class EvalRecovery:
-    """The part of MemoryTrainerMixin that is about evaluation."""
+    """The part of MemoryTrainerMixin that is about evaluation.
 
-    def evaluation_loop(self, dataloader, *args, **kwargs):
-        before = StepState.now(self)
+    A batch that does not fit is evaluated in chunks, whose outputs are joined: what is then done with the batch (sums
+    of `batch_eval_metrics`, metrics, callbacks) is done once, and with the same values.
+    """
+
+    _evaluated_at_once: int | None = None  # samples, where a batch did not fit whole
+    _eval_failure: Diagnosis | None = None
+    _eval_rule: LossRule | None = None
+
+    def evaluation_loop(self, *args, **kwargs):
         if self.is_in_train:
             self._runner.remember_state()  # the step is finished: the next one starts from this state
-        while True:
-            try:
-                with _ReducedLogits(self):
-                    return super().evaluation_loop(dataloader, *args, **kwargs)
-            except Exception as error:
-                diagnosis = diagnose(error)
-                if diagnosis.kind is OomKind.NOT_MEMORY or not self.memory_args.oom_recovery:
-                    raise
-                if reason := self._why_not_halved(diagnosis):
-                    self._ending.end_run("eval", diagnosis, why=reason, intact=holds_whole_model(self))
-                traceback.clear_frames(error.__traceback__)
-            free_memory()
-            self._halve_eval_batch(diagnosis)
-            before.restore(self)
-            self._close_progress_bar()
-            dataloader = self.get_eval_dataloader(dataloader.dataset)
+        try:
+            with _ReducedLogits(self):
+                return super().evaluation_loop(*args, **kwargs)
+        except Exception as error:
+            if not self._ending.can_explain(error):
+                raise
+            diagnosis = diagnose(error)
+            traceback.clear_frames(error.__traceback__)
+        why = "no smaller evaluation batch helps what is kept and computed of all batches"
+        self._ending.end_run("eval", diagnosis, why=why, intact=holds_whole_model(self))
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
-        with nothing_but_loss(self.accelerator.unwrap_model(model), prediction_loss_only):
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        usual = super().prediction_step
 
-    def _why_not_halved(self, diagnosis) -> str:
-        """Why the evaluation is not repeated with smaller batches; "" where it is."""
-        if not diagnosis.helps_on(self.args.device):
-            return "no smaller evaluation batch helps there"
-        return "processes that evaluate together cannot repeat a batch" if self.args.world_size > 1 else ""
+        def predict(part):
+            with nothing_but_loss(self.accelerator.unwrap_model(model), prediction_loss_only):
+                return usual(model, part, prediction_loss_only, *args, **kwargs)
 
-    def _halve_eval_batch(self, diagnosis) -> None:
-        before = self.args.per_device_eval_batch_size
-        if before <= 1:
-            self._ending.end_run("eval", diagnosis, why="the evaluation batch is one sample")
-        self.args.per_device_eval_batch_size = before // 2
-        # With dataloader_persistent_workers the Trainer keeps the loaders here, with the old size (transformers 5.23).
-        getattr(self, "_eval_dataloaders", {}).clear()
+        while True:
+            try:
+                if self._evaluated_at_once is None or self.count_samples(inputs) <= self._evaluated_at_once:
+                    return predict(inputs)
+                return self._predict_in_chunks(predict, inputs)
+            except Exception as error:
+                if not self._ending.can_explain(error):
+                    raise
+                diagnosis = diagnose(error)
+                traceback.clear_frames(error.__traceback__)
+            free_memory()  # outside of `except`, which keeps the traceback and so the tensors alive
+            self._halve_evaluation(inputs, diagnosis)
+
+    def _predict_in_chunks(self, predict, inputs):
+        """Loss, outputs and labels of an evaluation batch, from those of its chunks.
+
+        Raises:
+            TrainingOutOfMemory: the loss or the outputs of chunks cannot be joined.
+        """
+        samples, size = self.count_samples(inputs), self._evaluated_at_once
+        before = StepState.now(self)
+        try:
+            parts = [self.split_batch(inputs, at, min(samples, at + size)) for at in range(0, samples, size)]
+            losses, outputs, labels = [], [], []
+            for part in parts:
+                before.restore_numbers(self)
+                loss, output, label = predict(type(inputs)(part))
+                losses.append(loss)
+                outputs.append(output)
+                labels.append(label)
+            counts = [self.count_samples(part) for part in parts]
+            return self._join_losses(inputs, parts, losses), join(outputs, counts), join(labels, counts)
+        except InputError as error:
+            reason = str(error)
+        self._ending.end_run("eval", self._eval_failure, why=reason, intact=holds_whole_model(self))
+
+    def _join_losses(self, inputs, parts, losses):
+        if losses[0] is None:
+            return None
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        self._eval_rule = self._eval_rule or find_rule(self, inputs, items)
+        if self._eval_rule is LossRule.SUM:  # of each chunk, divided by that chunk's own number
+            weights = [float(self._get_num_items_in_batch([part], self.args.device) / items) for part in parts]
+        else:
+            weights = [self._eval_rule.weight(self, inputs, part) for part in parts]
+        # Chunks of weight 0 are left out: their losses are means over no label, NaN.
+        return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+
+    def _halve_evaluation(self, inputs, diagnosis) -> None:
+        """Choose smaller chunks for evaluation, or end the run where these would not give the same results."""
+        samples = min(self._evaluated_at_once or self.count_samples(inputs), self.count_samples(inputs))
+        reason = "" if diagnosis.helps_on(self.args.device) else "no smaller evaluation batch helps there"
+        reason = reason or why_not_evaluated_in_chunks(self)
+        if samples <= 1:
+            reason = reason or "the evaluation batch is one sample"
+        if reason:
+            self._ending.end_run("eval", diagnosis, why=reason, intact=holds_whole_model(self))
+        self._evaluated_at_once, self._eval_failure = samples // 2, diagnosis
         self._event(
             "oom_recovered",
             stage="eval",
             cause=diagnosis.cause,
             message=diagnosis.message,
-            micro_batch_before=before,
-            micro_batch_after=before // 2,
+            micro_batch_before=samples,
+            micro_batch_after=samples // 2,
         )
 
-    def _close_progress_bar(self) -> None:
-        """Close the failed attempt's bar: ProgressCallback would continue to count in it, beyond its total."""
-        for callback in self.callback_handler.callbacks:
-            bar = getattr(callback, "prediction_bar", None)
-            if bar is not None:
-                bar.close()
-                callback.prediction_bar = None
+
+def join(parts: list, counts: list[int]):
+    """The outputs of a batch from those of its chunks: tensors of one row per sample, or nested tuples of them.
+
+    Raises:
+        InputError: an output is not by sample, or not of the same shape in all chunks.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        by_sample = all(part.dim() and len(part) == count for part, count in zip(parts, counts, strict=True))
+        if not by_sample or len({part.shape[1:] for part in parts}) > 1:
+            raise InputError(f"an output of shape {tuple(first.shape)} is not by sample")
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        return type(first)({name: join([part[name] for part in parts], counts) for name in first})
+    if isinstance(first, list | tuple):
+        return type(first)(join(list(inner), counts) for inner in zip(*parts, strict=True))
+    if first is None:
+        return None
+    raise InputError(f"an output is a {type(first).__name__}")
 
 
 class _ReducedLogits:

@@ -1,28 +1,29 @@
-"""How a chunk's loss relates to that of its micro-batch, determined by running the loss.
+"""How a chunk's loss relates to that of its micro-batch.
 
-Nothing declares what a model or a compute_loss does with num_items_in_batch, or what its mean is over. So two samples
-are run together and one by one, without gradients, to see which rule gives their loss together from their losses
-alone. Where none does (contrastive losses, weighted means, …), micro-batches must not be split.
+The form of the mean follows from the kind of model or TRL trainer, or from what the user declares. At the first OOM it
+is compared on the rows of the batch that failed: the loss of a group of samples must be the weighted sum of its
+halves' losses.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from enum import StrEnum
 from math import isfinite
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers.language_model import inner_model
-from hf_memopt.oom.classify import OomKind, diagnose
+from hf_memopt.oom.classify import OomKind, diagnose, free_memory
+from hf_memopt.presets.trl_configs import trl_trainer
+from hf_memopt.trainer.own_state import fingerprint
 from hf_memopt.trainer.split import copy_batch
 from hf_memopt.trainer.step_state import StepState
 
-_SAMPLES = 2
-_NEGATIVE_LOG_LIKELIHOODS = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)
-KNOWN = ("transformers.", "trl.", "hf_memopt.")  # packages whose losses are not run before training
 # Relative rounding error of a loss computed in batches of another size.
 _FINE = {torch.float32: 1e-5, torch.float64: 2e-6}  # fp64 models compute norms and softmax in fp32
 _COARSE = 1e-2  # half precision, TF32
@@ -31,10 +32,10 @@ _COARSE = 1e-2  # half precision, TF32
 class LossRule(StrEnum):
     """What the loss of a micro-batch is of its samples' losses."""
 
-    SUM = "sum"  # divided by num_items_in_batch of the window: losses of chunks add up
-    LABELS = "mean over labels"  # not -100, shifted where the model shifts them
-    UNSHIFTED = "mean over unshifted labels"
-    SAMPLES = "mean over samples"
+    SUM = "a sum over labels, divided by num_items_in_batch of the whole step"  # losses of chunks add up
+    LABELS = "a mean over labels"  # not -100, shifted
+    UNSHIFTED = "a mean over unshifted labels"
+    SAMPLES = "a mean over samples"
 
     def weight(self, trainer, whole: dict[str, Any], chunk: dict[str, Any]) -> float:
         """The weight of a chunk's loss in the loss of its micro-batch."""
@@ -49,9 +50,58 @@ class LossRule(StrEnum):
         if self is LossRule.SAMPLES:
             return trainer.count_samples(inputs)
         labels = inputs["labels"]
-        # Trainer._loss_shifts_labels: what transformers 5.23 counts num_items_in_batch by, private to it.
-        shifted = self is LossRule.LABELS and labels.dim() > 1 and trainer._loss_shifts_labels
+        shifted = self is LossRule.LABELS and labels.dim() > 1
         return int((labels[..., 1:] if shifted else labels).ne(-100).sum())
+
+
+# Names of transformers' classes with a loss that is a mean, and over what. Others have losses that compare samples
+# (contrastive, retrieval), are normalized over the batch (detection, speech) or have several terms (pretraining).
+_HEADS = {
+    r"ForCausalLM|LMHeadModel|BertGenerationDecoder": LossRule.LABELS,
+    r"ForConditionalGeneration|ForVisionText2Text": LossRule.LABELS,  # of decoders alone; else UNSHIFTED
+    r"ForMaskedLM|ForTokenClassification": LossRule.UNSHIFTED,
+    r"ForSpeechToText|ForTextToText|MTModel|EncoderDecoderModel": LossRule.UNSHIFTED,
+    r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentencePrediction": LossRule.UNSHIFTED,
+    r"ForQuestionAnswering(Simple)?": LossRule.SAMPLES,
+}
+# Losses that these classes name in forward() and that are part of no other mean. The router's is refused before.
+_MEANS = {"loss_function", "CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss", "cross_entropy", "lm_loss"} | {
+    *("mlm_loss_fct", "aux_loss", "load_balancing_loss_func", "router_z_loss_func"),
+}
+DECLARED = {"sample_mean": (LossRule.SAMPLES,), "token_mean": (LossRule.SUM, LossRule.LABELS, LossRule.UNSHIFTED)}
+
+
+def known_mean(trainer) -> LossRule | None:
+    """What the mean of transformers' or TRL's own loss is over; None where the loss is no such mean."""
+    kind = trl_trainer(trainer)
+    if kind is not None:
+        return LossRule.LABELS if kind.__name__ == "SFTTrainer" else LossRule.SAMPLES
+    model = inner_model(trainer.accelerator.unwrap_model(trainer.model))
+    name = type(model).__name__
+    rule = next((rule for heads, rule in _HEADS.items() if re.search(f"({heads})$", name)), None)
+    named = _losses_named(type(model).forward)
+    of_liger = type(model).forward.__module__.startswith("liger_kernel")
+    if rule is None or (named - _MEANS and not of_liger):
+        return None
+    shifts = not getattr(model.config, "is_encoder_decoder", False)
+    if rule is LossRule.LABELS and trainer.label_smoother is not None:
+        shifts = name in _causal_models()  # as Trainer.compute_loss decides
+    return LossRule.UNSHIFTED if rule is LossRule.LABELS and not shifts else rule
+
+
+def _losses_named(forward) -> set[str]:
+    import inspect
+
+    names = inspect.unwrap(forward).__code__.co_names
+    return {name for name in names if re.search(r"loss", name, re.IGNORECASE) and not name.endswith("_coef")} | (
+        {"cross_entropy"} & set(names)
+    )
+
+
+def _causal_models() -> set[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def _check_spans(inputs: dict[str, Any]) -> None:
@@ -67,110 +117,125 @@ def _check_spans(inputs: dict[str, Any]) -> None:
             raise InputError(f"{name} lie beyond the tokens, and are left out of the loss")
 
 
-def has_own_loss(trainer) -> bool:
-    """Whether the loss comes from neither transformers nor TRL, but from a user's trainer, function or model."""
-    model = inner_model(trainer.accelerator.unwrap_model(trainer.model))
-    known = all(kind.__module__.startswith(KNOWN) for kind in (trainer.compute_loss, type(model)))
-    return trainer.compute_loss_func is not None or not known
-
-
 def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
     """Determine the rule of a trainer's loss.
 
+    Known losses are computed in eval mode, where nothing is random. A declared one is computed in the mode that the
+    model is in, without dropout, since it may have terms in training only.
+
     Args:
-        inputs: a micro-batch of at least two samples.
-        num_items: the Trainer's num_items_in_batch of the window; None where it counts none.
+        inputs: a micro-batch of at least two samples that ran out of memory.
+        num_items: the Trainer's num_items_in_batch; None where it counts none.
 
     Raises:
-        InputError: no rule holds, or rounding hides which of two does.
+        InputError: the loss is no such sum or mean on these samples, changes what the trainer keeps, or is random.
     """
-    group = _distinguishing_samples(trainer, inputs)
-    count = trainer.count_samples(group)
-    single = [type(inputs)(trainer.split_batch(group, at, at + 1)) for at in range(count)]
-    with _eval_mode(trainer) as model, _failing_loss():
-        together, *losses = [_loss(trainer, model, part, num_items) for part in (group, *single)]
-    rules = _candidates(trainer, group, num_items)
-    sums = {rule: _weighted_sum(trainer, rule, group, single, losses) for rule in rules}
-    close = _tolerance(trainer) * max((abs(loss) for loss in (together, *losses) if isfinite(loss)), default=0.0)
-    holding = [rule for rule in rules if abs(sums[rule] - together) <= close]
-    if not holding:
+    declared = trainer.memory_args.loss_reduction if trainer._runner.own_loss else None
+    candidates = DECLARED[declared] if declared else (LossRule.SUM, known_mean(trainer))
+    candidates = [rule for rule in candidates if rule is not LossRule.SUM or num_items is not None]
+    if not isinstance(inputs.get("labels"), torch.Tensor):
+        candidates = [rule for rule in candidates if rule is LossRule.SAMPLES or rule is LossRule.SUM]
+    if not candidates:
+        raise InputError("the batch has no labels")
+    measure = _Measure(trainer, inputs, num_items)
+    with _as_in_training(trainer, bool(declared)), _failing_loss():
+        if declared:
+            measure.check_repeats()
+        compared = [loss for group in _groups(trainer.count_samples(inputs)) if (loss := measure.compare(group))]
+    if not compared:
+        if declared:
+            raise InputError("no two samples fit together, so its loss_reduction cannot be checked")
+        return candidates[0]
+    fits = [rule for rule in candidates if all(measure.holds(rule, group) for group in compared)]
+    if not fits:
+        differing = (group for group in compared if not any(measure.holds(rule, group) for rule in candidates))
+        (start, _, stop), (together, *halves) = next(differing, compared[0])
+        as_declared = f", as loss_reduction={declared} says" if declared else ""
         raise InputError(
-            f"the loss of {count} samples together ({together:.6g}) is neither the sum nor a mean of their own losses"
+            f"the loss of {stop - start} samples ({together:.6g}; in halves {halves[0]:.6g} and {halves[1]:.6g}) is "
+            f"not {' or '.join(candidates)}{as_declared}"
         )
-    if len(holding) > 1 and has_own_loss(trainer):
-        raise InputError(f"the loss may be a {' or a '.join(holding)}, which its rounding hides")
-    return holding[0]
+    return fits[0]
 
 
-def _weighted_sum(trainer, rule: LossRule, group, single: list[dict[str, Any]], losses: list[float]) -> float:
-    """The loss of a group by a rule. Samples of weight 0 are left out: their losses are means over no label, NaN."""
-    weights = [rule.weight(trainer, group, part) for part in single]
-    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+def _groups(samples: int) -> list[tuple[int, int, int]]:
+    """Groups of a batch to compare with their halves, as (start, middle, stop): the whole, then each half."""
+    whole, middle = (0, samples // 2, samples), samples // 2
+    halves = [(0, middle // 2, middle), (middle, (middle + samples) // 2, samples)]
+    return [group for group in (whole, *halves) if group[0] < group[1] < group[2]]
 
 
-def _candidates(trainer, inputs: dict[str, Any], num_items) -> list[LossRule]:
-    rules = [LossRule.SUM] if num_items is not None else []
-    labels = inputs.get("labels")
-    if isinstance(labels, torch.Tensor) and labels.dim() and not labels.is_floating_point():
-        rules += [LossRule.LABELS] if labels.dim() > 1 or labels.eq(-100).any() else []
-        rules += [LossRule.UNSHIFTED] if labels.dim() > 1 and trainer._loss_shifts_labels else []
-    return [*rules, LossRule.SAMPLES]
+class _Measure:
+    """Losses of parts of a batch."""
 
+    def __init__(self, trainer, inputs: dict[str, Any], num_items) -> None:
+        self._trainer, self._inputs, self._num_items = trainer, inputs, num_items
+        self._model = trainer.accelerator.unwrap_model(trainer.model)
+        self._state = StepState.now(trainer)
+        weight = next(self._model.parameters())
+        fine = weight.device.type == "cpu" and trainer.accelerator.mixed_precision == "no"
+        self._tolerance = _FINE.get(weight.dtype, _COARSE) if fine else _COARSE
 
-def _distinguishing_samples(trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Two neighbouring samples of a micro-batch, with labels that distinguish the rules.
+    def compare(self, group: tuple[int, int, int]) -> tuple[tuple[int, int, int], list[float]] | None:
+        """The losses of a group and of its halves; None where the group does not fit, or has no labels."""
+        start, middle, stop = group
+        try:
+            losses = [self._loss(*part) for part in ((start, stop), (start, middle), (middle, stop))]
+            return (group, losses) if isfinite(losses[0]) else None  # not finite where there are no labels
+        except Exception as error:
+            if diagnose(error).kind is OomKind.NOT_MEMORY:
+                raise
+        free_memory()
+        return None
 
-    With equal numbers of labels, means over samples and over labels are the same; with a single class, class weights
-    do not show.
-    """
-    labels = inputs.get("labels")
-    by_class = isinstance(labels, torch.Tensor) and labels.dim() and not labels.is_floating_point()
-    start = _most_labels(labels) if by_class and labels.dim() > 1 else 0
-    group = type(inputs)(trainer.split_batch(inputs, start, start + _SAMPLES))
-    if not by_class:
-        return group
-    labels = group["labels"].clone()
-    classes = getattr(getattr(trainer.model, "config", None), "num_labels", 1)
-    if labels.dim() == 1 and classes > 1:
-        labels = torch.arange(len(labels), device=labels.device).remainder(classes).where(labels.ge(0), labels)
-    elif labels.dim() == 2:
-        labels = _few_labels(labels)
-    group["labels"] = labels
-    return group
+    def holds(self, rule: LossRule, compared: tuple[tuple[int, int, int], list[float]]) -> bool:
+        """True if a group's loss is the weighted sum of its halves'."""
+        (start, middle, stop), (together, *halves) = compared
+        whole = self._part(start, stop)
+        parts = [self._part(start, middle), self._part(middle, stop)]
+        weights = [rule.weight(self._trainer, whole, part) for part in parts]
+        # Halves of weight 0 are left out: their losses are means over no label, NaN.
+        total = sum(weight * loss for weight, loss in zip(weights, halves, strict=True) if weight)
+        largest = max((abs(loss) for loss in (together, *halves) if isfinite(loss)), default=0.0)
+        return abs(total - together) <= self._tolerance * largest
 
+    def check_repeats(self) -> None:
+        """Compute the loss of one part twice.
 
-def _few_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Keep few labels, since losses of single tokens differ more than means of many.
+        Raises:
+            InputError: it changes what the trainer or the model keeps, or draws random numbers.
+        """
+        part = (0, max(1, self._trainer.count_samples(self._inputs) // 2))
+        before, buffers = fingerprint(self._trainer), self._trainer._runner.buffers
+        first = self._loss(*part, restore=False)
+        after = fingerprint(self._trainer)
+        changed = next((name for name in after if after[name] != before.get(name)), "")
+        changed = f"the trainer's {changed}" if changed else buffers.changed_since(self._state)
+        self._state.restore(self._trainer)
+        if changed:
+            raise InputError(f"the loss changes {changed}, which chunks would change more often than the whole")
+        torch.manual_seed(torch.initial_seed() + 1)
+        if abs(self._loss(*part) - first) > self._tolerance * abs(first):
+            raise InputError("the loss draws random numbers, which hide what it is a mean of")
 
-    The first sample keeps its last label and gets one at position 0, which counts only where labels are not shifted;
-    the second keeps its last three.
-    """
-    first, second = (row.ne(-100).nonzero().flatten() for row in labels)
-    if len(first) < 2 or len(second) < 2:
-        return labels
-    few = torch.full_like(labels, -100)
-    few[0, 0], few[0, first[-1]] = labels[0, first[0]], labels[0, first[-1]]
-    few[1, second[1:][-3:]] = labels[1, second[1:][-3:]]
-    return few
+    def _part(self, start: int, stop: int) -> dict[str, Any]:
+        return type(self._inputs)(self._trainer.split_batch(self._inputs, start, stop))
 
-
-def _most_labels(labels: torch.Tensor) -> int:
-    """Index of the first of two neighbours that both have labels, as many as possible."""
-    counts = labels.ne(-100).flatten(1).sum(dim=1)
-    return int(torch.minimum(counts[:-1], counts[1:]).argmax())
-
-
-def _loss(trainer, model, inputs: dict[str, Any], num_items) -> float:
-    prepared = trainer._prepare_inputs(copy_batch(inputs))
-    alone = _RefuseCollectives() if trainer.args.world_size > 1 else contextlib.nullcontext()
-    means = _RefuseOtherMeans(ignores_any="start_positions" in inputs)
-    with torch.no_grad(), alone, means, trainer.compute_loss_context_manager():
-        return float(trainer.compute_loss(model, prepared, num_items_in_batch=num_items))
+    def _loss(self, start: int, stop: int, restore: bool = True) -> float:
+        trainer = self._trainer
+        prepared = trainer._prepare_inputs(copy_batch(self._part(start, stop)))
+        alone = _RefuseCollectives() if trainer.args.world_size > 1 else contextlib.nullcontext()
+        try:
+            with torch.no_grad(), alone, trainer.compute_loss_context_manager():
+                return float(trainer.compute_loss(self._model, prepared, num_items_in_batch=self._num_items))
+        finally:
+            if restore:
+                self._state.restore(trainer)
 
 
 @contextlib.contextmanager
 def _failing_loss() -> Iterator[None]:
-    """Turn a loss's error on single samples, unless it is about memory, into an InputError: it cannot be split."""
+    """Turn a loss's error on chunks, unless it is about memory, into an InputError: it cannot be split."""
     try:
         yield
     except InputError:
@@ -178,38 +243,11 @@ def _failing_loss() -> Iterator[None]:
     except Exception as error:
         if diagnose(error).kind is not OomKind.NOT_MEMORY:
             raise
-        raise InputError(f"the loss of single samples fails ({type(error).__name__}: {one_line(error)})") from error
-
-
-class _RefuseOtherMeans(TorchDispatchMode):
-    """Refuses cross entropies with class weights, or with another ignore_index than -100, before they run.
-
-    Two samples may have none of the labels that would show them, and a label out of range ends a CUDA process.
-
-    Args:
-        ignores_any: allow any ignore_index: question answering uses the number of tokens, which LossRule checks.
-    """
-
-    def __init__(self, ignores_any: bool) -> None:
-        super().__init__()
-        self._ignores_any = ignores_any
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in _NEGATIVE_LOG_LIKELIHOODS:
-            _, _, weight, reduction, ignored = args
-            if reduction == 1 and weight is not None and weight.ne(weight[0]).any():
-                raise InputError("the loss is neither the sum nor a mean of their own losses: it has class weights")
-            if reduction == 1 and ignored != -100 and not self._ignores_any:
-                raise InputError(f"the loss is a mean over labels that are not {ignored}, and only -100 is known")
-        return func(*args, **(kwargs or {}))
+        raise InputError(f"the loss of a chunk fails ({type(error).__name__}: {one_line(error)})") from error
 
 
 class _RefuseCollectives(TorchDispatchMode):
-    """Refuses collectives: processes that split their micro-batches differently would wait for each other."""
+    """Refuses communication: processes that split their micro-batches differently would wait for each other."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -217,21 +255,40 @@ class _RefuseCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_DROPOUTS = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
+    *("alpha_dropout", "feature_alpha_dropout"),
+}
+
+
+class _NoDropout(TorchFunctionMode):
+    """Turns dropout off without leaving training mode: its masks would differ between a group and its halves."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def _eval_mode(trainer) -> Iterator[torch.nn.Module]:
-    """A context with the model in eval mode, after which modes, random states and metrics are as before."""
+def _as_in_training(trainer, own: bool) -> Iterator[None]:
+    """A context for computing losses, after which modes, random states, buffers and metrics are as before."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     state = StepState.now(trainer)
     modes = {module: module.training for module in model.modules()}
     try:
-        yield model.eval()
+        if not own:
+            model.eval()
+        with _NoDropout() if own else contextlib.nullcontext():
+            yield
     finally:
         for module, training in modes.items():
             module.training = training
         state.restore(trainer)
-
-
-def _tolerance(trainer) -> float:
-    weight = next(trainer.model.parameters())
-    fine = weight.device.type == "cpu" and trainer.accelerator.mixed_precision == "no"
-    return _FINE.get(weight.dtype, _COARSE) if fine else _COARSE

@@ -1,14 +1,18 @@
-"""Whether a trainer's micro-batches may run again, and in chunks: decided when the trainer is made.
+"""Whether a trainer's micro-batches may run again, and in chunks.
 
 Losses of chunks add up where the loss is a sum or a mean over samples. A loss that compares the samples of a batch has
-another value in chunks, without any exception.
+another value in chunks, without any exception; a step that keeps state of its own repeats it. So what is not code of
+known libraries has to be declared, or is refused.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from hf_memopt.levers.language_model import inner_model
 from hf_memopt.presets.trl_configs import trl_trainer
+from hf_memopt.trainer.known_code import overridden_evaluation, overridden_loss, overridden_step
+from hf_memopt.trainer.loss_rule import known_mean
 from hf_memopt.trainer.optimizer_guard import steps_in_backward
 from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
 
@@ -21,6 +25,7 @@ _TRL_LAYOUTS = {
 }
 # TRL 1.16's DPO losses that sort the batch (aot) or average over its tokens (sft) instead of its pairs.
 _ACROSS_PAIRS = {"aot", "aot_unpaired", "sft"}
+_DECLARE = 'if the loss is a mean over samples or tokens, set loss_reduction="sample_mean" or "token_mean"'
 
 
 @dataclass(frozen=True)
@@ -32,23 +37,53 @@ class Recoverability:
         repeats: a micro-batch may run again, with the same gradients.
         splits: the gradients of its chunks add up to its own.
         reason: why one of the two does not hold; "" where both do.
+        own_loss: the loss, the model or a hook is a user's own.
     """
 
     layout: RowLayout
     repeats: bool = True
     splits: bool = True
     reason: str = ""
+    own_loss: bool = False
 
 
 def assess_recoverability(trainer) -> Recoverability:
     """Decide from a trainer's class, loss, model and engine."""
     kind = trl_trainer(trainer)
     layout = _TRL_LAYOUTS.get(kind.__name__, RowLayout)() if kind else RowLayout()
-    if reason := _why_not_repeated(trainer, kind):
-        return Recoverability(layout, repeats=False, splits=False, reason=reason)
+    own_loss, why_not = _own_loss(trainer)
+    if reason := _why_not_repeated(trainer, kind) or _why_no_step_repeats(trainer) or why_not:
+        return Recoverability(layout, repeats=False, splits=False, reason=reason, own_loss=own_loss)
     if reason := _why_not_split(trainer, kind):
-        return Recoverability(layout, splits=False, reason=reason)
-    return Recoverability(layout)
+        return Recoverability(layout, splits=False, reason=reason, own_loss=own_loss)
+    return Recoverability(layout, own_loss=own_loss)
+
+
+def why_not_evaluated_in_chunks(trainer) -> str:
+    """Why an evaluation batch does not run again, in chunks; "" where it does."""
+    kind = trl_trainer(trainer)
+    if trainer.args.world_size > 1:
+        return "processes that evaluate together cannot repeat a batch"
+    if kind is not None and kind.__name__ not in _TRL_LAYOUTS:
+        return f"{kind.__name__} evaluates groups of completions, which cannot be split"
+    if own := overridden_evaluation(trainer):
+        return f"{own}, which cannot run again"
+    return _why_no_step_repeats(trainer) or _own_loss(trainer)[1]
+
+
+def _why_no_step_repeats(trainer) -> str:
+    own = overridden_step(trainer)
+    return f"{own}, which cannot run again" if own else ""
+
+
+def _own_loss(trainer) -> tuple[bool, str]:
+    """Whether a declaration decides about the loss, and what has to be declared; "" where nothing has."""
+    if trainer.memory_args.loss_reduction is not None:
+        return True, ""
+    own = overridden_loss(trainer)
+    if not own and trainer.model is not None and known_mean(trainer) is None:
+        own = f"the loss of {type(inner_model(trainer.model)).__name__} is no mean that is known"
+    return bool(own), f"{own}: {_DECLARE}" if own else ""
 
 
 def holds_whole_model(trainer) -> bool:

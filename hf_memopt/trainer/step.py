@@ -18,10 +18,16 @@ from unittest import mock
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
 from hf_memopt.trainer.batch_limit import BatchLimit
-from hf_memopt.trainer.loss_rule import KNOWN, LossRule, find_rule, has_own_loss
-from hf_memopt.trainer.recoverability import Recoverability, changes_weights_in_backward, holds_whole_model
+from hf_memopt.trainer.known_code import own_substep_callback
+from hf_memopt.trainer.loss_rule import LossRule, find_rule
+from hf_memopt.trainer.recoverability import (
+    Recoverability,
+    assess_recoverability,
+    changes_weights_in_backward,
+    holds_whole_model,
+)
 from hf_memopt.trainer.split import count_elements, tensor_shapes, tensor_versions
-from hf_memopt.trainer.step_state import StepState
+from hf_memopt.trainer.step_state import Buffers, StepState
 from hf_memopt.trainer.window import MicroBatch, Window
 
 logger = logging.getLogger(__name__)
@@ -37,6 +43,7 @@ class StepRunner:
             last two steps, since another process may be one step behind.
         stage: "forward" or "backward", of the chunk that runs or ran last.
         running: the micro-batch that runs, and the samples in its chunk.
+        buffers: the model's buffers that training changes.
     """
 
     def __init__(self, trainer, recoverability: Recoverability, limit: BatchLimit) -> None:
@@ -49,15 +56,11 @@ class StepRunner:
         self._recoverability = recoverability
         self._failure: Diagnosis | None = None  # of this window
         self._rule: LossRule | None = None
-        self._rule_step = -1  # at which the rule was last determined
         self._weight = 1.0  # of the chunk's loss in its micro-batch's
         self._chunk_state: StepState | None = None  # before the chunk that runs
-        self._backward_calls = 0
-        # A user's own training_step may not call accelerator.backward. Until it has run once, a failure anywhere in it
-        # may have changed gradients.
-        self._stage_is_known = all(
-            cls.__module__.startswith(KNOWN) for cls in type(trainer).__mro__ if "training_step" in vars(cls)
-        )
+        self._first_state: StepState | None = None  # before the first chunk of the micro-batch that runs
+        copied = trainer.memory_args.oom_recovery and holds_whole_model(trainer)
+        self.buffers = Buffers(trainer, own=recoverability.own_loss, copied=copied)
 
     @property
     def recovers(self) -> bool:
@@ -68,6 +71,11 @@ class StepRunner:
     def splits(self) -> bool:
         """Whether a micro-batch may run in chunks."""
         return self._recoverability.splits
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss, the model or a hook is a user's own."""
+        return self._recoverability.own_loss
 
     @property
     def resume_state(self) -> StepState | None:
@@ -128,6 +136,8 @@ class StepRunner:
                 traceback.clear_frames(error.__traceback__)  # the frames hold activations
             # Outside of `except`: while the exception is handled, it keeps its traceback and so the activations alive.
             free_memory()
+            if reason := self._why_not_again():
+                self._trainer._ending.end_run(self.stage, self._failure, micro, reason)
             self._shrink(model, self._failure)
 
     # ---- one micro-batch
@@ -155,45 +165,40 @@ class StepRunner:
             start, stop = self._next_chunk(micro)
             whole = stop - start == micro.samples
             self.running, self.stage = (micro, stop - start), "forward"
+            if start and self.own_loss:  # a counter in a user's own loss counts micro-batches, not chunks
+                self._first_state.restore_numbers(self._trainer)
             self._chunk_state = StepState.now(self._trainer)
+            if not start:
+                self._first_state = self._chunk_state
             inputs = micro.inputs if whole else self._trainer.split_batch(micro.inputs, start, stop)
             self._weight = 1.0 if whole else self._rule.weight(self._trainer, micro.inputs, inputs)
             inputs = type(micro.inputs)(inputs)  # a copy: compute_loss may pop from it
             with contextlib.nullcontext() if synced and stop == micro.samples else self._unsynced(model):
                 loss = self._run_chunk(step, model, inputs, micro.num_items)
+            if not whole and (changed := self.buffers.changed_since(self._chunk_state)):
+                raise InputError(_changes(changed))
             micro.record_chunk(start, stop, loss * self._weight)
+        if self.splits and (changed := self.buffers.settle(self._first_state)):
+            self.refuse(_changes(changed))
         return micro.loss
 
     def _next_chunk(self, micro: MicroBatch) -> tuple[int, int]:
-        """The next samples to run.
-
-        The rule of a loss of transformers or TRL is determined when a micro-batch is first split, that of a user's own
-        loss before the first step, so that a loss that cannot be split is reported at the start of the run.
-        """
+        """The next samples to run. When a micro-batch is first split, the rule of its loss is determined."""
         start, stop = micro.next_chunk
-        splits = stop - start < micro.samples
-        if micro.samples > 1 and self._rule_is_due(splits):
+        if stop - start < micro.samples and self._rule is None:
             self.running, self.stage = (micro, stop - start), "forward"
             self._chunk_state = StepState.now(self._trainer)
-            self._find_rule(micro, splits)
+            self._find_rule(micro)
         return micro.next_chunk
 
-    def _rule_is_due(self, splits: bool) -> bool:
-        """Whether the loss has to be checked now. A user's own is checked again at every step that splits: a term may
-        join it later, or may not show in every batch."""
-        if self._rule is None:
-            return splits or (self.splits and has_own_loss(self._trainer))
-        return splits and self._rule_step != self._trainer.state.global_step and has_own_loss(self._trainer)
-
-    def _find_rule(self, micro: MicroBatch, splits: bool) -> None:
-        self._rule_step = self._trainer.state.global_step
+    def _find_rule(self, micro: MicroBatch) -> None:
         try:
             self._rule = find_rule(self._trainer, micro.inputs, micro.num_items)
         except InputError as error:
             self.refuse(str(error))
-            if splits and self._failure is not None:
+            if self._failure is not None:
                 self._trainer._ending.end_run("forward", self._failure, micro, str(error))
-            if splits and self._trainer.memory_args.max_batch_size:
+            if self._trainer.memory_args.max_batch_size:
                 raise InputError(f"max_batch_size={self._trainer.memory_args.max_batch_size}: {error}") from error
             micro.shrink(micro.samples)
 
@@ -201,13 +206,7 @@ class StepRunner:
         if self._weight == 0.0:  # every label is -100: the mean is NaN, and so would 0 × NaN be
             inputs["labels"] = inputs["labels"].clamp(min=0)
         with self._hooked_backward():
-            loss = step(model, inputs, num_items)
-        if self._backward_calls != 1 and not self._stage_is_known:
-            self.refuse(f"training_step calls accelerator.backward {self._backward_calls} times, not once", False)
-            if self._weight != 1.0:
-                raise InputError(f"a chunk has run without its weight: {self._recoverability.reason}")
-        self._stage_is_known = True
-        return loss
+            return step(model, inputs, num_items)
 
     def _run_once(self, step: Callable, model, micro: MicroBatch):
         """Run a micro-batch that cannot run again: if memory runs out, the run ends with a diagnosis."""
@@ -235,10 +234,8 @@ class StepRunner:
         """
         trainer = self._trainer
         backward = trainer.accelerator.backward
-        self._backward_calls = 0
 
         def weighted(loss, **kwargs):
-            self._backward_calls += 1
             trainer._pressure.note_activations()
             self.stage = "backward"
             backward(loss if self._weight == 1.0 else loss * self._weight, **kwargs)
@@ -260,7 +257,8 @@ class StepRunner:
             return False
         if diagnose(error).kind is not OomKind.NOT_MEMORY:
             return False
-        self.refuse(f"a chunk of it fails ({type(error).__name__}: {one_line(error)})", self.recovers)
+        failed = f"a chunk of it fails ({type(error).__name__}: {one_line(error)})"
+        self.refuse(str(error) if isinstance(error, InputError) else failed, self.recovers)
         micro.restart()
         micro.shrink(micro.samples)
         return True
@@ -278,7 +276,24 @@ class StepRunner:
 
     @property
     def _gradients_changed(self) -> bool:
-        return self.stage == "backward" or not self._stage_is_known
+        return self.stage == "backward"
+
+    def _why_not_again(self) -> str:
+        """Why the micro-batch that failed cannot run again; "" where it can.
+
+        Asked after a failure, since hooks and callbacks may have come since the trainer was made.
+        """
+        found = assess_recoverability(self._trainer)
+        if not found.repeats:
+            return found.reason
+        restarts = self._gradients_changed and len(self.window.started) > 1
+        if restarts and (callback := own_substep_callback(self._trainer)):
+            return f"{callback}, and a step that starts again would do without it"
+        if self.buffers.written() != self._chunk_state.written:
+            return "the loss changes weights or buffers before it fails"
+        if changed := self.splits and self.buffers.changed_since(self._chunk_state):
+            self.refuse(_changes(changed))
+        return ""
 
     def _shrink(self, model, diagnosis: Diagnosis) -> None:
         """Make the chunk that failed smaller, and restart the window where gradients may have changed."""
@@ -343,6 +358,10 @@ class StepRunner:
             self.limit.halve(samples, micro.elements * samples // micro.samples)
         why = "processes that have begun to reduce gradients cannot go back"
         self._trainer._ending.end_run("backward", diagnosis, micro, why)
+
+
+def _changes(name: str) -> str:
+    return f"{name} changes in every training pass, and would change once for each chunk"
 
 
 def _samples_fetched(trainer) -> int | None:

@@ -278,11 +278,31 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
     def _prepare_for_training(self, *args, **kwargs):
         model, loader = super()._prepare_for_training(*args, **kwargs)  # makes the optimizer
         self._updates.guard_optimizer()
-        if self.memory_args.probe_worst_batch and self._runner.recovers:
+        if self.args.world_size > 1 and self._runner.recovers:
+            # Of the DDP model, not of the one within: a user's own hook that fails there would come before ours.
+            model.register_forward_pre_hook(self._runner.note_forward)
+        if self._probes_worst_batch():
             samples = try_worst_batch(self, model, loader)
             if samples is not None and self.when_probed is not None:
                 self.when_probed(samples)
         return model, loader
+
+    def _probes_worst_batch(self) -> bool:
+        """Whether to try the largest batch first.
+
+        Raises:
+            InputError: the loss is a user's own, which the trial would call once more than training does.
+        """
+        if not self.memory_args.probe_worst_batch:
+            return False
+        if self._runner.own_loss:
+            raise InputError(
+                "probe_worst_batch=True runs the loss once more than training does, which a loss of your own may not "
+                "allow: leave it out"
+            )
+        if not self._runner.recovers:
+            logger.warning("probe_worst_batch: no batch is tried (%s)", self._recoverability.reason)
+        return self._runner.recovers
 
     def _agree_on_limit(self) -> None:
         """Adopt the smallest limit of all processes before a window runs."""

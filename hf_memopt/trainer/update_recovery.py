@@ -4,7 +4,9 @@ import traceback
 from collections.abc import Callable
 
 from hf_memopt.oom.classify import OomKind, diagnose, free_memory
+from hf_memopt.trainer.known_code import defined_by_user
 from hf_memopt.trainer.optimizer_guard import guard, torch_optimizer, use_less
+from hf_memopt.trainer.recoverability import changes_weights_in_backward, holds_whole_model
 from hf_memopt.trainer.step import StepRunner
 
 
@@ -15,6 +17,14 @@ class UpdateRecovery:
         self._trainer = trainer
         self._runner = runner
 
+    @property
+    def _repeats(self) -> bool:
+        """Whether an update that has written nothing may run again: no code of the loss's is called."""
+        trainer = self._trainer
+        if not trainer.memory_args.oom_recovery or trainer.args.n_gpu > 1:
+            return False
+        return holds_whole_model(trainer) and not changes_weights_in_backward(trainer)
+
     def clip(self, clip: Callable, model):
         """Clip gradients, a second time after freeing memory if the first attempt changed no gradient.
 
@@ -24,7 +34,7 @@ class UpdateRecovery:
         Raises:
             TrainingOutOfMemory: the second attempt ran out of memory too.
         """
-        if not self._runner.recovers:
+        if not self._repeats or defined_by_user(type(self._trainer), "_clip_grad_norm"):
             return clip(model)
         first = next((weight.grad for weight in model.parameters() if weight.grad is not None), None)
         version = first is not None and first._version
@@ -51,12 +61,10 @@ class UpdateRecovery:
     def guard_optimizer(self) -> None:
         """Watch the optimizer's step, once the Trainer has made the optimizer."""
         trainer = self._trainer
-        if not self._runner.recovers or hasattr(trainer.optimizer.step, "unguarded"):
+        if not self._repeats or hasattr(trainer.optimizer.step, "unguarded"):
             return
         inner = torch_optimizer(trainer)
         trainer.optimizer.step = guard(trainer.optimizer.step, inner, self._survived, self._failed)
-        if trainer.args.world_size > 1:
-            trainer.model.register_forward_pre_hook(self._runner.note_forward)
 
     def _survived(self, messages: list[str]) -> None:
         one_by_one = use_less(torch_optimizer(self._trainer))

@@ -1,0 +1,150 @@
+"""What of a training step is known: code of the libraries whose losses are sums or means over samples.
+
+Such code may run again, and in chunks. A user's own loss, model or hook cannot be shown to allow that by running it,
+so it has to be declared (`loss_reduction`), and what no declaration can cover never runs twice.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+
+import torch
+
+PACKAGES = {
+    *("transformers", "peft", "trl", "torch", "accelerate", "hf_memopt"),
+    *("bitsandbytes", "torchao", "liger_kernel", "deepspeed"),
+}
+# Methods that a Trainer's subclass may override: called outside of a micro-batch, never again for a retry. Any other
+# method of a known trainer may be part of its step.
+_OUTSIDE_STEPS = {
+    *("__init__", "train", "evaluate", "predict", "evaluation_loop", "prediction_step", "log", "log_metrics"),
+    *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs"),
+    *("get_decay_parameter_names", "call_model_init", "get_train_dataloader", "get_eval_dataloader"),
+    *("get_test_dataloader", "_get_dataloader", "_get_train_sampler", "_get_eval_sampler", "get_batch_samples"),
+    *("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler", "save_metrics", "save_state"),
+    *("_load_best_model", "_load_from_checkpoint", "_maybe_log_save_evaluate", "_clip_grad_norm", "optimizer_step"),
+    *("push_to_hub", "create_model_card", "add_callback", "store_flos", "floating_point_ops", "_prepare_dataset"),
+    *("_set_signature_columns_if_needed", "_generate_single_turn", "loss_is_scaled_for_ga", "_tag_names", "_name"),
+    *("count_samples", "split_batch", "when_probed", "packing"),
+}
+# Parts of a loss that a declaration covers. What else of a step is overridden may do anything: step an optimizer, say.
+_LOSS = {"compute_loss", "compute_loss_func"}
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def is_known(thing) -> bool:
+    """True if a class, function, or object comes from one of PACKAGES.
+
+    A wrapper made with functools.wraps is taken for what it wraps.
+    """
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.split(".")[0] in PACKAGES
+
+
+def overridden_step(trainer) -> str:
+    """What of the trainer's step, apart from its loss, is a user's own; "" where nothing is."""
+    name = next(
+        (name for name in _overridden(trainer) if name not in _LOSS and not _is_part_of_loss(trainer, name)), ""
+    )
+    if name:
+        return f"{type(trainer).__name__} has its own {name}"
+    return _own_backward(trainer)
+
+
+def overridden_loss(trainer) -> str:
+    """What of the loss is a user's own: of the trainer, of the model, or a hook; "" where nothing is."""
+    own = next(_overridden(trainer), "")
+    if own:
+        return f"{type(trainer).__name__} has its own {own}"
+    function = trainer.compute_loss_func
+    if callable(function) and not is_known(function):
+        return f"compute_loss_func is your own ({getattr(function, '__name__', type(function).__name__)})"
+    return _own_model(trainer.model) if trainer.model is not None else ""
+
+
+def overridden_evaluation(trainer) -> str:
+    """The method of an evaluation step that is a user's own; "" where none is."""
+    own = (name for name in ("prediction_step", "evaluation_loop") if defined_by_user(type(trainer), name))
+    name = next(own, "")
+    return f"{type(trainer).__name__} has its own {name}" if name else ""
+
+
+def own_substep_callback(trainer) -> str:
+    """The user's callback that acts between the micro-batches of a step, which a restarted window would not repeat."""
+    for callback in trainer.callback_handler.callbacks:
+        if defined_by_user(type(callback), "on_substep_end"):
+            return f"{type(callback).__name__} acts between the micro-batches of a step (on_substep_end)"
+    return ""
+
+
+def _overridden(trainer) -> Iterator[str]:
+    """Names of a known trainer's methods that a user's class, or the instance, replaces."""
+    classes = type(trainer).__mro__
+    for position, kind in enumerate(classes):
+        if is_known(kind) or kind is object:
+            continue
+        for name in vars(kind):
+            inherited = any(is_known(base) and name in vars(base) for base in classes[position:])
+            special = name.startswith("__") and name != "__call__"
+            if inherited and not special and name not in _OUTSIDE_STEPS:
+                yield name
+    for name, value in vars(trainer).items():
+        replaces = inspect.isroutine(getattr(type(trainer), name, None)) and name not in _OUTSIDE_STEPS
+        if replaces and not is_known(value):
+            yield name
+
+
+def _is_part_of_loss(trainer, name: str) -> bool:
+    """True for methods that TRL's compute_loss is made of: its trainers add them, transformers' Trainer has none."""
+    from transformers import Trainer
+
+    return not hasattr(Trainer, name)
+
+
+def defined_by_user(kind: type, name: str) -> bool:
+    """True if the class that a method or attribute comes from is not of a known library."""
+    owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+    return owner is not object and not is_known(owner)
+
+
+def _own_model(model: torch.nn.Module) -> str:
+    """The module, forward or forward hook of a model that is a user's own; "" where none is."""
+    checked: set[type] = set()
+    for name, module in model.named_modules():
+        kind, label = type(module), name or "the model"
+        if kind not in checked and not (is_known(kind) and is_known(kind.forward)):
+            return f"{label} is your own {kind.__name__}"
+        checked.add(kind)
+        if "forward" in vars(module) and not is_known(vars(module)["forward"]):
+            return f"{label} has a forward of your own"
+        if hook := _own_hook(vars(module), _FORWARD_HOOKS):
+            return f"{label} has a forward hook of your own ({hook})"
+    if hook := _own_hook(vars(torch.nn.modules.module), ("_global_forward_hooks", "_global_forward_pre_hooks")):
+        return f"all modules have a forward hook of your own ({hook})"
+    function = getattr(model, "_loss_function", None)
+    return "" if function is None or is_known(function) else "the model's loss_function is your own"
+
+
+def _own_backward(trainer) -> str:
+    """The user's own code that backward runs, which would see the gradients of chunks; "" where there is none."""
+    if not is_known(trainer.accelerator.backward):
+        return "accelerator.backward is your own"
+    if trainer.model is None:
+        return ""
+    for name, module in trainer.model.named_modules():
+        if hook := _own_hook(vars(module), _BACKWARD_HOOKS):
+            return f"{name or 'the model'} has a backward hook of your own ({hook})"
+    for name, weight in trainer.model.named_parameters():
+        for hooks in (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None)):
+            if hook := _own_hook({"hooks": hooks}, ("hooks",)):
+                return f"{name} has a gradient hook of your own ({hook})"
+    return ""
+
+
+def _own_hook(holder, names: tuple[str, ...]) -> str:
+    hooks = (hook for name in names for hook in (holder.get(name) or {}).values())
+    own = next((hook for hook in hooks if not is_known(hook)), None)
+    return "" if own is None else getattr(own, "__qualname__", type(own).__qualname__)
