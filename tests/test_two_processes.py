@@ -66,6 +66,21 @@ def test_both_go_on(tmp_path):
         assert torch.allclose(weights(tmp_path, case["name"]), weights(tmp_path, "plain"), rtol=0, atol=1e-9), case
 
 
+def test_a_hook_of_ones_own_that_runs_out(tmp_path):
+    """DDP has begun its forward then, and broadcast buffers: both end, or the one that failed does not do so again."""
+    cases = [
+        {**PLAIN, "name": f"hook-{rank}-{micro}-{declared}", "rank": rank, "phase": "pre-hook", "step": 2}
+        | {"micro": micro, **({"loss_reduction": "token_mean"} if declared else {})}
+        for rank, micro, declared in [(0, 0, True), (1, 0, True), (1, 1, True), (0, 0, False), (1, 1, False)]
+    ]
+    run(tmp_path, PLAIN, *cases)
+    for case in cases:
+        recovered = "loss_reduction" in case
+        assert outcome_of(tmp_path, case)["codes"] == ([0, 0] if recovered else [75, 75]), case
+        if recovered:
+            assert torch.allclose(weights(tmp_path, case["name"]), weights(tmp_path, "plain"), rtol=0, atol=1e-9), case
+
+
 def test_compressed_activations_give_nearly_the_same_gradients(tmp_path):
     """Reduced over processes, with accumulation, and with a micro-batch that had to be cut."""
     plain = {**PLAIN, "name": "whole", "memory": {"silent_mode": True}}

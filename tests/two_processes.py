@@ -33,7 +33,7 @@ def failing(case):
             trainer._peers.wait_on_host = False
         if case["phase"] is None or trainer.args.process_index != case["rank"]:
             return
-        count = {"forward": 0, "backward": 0}
+        count = {"forward": 0, "backward": 0, "pre-hook": 0}
         begin = (case["step"] * 2 + case["micro"]) + 1
 
         def strikes(phase: str) -> bool:
@@ -50,6 +50,7 @@ def failing(case):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return forward(*args, **kwargs)
 
+        @wraps(backward)
         def backward_or_fail(loss, **kwargs):
             if strikes("backward"):
                 weight = trainer.model.model.layers[1].mlp.down_proj.weight  # half of the gradients are there
@@ -61,6 +62,13 @@ def failing(case):
                 hook = weight.register_hook(fail)
             return backward(loss, **kwargs)
 
+        def fails_in_a_hook(*_):
+            if strikes("pre-hook"):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        if case["phase"] == "pre-hook":
+            trainer.model.register_forward_pre_hook(fails_in_a_hook)
+            return
         trainer.model.forward, trainer.accelerator.backward = forward_or_fail, backward_or_fail
         for phase, (holder, name) in PHASES.items():
             if case["phase"] == phase:
@@ -144,6 +152,8 @@ def child(case, rank: int, port: int, folder: Path) -> None:
     if case.get("frozen"):  # a stand-in for a device with memory of its own: copies to and from it come at once
         weight_streaming.make_lanes = lambda _: weight_streaming.LanesAtOnce()
         more["model"] = frozen_layers
+    if "loss_reduction" in case:
+        more["memory"] = {"loss_reduction": case["loss_reduction"]}
     more |= case.get("fields", {})
     if str(case["phase"]).startswith("optimizer"):
         more["kind"] = with_optimizer(failing_optimizer(case))

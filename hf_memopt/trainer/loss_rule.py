@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import set_seed
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.oom.classify import OomKind, diagnose, free_memory
 from hf_memopt.presets.trl_configs import trl_trainer
-from hf_memopt.trainer.own_state import fingerprint
+from hf_memopt.trainer.own_state import fingerprint, numbers
 from hf_memopt.trainer.split import copy_batch
 from hf_memopt.trainer.step_state import StepState
 
@@ -120,8 +121,8 @@ def _check_spans(inputs: dict[str, Any]) -> None:
 def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
     """Determine the rule of a trainer's loss.
 
-    Known losses are computed in eval mode, where nothing is random. A declared one is computed in the mode that the
-    model is in, without dropout, since it may have terms in training only.
+    Known losses are computed in eval mode, where nothing is random. A declared one is computed as in training, but
+    without dropout, since it may have terms in training only; chunks draw other dropout masks than the whole.
 
     Args:
         inputs: a micro-batch of at least two samples that ran out of memory.
@@ -159,10 +160,14 @@ def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
 
 
 def _groups(samples: int) -> list[tuple[int, int, int]]:
-    """Groups of a batch to compare with their halves, as (start, middle, stop): the whole, then each half."""
-    whole, middle = (0, samples // 2, samples), samples // 2
-    halves = [(0, middle // 2, middle), (middle, (middle + samples) // 2, samples)]
-    return [group for group in (whole, *halves) if group[0] < group[1] < group[2]]
+    """Groups of a batch to compare with their halves, as (start, middle, stop): the whole, each half, and smaller ones
+    at its start, since none of the larger may fit."""
+    groups, middle = [(0, samples // 2, samples)], samples // 2
+    groups.append((middle, (middle + samples) // 2, samples))
+    while middle > 1:
+        groups.append((0, middle // 2, middle))
+        middle //= 2
+    return [group for group in groups if group[0] < group[1] < group[2]]
 
 
 class _Measure:
@@ -170,6 +175,7 @@ class _Measure:
 
     def __init__(self, trainer, inputs: dict[str, Any], num_items) -> None:
         self._trainer, self._inputs, self._num_items = trainer, inputs, num_items
+        self._declared = trainer._runner.own_loss
         self._model = trainer.accelerator.unwrap_model(trainer.model)
         self._state = StepState.now(trainer)
         weight = next(self._model.parameters())
@@ -205,18 +211,31 @@ class _Measure:
         Raises:
             InputError: it changes what the trainer or the model keeps, or draws random numbers.
         """
-        part = (0, max(1, self._trainer.count_samples(self._inputs) // 2))
+        few = max(1, min(2, self._trainer.count_samples(self._inputs) // 2))
+        part = (0, few)
         before, buffers = fingerprint(self._trainer), self._trainer._runner.buffers
+        gradients, weights = self._gradients(), buffers.written()
         first = self._loss(*part, restore=False)
-        after = fingerprint(self._trainer)
+        after, counted = fingerprint(self._trainer), numbers(self._trainer)
         changed = next((name for name in after if after[name] != before.get(name)), "")
         changed = f"the trainer's {changed}" if changed else buffers.changed_since(self._state)
+        if (self._gradients(), buffers.written()) != (gradients, weights):
+            changed = "weights or gradients"
         self._state.restore(self._trainer)
         if changed:
             raise InputError(f"the loss changes {changed}, which chunks would change more often than the whole")
-        torch.manual_seed(torch.initial_seed() + 1)
+        set_seed(torch.initial_seed() % 2**31 + 1)
         if abs(self._loss(*part) - first) > self._tolerance * abs(first):
             raise InputError("the loss draws random numbers, which hide what it is a mean of")
+        self._loss(few, 2 * few, restore=False)
+        differs = [name for name, number in numbers(self._trainer).items() if number != counted.get(name)]
+        self._state.restore(self._trainer)
+        if differs:
+            raise InputError(f"the loss keeps {differs[0]}, a number that depends on the samples of a batch")
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        gradients = (weight.grad for weight in self._model.parameters())
+        return [gradient if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _part(self, start: int, stop: int) -> dict[str, Any]:
         return type(self._inputs)(self._trainer.split_batch(self._inputs, start, stop))
@@ -226,7 +245,8 @@ class _Measure:
         prepared = trainer._prepare_inputs(copy_batch(self._part(start, stop)))
         alone = _RefuseCollectives() if trainer.args.world_size > 1 else contextlib.nullcontext()
         try:
-            with torch.no_grad(), alone, trainer.compute_loss_context_manager():
+            graph = torch.set_grad_enabled(self._declared and self._model.training)
+            with graph, alone, trainer.compute_loss_context_manager():
                 return float(trainer.compute_loss(self._model, prepared, num_items_in_batch=self._num_items))
         finally:
             if restore:

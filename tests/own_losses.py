@@ -1,0 +1,618 @@
+"""Losses, models, hooks and callbacks as people write them around a Trainer, each a function that makes a trainer.
+
+CASES maps a name to such a function: (base trainer class, common keyword arguments) -> trainer. MEANS has the
+loss_reduction of those that really are a mean of their samples or tokens, so that their micro-batches can be split.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+CASES, MEANS = {}, {}
+
+
+def case(name: str, mean: str | None = None):
+    def add(make):
+        CASES[name] = make
+        if mean:
+            MEANS[name] = mean
+        return make
+
+    return add
+
+
+# ---- a model of one's own, and losses over it
+
+
+class Net(nn.Module):
+    """A classifier of 8 features, whose loss is a mean over samples; returns what own losses need."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.body, self.drop, self.head = nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4)
+        self.double()
+
+    def features(self, x):
+        return torch.tanh(self.body(x))
+
+    def forward(self, x, labels, weight=None):
+        features = self.features(x)
+        logits = self.head(self.drop(features))
+        each = functional.cross_entropy(logits, labels, reduction="none")
+        return {"loss": each.mean(), "logits": logits, "each": each, "features": features}
+
+
+def over_net(compute, base, common, model=Net, **fields):
+    """A trainer whose compute_loss is `compute(trainer, model, inputs, outputs)`."""
+
+    class Own(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = compute(self, model, inputs, outputs)
+            return (loss, {"loss": loss, "logits": outputs["logits"]}) if return_outputs else loss
+
+    for name, value in fields.items():
+        setattr(Own, name, value)
+    return Own(model=model(), **common)
+
+
+def own_loss(name: str, mean: str | None = None, model=Net, **fields):
+    def add(compute):
+        case(name, mean)(lambda base, common: over_net(compute, base, common, model, **fields))
+        return compute
+
+    return add
+
+
+def _pairwise(features):
+    normed = functional.normalize(features, dim=1)
+    return normed @ normed.T / 0.2
+
+
+own_loss("cross entropy", "sample_mean")(lambda trainer, model, inputs, out: out["loss"])
+own_loss("focal loss", "sample_mean")(
+    lambda trainer, model, inputs, out: ((1 - (-out["each"]).exp()) ** 2 * out["each"]).mean()
+)
+own_loss("label smoothing", "sample_mean")(
+    lambda trainer, model, inputs, out: functional.cross_entropy(out["logits"], inputs["labels"], label_smoothing=0.1)
+)
+own_loss("schedule by global_step", "sample_mean")(
+    lambda trainer, model, inputs, out: out["loss"] * (0.1 + 0.1 * trainer.state.global_step)
+)
+own_loss("deep supervision", "sample_mean")(
+    lambda trainer, model, inputs, out: (
+        out["loss"] + functional.cross_entropy(model.head(out["features"].relu()), inputs["labels"])
+    )
+)
+own_loss("L1 penalty on features", "sample_mean")(
+    lambda trainer, model, inputs, out: out["loss"] + 0.01 * out["features"].abs().mean()
+)
+own_loss("cosine to a fixed target", "sample_mean")(
+    lambda trainer, model, inputs, out: (
+        1 - functional.cosine_similarity(out["features"], torch.ones(16).double()).mean()
+    )
+)
+own_loss("class weights, weighted mean")(
+    lambda trainer, model, inputs, out: functional.cross_entropy(
+        out["logits"], inputs["labels"], weight=torch.tensor([1.0, 1.0, 3.0, 5.0]).double()
+    )
+)
+own_loss("sample weights, weighted mean")(
+    lambda trainer, model, inputs, out: (out["each"] * inputs["weight"]).sum() / inputs["weight"].sum()
+)
+own_loss("sum instead of mean")(lambda trainer, model, inputs, out: out["each"].sum())
+own_loss("hardest four")(lambda trainer, model, inputs, out: out["each"].topk(min(4, len(out["each"]))).values.mean())
+own_loss("hardest half")(
+    lambda trainer, model, inputs, out: (
+        out["each"].sort(descending=True).values[: max(1, len(out["each"]) // 2)].mean()
+    )
+)
+own_loss("worst sample")(lambda trainer, model, inputs, out: out["each"].max())
+own_loss("median")(lambda trainer, model, inputs, out: out["each"].median())
+own_loss("log of the mean")(lambda trainer, model, inputs, out: out["each"].mean().log())
+own_loss("standard deviation added")(lambda trainer, model, inputs, out: out["loss"] + out["each"].std(correction=0))
+own_loss("standardized per batch")(
+    lambda trainer, model, inputs, out: (out["each"] / (out["each"].detach().mean() + 1e-6)).square().mean()
+)
+own_loss("SimCLR")(
+    lambda trainer, model, inputs, out: functional.cross_entropy(
+        _pairwise(out["features"]), torch.arange(len(out["features"]))
+    )
+)
+own_loss("contrastive in training only")(
+    lambda trainer, model, inputs, out: (
+        out["loss"]
+        + 0.5 * model.training * functional.cross_entropy(_pairwise(out["features"]), torch.arange(len(out["each"])))
+    )
+)
+own_loss("variance of features (VICReg)")(
+    lambda trainer, model, inputs, out: out["loss"] + (1 - out["features"].std(dim=0, correction=0)).relu().mean()
+)
+own_loss("decorrelation (Barlow Twins)")(
+    lambda trainer, model, inputs, out: (
+        out["loss"] + 0.1 * (out["features"].T @ out["features"] / len(out["each"])).square().mean()
+    )
+)
+own_loss("balance of predictions")(
+    lambda trainer, model, inputs, out: out["loss"] - 0.1 * torch.special.entr(out["logits"].softmax(1).mean(0)).sum()
+)
+own_loss("neighbours in the batch")(
+    lambda trainer, model, inputs, out: out["loss"] + (out["features"] - out["features"].roll(1, 0)).square().mean()
+)
+own_loss("mixup")(lambda trainer, model, inputs, out: _mixup(model, inputs))
+own_loss("R-Drop", model=lambda: Net(0.3))(
+    lambda trainer, model, inputs, out: out["loss"] + functional.mse_loss(model(**inputs)["logits"], out["logits"])
+)
+own_loss("noise on inputs")(
+    lambda trainer, model, inputs, out: model(inputs["x"] + torch.randn_like(inputs["x"]), inputs["labels"])["loss"]
+)
+
+
+def _mixup(model, inputs):
+    order, share = torch.randperm(len(inputs["x"])), torch.rand(())
+    mixed = share * inputs["x"] + (1 - share) * inputs["x"][order]
+    first, second = (model(mixed, labels)["loss"] for labels in (inputs["labels"], inputs["labels"][order]))
+    return share * first + (1 - share) * second
+
+
+@own_loss("supervised contrastive")
+def _supervised_contrastive(trainer, model, inputs, out):
+    scores, same = _pairwise(out["features"]), inputs["labels"][:, None] == inputs["labels"]
+    itself = torch.eye(len(scores), dtype=torch.bool)
+    positive = same & ~itself
+    chances = functional.log_softmax(scores.masked_fill(itself, -1e9), dim=1)
+    return out["loss"] - ((chances * positive).sum(1) / positive.sum(1).clamp(min=1)).mean()
+
+
+@own_loss("triplets, hardest in batch")
+def _triplets(trainer, model, inputs, out):
+    distance, same = torch.cdist(out["features"], out["features"]), inputs["labels"][:, None] == inputs["labels"]
+    return (distance.masked_fill(~same, 0).amax(1) - distance.masked_fill(same, 1e3).amin(1) + 1).relu().mean()
+
+
+@own_loss("two tasks over subsets")
+def _two_tasks(trainer, model, inputs, out):
+    first = inputs["labels"] < 2
+    parts = [out["each"][chosen].mean() for chosen in (first, ~first) if chosen.any()]
+    return torch.stack(parts).sum()
+
+
+# ---- state that a loss keeps
+
+
+@own_loss("counter, warm-up", "sample_mean", calls=0)
+def _counter(trainer, model, inputs, out):
+    trainer.calls += 1
+    return out["loss"] * min(1.0, 0.1 + 0.05 * trainer.calls)
+
+
+@own_loss("running mean of the loss", scale=1.0)
+def _running_mean(trainer, model, inputs, out):
+    trainer.scale = 0.9 * trainer.scale + 0.1 * float(out["loss"])
+    return out["loss"] / trainer.scale
+
+
+@own_loss("history in a list", history=None)
+def _history(trainer, model, inputs, out):
+    trainer.history = [*(trainer.history or []), float(out["loss"])]
+    return out["loss"] * (1 + 0.01 * len(trainer.history))
+
+
+@own_loss("history appended to", history=[])
+def _appended(trainer, model, inputs, out):
+    if trainer.state.global_step == 0:
+        trainer.history = []
+    trainer.history.append(float(out["loss"]))
+    return out["loss"] * (1 + 0.01 * len(trainer.history))
+
+
+@own_loss("EMA teacher", teacher=None)
+def _teacher(trainer, model, inputs, out):
+    if trainer.teacher is None:
+        trainer.teacher = copy.deepcopy(model).requires_grad_(False)
+        trainer.teacher.__dict__.pop("forward", None)
+    with torch.no_grad():
+        aim = trainer.teacher.features(inputs["x"])
+        for theirs, ours in zip(trainer.teacher.parameters(), model.parameters(), strict=True):
+            theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
+    return out["loss"] + functional.mse_loss(out["features"], aim)
+
+
+@own_loss("frozen teacher", "sample_mean", teacher=None)
+def _frozen_teacher(trainer, model, inputs, out):
+    if trainer.teacher is None:
+        torch.manual_seed(5)
+        trainer.teacher = Net().requires_grad_(False)
+    return out["loss"] + functional.mse_loss(out["features"], trainer.teacher.features(inputs["x"]))
+
+
+@own_loss("queue of negatives (MoCo)", queue=None)
+def _queue(trainer, model, inputs, out):
+    keys = functional.normalize(out["features"], dim=1)
+    queue = trainer.queue if trainer.queue is not None else torch.ones(8, 16).double() / 4
+    loss = out["loss"] + (keys @ queue.T).logsumexp(1).mean()
+    trainer.queue = torch.cat([keys.detach(), queue])[:8]
+    return loss
+
+
+@own_loss("a second optimizer steps in the loss (GAN)", critic=None)
+def _gan(trainer, model, inputs, out):
+    if trainer.critic is None:
+        torch.manual_seed(5)
+        trainer.critic = nn.Linear(16, 1).double()
+        trainer.critic_optimizer = torch.optim.SGD(trainer.critic.parameters(), lr=0.1)
+    if torch.is_grad_enabled():
+        trainer.critic(out["features"].detach()).mean().backward()
+        trainer.critic_optimizer.step()
+        trainer.critic_optimizer.zero_grad()
+    return out["loss"] - 0.1 * trainer.critic(out["features"]).mean()
+
+
+@own_loss("backward within the loss")
+def _backward(trainer, model, inputs, out):
+    if torch.is_grad_enabled():
+        out["each"][0].backward(retain_graph=True)
+    return out["loss"]
+
+
+@own_loss("gradient penalty")
+def _penalty(trainer, model, inputs, out):
+    if not torch.is_grad_enabled():
+        return out["loss"]
+    x = inputs["x"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x, inputs["labels"])["loss"], x, create_graph=True)
+    return out["loss"] + gradient.square().sum(1).sqrt().mean()
+
+
+@own_loss("weights clamped in the loss (WGAN)")
+def _clamped(trainer, model, inputs, out):
+    with torch.no_grad():
+        model.head.weight.clamp_(-0.2, 0.2)
+    return model(**inputs)["loss"]
+
+
+# ---- models of one's own
+
+
+class _SpectralNorm(Net):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.body)
+
+
+class _RunningMean(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16).double())
+
+    def features(self, x):
+        features = super().features(x)
+        if self.training:
+            self.mean.data = 0.9 * self.mean + 0.1 * features.detach().mean(0)
+        return features - self.mean
+
+
+class _BatchNorm(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16).double()
+
+    def features(self, x):
+        return self.norm(super().features(x))
+
+
+class _CountsPasses(Net):
+    passes = 0
+
+    def features(self, x):
+        self.passes += 1
+        return super().features(x) * (1 + 0.01 * self.passes)
+
+
+class _Centered(Net):
+    def features(self, x):
+        features = super().features(x)
+        return features - features.mean(0)
+
+
+for _name, _model in {
+    "spectral norm": _SpectralNorm,
+    "running mean in a buffer": _RunningMean,
+    "batch norm": _BatchNorm,
+    "a model that counts its passes": _CountsPasses,
+    "features centered over the batch": _Centered,
+}.items():
+    case(_name)(lambda base, common, model=_model: base(model=model(), **common))
+case("a model of one's own", "sample_mean")(lambda base, common: base(model=Net(), **common))
+case("parts frozen", "sample_mean")(lambda base, common: base(model=_frozen(), **common))
+
+
+def _frozen():
+    model = Net()
+    model.body.requires_grad_(False)
+    return model
+
+
+@case("own training_step, gradient of two batches (SAM)")
+def _sam(base, common):
+    class Own(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, dict(inputs), num_items_in_batch)
+            with torch.no_grad():
+                moves = [0.01 * weight.grad.sign() for weight in model.parameters()]
+                for weight, move in zip(model.parameters(), moves, strict=True):
+                    weight.add_(move)
+            super().training_step(model, dict(inputs), num_items_in_batch)
+            with torch.no_grad():
+                for weight, move in zip(model.parameters(), moves, strict=True):
+                    weight.sub_(move)
+            return loss
+
+    return Own(model=Net(), **common)
+
+
+@case("own training_step that counts")
+def _counting_step(base, common):
+    class Own(base):
+        steps = 0
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            self.steps += 1
+            with torch.no_grad():
+                model.head.bias.add_(0.01 * self.steps)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Own(model=Net(), **common)
+
+
+@case("own _prepare_inputs that counts")
+def _counting_inputs(base, common):
+    class Own(base):
+        batches = 0
+
+        def _prepare_inputs(self, inputs):
+            self.batches += 1
+            return super()._prepare_inputs({**inputs, "x": inputs["x"] * (1 + 0.01 * self.batches)})
+
+    return Own(model=Net(), **common)
+
+
+@case("compute_loss replaced on the instance")
+def _replaced(base, common):
+    trainer = base(model=Net(), **common)
+
+    def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs["loss"] + outputs["each"].max()
+        return (loss, outputs) if return_outputs else loss
+
+    trainer.compute_loss = compute_loss
+    return trainer
+
+
+@case("own prediction_step that counts", "sample_mean")
+def _counting_prediction(base, common):
+    class Own(base):
+        seen = 0
+
+        def prediction_step(self, model, inputs, *args, **kwargs):
+            self.seen += len(inputs["x"])
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+            return loss * self.seen, logits, labels
+
+    return Own(model=Net(), **common)
+
+
+# ---- around models of transformers
+
+
+def bert(**fields):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=32, num_labels=4, **sizes, **dropout, **fields)
+    ).double()
+
+
+def llama(kind=LlamaForCausalLM):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return kind(LlamaConfig(vocab_size=32, **sizes)).double()
+
+
+KNOWN = {"BERT classifier", "BERT regression", "BERT multi-label", "Llama", "Llama, labels smoothed", "Llama, NEFTune"}
+case("BERT classifier")(lambda base, common: base(model=bert(), **_tokens(common, "class")))
+case("BERT regression")(lambda base, common: base(model=bert(problem_type="regression"), **_tokens(common, "vector")))
+case("BERT multi-label")(
+    lambda base, common: base(model=bert(problem_type="multi_label_classification"), **_tokens(common, "vector"))
+)
+case("Llama")(lambda base, common: base(model=llama(), **_tokens(common)))
+case("Llama, labels smoothed")(lambda base, common: base(model=llama(), **_tokens(common, label_smoothing_factor=0.1)))
+case("Llama, NEFTune")(lambda base, common: base(model=llama(), **_tokens(common, neftune_noise_alpha=5.0)))
+
+
+def _tokens(common, labels="tokens", **fields):
+    rows = [
+        {
+            "input_ids": row["ids"],
+            "labels": {
+                "tokens": row["ids"].masked_fill(torch.arange(6) >= 2 + row["labels"], -100),
+                "class": row["labels"],
+                "vector": torch.nn.functional.one_hot(row["labels"], 4).double(),
+            }[labels],
+        }
+        for row in common["train_dataset"]
+    ]
+    for name, value in fields.items():
+        setattr(common["args"], name, value)
+    return {**common, "train_dataset": rows, "eval_dataset": rows[: len(common["eval_dataset"])]}
+
+
+def around_llama(name: str):
+    def add(change):
+        def make(base, common):
+            trainer = base(model=llama(), **_tokens(common))
+            change(trainer)
+            return trainer
+
+        case(name)(make)
+        return change
+
+    return add
+
+
+@around_llama("forward pre-hook that counts")
+def _pre_hook(trainer):
+    calls = []
+
+    def hook(module, args, kwargs):
+        calls.append(1)
+        mask = torch.ones_like(kwargs["input_ids"])
+        mask[:, -1] = len(calls) % 2
+        return args, {**kwargs, "attention_mask": mask}
+
+    trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@around_llama("forward hook that mixes the batch")
+def _mixing(trainer):
+    trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: output - output.mean(0))
+
+
+@around_llama("forward hook that keeps features")
+def _keeping(trainer):
+    trainer.features = {}
+    trainer.model.model.norm.register_forward_hook(lambda module, args, out: trainer.features.update(last=out))
+
+
+@around_llama("gradient hook that clamps")
+def _clamping(trainer):
+    for weight in trainer.model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def _clamp_gradient(weight) -> None:
+    weight.grad.clamp_(-1e-3, 1e-3)
+
+
+@around_llama("gradients clamped when accumulated")
+def _accumulated(trainer):
+    for weight in trainer.model.parameters():
+        weight.register_post_accumulate_grad_hook(_clamp_gradient)
+
+
+@around_llama("backward hook")
+def _backward_hook(trainer):
+    trainer.model.lm_head.register_full_backward_hook(
+        lambda module, given, taken: tuple(g and None if g is None else g.clamp(-1e-3, 1e-3) for g in given)
+    )
+
+
+@around_llama("forward replaced, with a schedule")
+def _replaced_forward(trainer):
+    forward, calls = trainer.model.model.layers[0].mlp.forward, []
+
+    def scheduled(x):
+        calls.append(1)
+        return forward(x) * (1 + 0.01 * len(calls))
+
+    trainer.model.model.layers[0].mlp.forward = scheduled
+
+
+@around_llama("loss_function replaced")
+def _loss_function(trainer):
+    usual = trainer.model.loss_function
+
+    def largest(logits, labels, **kwargs):
+        return usual(logits, labels, **kwargs) + 0.01 * logits.amax()
+
+    trainer.model.loss_function = largest
+
+
+@around_llama("a layer of one's own")
+def _layer(trainer):
+    class Centered(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x - x.mean(0, keepdim=True))
+
+    trainer.model.lm_head = Centered(trainer.model.lm_head)
+
+
+@around_llama("compute_loss_func over the batch")
+def _function(trainer):
+    def spread(outputs, labels, num_items_in_batch=None):
+        each = functional.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none").mean(1)
+        return each.mean() + each.std(correction=0)
+
+    trainer.compute_loss_func = spread
+
+
+@case("a subclass of Llama with a term over the batch")
+def _subclass(base, common):
+    class Own(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.loss = outputs.loss + 0.01 * outputs.logits.mean(0).square().mean()
+            return outputs
+
+    return base(model=llama(Own), **_tokens(common))
+
+
+def with_callback(name: str):
+    def add(kind):
+        CASES[name] = lambda base, common: base(model=llama(), callbacks=[kind()], **_tokens(common))
+        return kind
+
+    return add
+
+
+@with_callback("callback that changes gradients between micro-batches")
+class _Substep(TrainerCallback):
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(0.5)
+
+
+@with_callback("callback that freezes layers by step (LISA)")
+class _Freezes(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        for weight in model.model.layers[0].parameters():
+            weight.requires_grad_(state.global_step % 2 == 0)
+
+
+@with_callback("callback that scales gradients before the update")
+class _Scales(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(0.5)
+
+
+@with_callback("callback that averages weights (EMA)")
+class _Averages(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.999)
+
+
+@with_callback("callback that clamps weights before a step")
+class _ClampsWeights(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model.lm_head.weight.clamp_(-0.05, 0.05)
+
+
+KNOWN |= {
+    "callback that freezes layers by step (LISA)",
+    "callback that scales gradients before the update",
+    "callback that averages weights (EMA)",
+    "callback that clamps weights before a step",
+}
