@@ -470,7 +470,7 @@ def _pre_hook(trainer):
     def hook(module, args, kwargs):
         calls.append(1)
         mask = torch.ones_like(kwargs["input_ids"])
-        mask[:, -1] = len(calls) % 2
+        mask[:, 0] = len(calls) % 2
         return args, {**kwargs, "attention_mask": mask}
 
     trainer.model.register_forward_pre_hook(hook, with_kwargs=True)

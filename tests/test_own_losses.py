@@ -153,7 +153,8 @@ def test_an_oom_at_any_stage_is_recovered_or_refused(name, plain, tmp_path):
 
 
 @pytest.mark.parametrize("reduction", ["sample_mean", slow("token_mean")])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in KNOWN])
+# Not R-Drop: with dropout, chunks draw other masks than the whole.
+@pytest.mark.parametrize("name", [name for name in CASES if name not in KNOWN | {"R-Drop"}])
 def test_a_wrong_declaration_is_found_out(name, reduction, plain, tmp_path):
     for stage in ("forward", "backward"):
         check(name, stage, plain, tmp_path, {"loss_reduction": reduction})

@@ -226,7 +226,7 @@ class _Measure:
             raise InputError(f"the loss changes {changed}, which chunks would change more often than the whole")
         set_seed(torch.initial_seed() % 2**31 + 1)
         if abs(self._loss(*part) - first) > self._tolerance * abs(first):
-            raise InputError("the loss draws random numbers, which hide what it is a mean of")
+            raise InputError("the loss of the same samples is another at every call: random numbers, or kept state")
         self._loss(few, 2 * few, restore=False)
         differs = [name for name, number in numbers(self._trainer).items() if number != counted.get(name)]
         self._state.restore(self._trainer)
