@@ -21,6 +21,13 @@ _OLD_KEYS = {"fp16", "dynamo_backend"}
 _SECTIONS = ("deepspeed_config", "parallelism_config", "megatron_lm_config", *_AUTO_PREFIX)
 # Read by accelerate.utils.launch with getattr, though the launcher has no option of that name.
 _READ_WITHOUT_OPTION = {"fsdp_ignored_modules"}
+# `accelerate config` writes these (commands.config.cluster), and the launcher passes them on under names that nobody
+# reads: as written -> as accelerate.utils.dataclasses reads them (1.15).
+_MISNAMED_BY_ACCELERATE = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+}
 # Set beside a DeepSpeed JSON, these are refused when the Trainer builds its plugin (accelerate.utils.dataclasses).
 _DECIDED_BY_JSON = {
     "gradient_accumulation_steps",
@@ -95,8 +102,15 @@ def check_config_file(path: str | Path) -> str:
 
 
 def kind_of(path: str | Path) -> str:
-    """What a file's ending says: accelerate or deepspeed."""
-    return "deepspeed" if Path(path).suffix == ".json" else "accelerate"
+    """Return whose file it is, accelerate or deepspeed: accelerate writes and reads JSON as well."""
+    if Path(path).suffix != ".json":
+        return "accelerate"
+    try:
+        content = _parsed_json(read_text(path, ""))
+    except InputError:
+        return "deepspeed"
+    # accelerate's own loader refuses a file without it (config_args.process_config); no key of DeepSpeed is named so.
+    return "accelerate" if isinstance(content, dict) and "distributed_type" in content else "deepspeed"
 
 
 def find_faults(path: str | Path) -> list[Fault]:
@@ -104,7 +118,7 @@ def find_faults(path: str | Path) -> list[Fault]:
     path = Path(path)
     try:
         text = read_text(path, "")
-        content = _parsed_json(text) if kind_of(path) == "deepspeed" else read_yaml(text, "")
+        content = _parsed_json(text) if path.suffix == ".json" else read_yaml(text, "")
     except InputError as error:
         return [Fault(path, None, str(error).removeprefix(": ") if _by_its_ending(path) else _NEITHER)]
     if not isinstance(content, dict):
@@ -124,10 +138,14 @@ def difference_here(path: str | Path) -> str | None:
     """What a valid file does on this machine instead of what it says; None where it does as it says."""
     import torch
 
-    if kind_of(path) == "deepspeed" or torch.accelerator.is_available():
+    if kind_of(path) == "deepspeed":
         return None
     content = read_yaml(read_text(Path(path), ""), "")
-    if content.get("distributed_type") != "FSDP":
+    block = content.get("fp8_config") or {}
+    if misnamed := [name for name in block if name.removeprefix("fp8_") in _MISNAMED_BY_ACCELERATE]:
+        read = " and ".join(_MISNAMED_BY_ACCELERATE[name.removeprefix("fp8_")] for name in misnamed)
+        return f"accelerate config writes {' and '.join(misnamed)} in fp8_config, and accelerate reads {read}: rename"
+    if content.get("distributed_type") != "FSDP" or torch.accelerator.is_available():
         return None
     return f"on this machine, which has no accelerator, {_FSDP_ON_CPU}"
 
@@ -177,12 +195,17 @@ def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
     sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
     hints = hints_of(SageMakerConfig if sagemaker else ClusterConfig)
     found = list(_unknown_keys((), dict(zip(content, content, strict=True)), {*hints, *_OLD_KEYS}))
-    found += _wrong_values({name: value for name, value in content.items() if value is not None}, hints)
+    actions = launch_command_parser()._actions
+    written = {
+        name: value for name, value in content.items() if not (value is None or _unread_answer(name, value, actions))
+    }
+    found += _wrong_values(written, hints)
     found += _wrong_names(content, sagemaker)
-    options = {action.dest for action in launch_command_parser()._actions} | _READ_WITHOUT_OPTION
+    options = {action.dest for action in actions} | _READ_WITHOUT_OPTION
     for section in _SECTIONS:
         prefix = _AUTO_PREFIX.get(section, "")
         known = {option.removeprefix(prefix) for option in options if option.startswith(prefix)}
+        known |= _MISNAMED_BY_ACCELERATE.keys() if section == "fp8_config" else set()
         block = content.get(section) or {}
         if isinstance(block, dict):  # anything else is a wrong value
             found += _unknown_keys((section,), {key: str(key).removeprefix(prefix) for key in block}, known)
@@ -202,6 +225,23 @@ def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
             load_config_from_file(str(path))
         except Exception as error:  # accelerate's classes raise what their enums and constructors raise
             yield (), one_line(error)
+
+
+def _unread_answer(name: str, value: Any, actions: list) -> bool:
+    """True for a yes or no that accelerate neither wants as a truth value nor reads.
+
+    `accelerate config` writes some answers as they were typed (downcast_bf16, tpu_use_sudo). The launcher takes from a
+    file only options that are None without it (_validate_launch_command); where it takes one, "no" counts as true.
+    """
+    from accelerate.commands.config.config_utils import _convert_yes_no_to_bool
+
+    if [action.default for action in actions if action.dest == name] != [False]:
+        return False
+    try:
+        _convert_yes_no_to_bool(value)
+    except (KeyError, AttributeError):  # another text; no text
+        return False
+    return True
 
 
 def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
