@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.compatibility.deepspeed_values import Found, block_classes, wrong_values
 from hf_memopt.compatibility.engine import decode_inline, missing_batch_size
 from hf_memopt.errors import InputError, brief, closest, one_line
 from hf_memopt.field_values import fit, hints_of
@@ -185,10 +186,7 @@ class _Lines:
         return line
 
 
-_Found = Iterator[tuple[tuple[str, ...], str]]  # keys to what is at fault, and what to say of it
-
-
-def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
+def _accelerate_faults(path: Path, content: dict[str, Any]) -> Found:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -244,7 +242,7 @@ def _unread_answer(name: str, value: Any, actions: list) -> bool:
     return True
 
 
-def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
+def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> Found:
     for name, value in content.items():
         try:
             fit(hints, {name: value})
@@ -252,7 +250,7 @@ def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
             yield (name,), str(error)
 
 
-def _wrong_names(content: dict[str, Any], sagemaker: bool) -> _Found:
+def _wrong_names(content: dict[str, Any], sagemaker: bool) -> Found:
     """Names that accelerate's enums lack: its own error names neither the key nor the valid values."""
     from accelerate.utils.dataclasses import (
         ComputeEnvironment,
@@ -276,7 +274,7 @@ def _wrong_names(content: dict[str, Any], sagemaker: bool) -> _Found:
         yield (name,), f"{name}={brief(value)} is unknown: {hint}valid are {', '.join(known)}"
 
 
-def _engine_faults(content: dict[str, Any]) -> _Found:
+def _engine_faults(content: dict[str, Any]) -> Found:
     engine = content.get("deepspeed_config") or {}
     if "deepspeed_config_file" not in engine:
         return
@@ -298,7 +296,7 @@ def _engine_faults(content: dict[str, Any]) -> _Found:
         yield place, str(error)
 
 
-def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
+def _deepspeed_faults(path: Path, content: dict[str, Any]) -> Found:
     for key in content.keys() - _DEEPSPEED_TOP:
         # Below 0.8 it may be a key of a newer DeepSpeed, or one of a user's own, which are ignored on purpose.
         if close := closest(key, _DEEPSPEED_TOP, cutoff=0.8):
@@ -306,61 +304,21 @@ def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
     if reason := missing_batch_size(content):
         yield (), reason
     try:
-        from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-        from deepspeed.runtime.zero.offload_config import (
-            DeepSpeedZeroOffloadOptimizerConfig,
-            DeepSpeedZeroOffloadParamConfig,
-        )
+        classes = block_classes()
     except ImportError as error:
         yield (), f"checking it needs DeepSpeed, which cannot be used here: {one_line(error)}"
-        return
-    for keys, kind in (
-        (("zero_optimization",), DeepSpeedZeroConfig),
-        (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
-        (("zero_optimization", "offload_param"), DeepSpeedZeroOffloadParamConfig),
-        (("bf16",), DeepSpeedBF16Config),
-        (("fp16",), DeepSpeedFP16Config),
-    ):
-        yield from _block_faults(content, keys, kind)
+        classes = {}
+    for keys, kind in classes.items():
+        block: Any = content
+        for key in keys:
+            block = block.get(key) if isinstance(block, dict) else None
+        if isinstance(block, dict):
+            known = {*kind.model_fields, *(field.alias for field in kind.model_fields.values() if field.alias)}
+            yield from _unknown_keys(keys, {key: key for key in block}, known)
+    yield from wrong_values(content)
 
 
-def _block_faults(content: dict[str, Any], keys: tuple[str, ...], kind) -> _Found:
-    """What is wrong in one block of a DeepSpeed configuration.
-
-    Args:
-        kind: the pydantic model that DeepSpeed reads it by.
-    """
-    block: Any = content
-    for key in keys:
-        block = block.get(key) if isinstance(block, dict) else None
-    if block is None:
-        return
-    if not isinstance(block, dict):
-        yield keys, f"{'.'.join(keys)}={brief(block)} must be a mapping"
-        return
-    known = {*kind.model_fields, *(field.alias for field in kind.model_fields.values() if field.alias)}
-    yield from _unknown_keys(keys, {key: key for key in block}, known)
-    # "auto" is filled by transformers; the nested blocks have models of their own.
-    given = {
-        key: value for key, value in block.items() if key in known and value != "auto" and not isinstance(value, dict)
-    }
-    yield from _pydantic_faults(keys, given, kind)
-
-
-def _pydantic_faults(keys: tuple[str, ...], given: dict[str, Any], kind) -> _Found:
-    from pydantic import ValidationError
-
-    try:
-        kind(**given)
-    except ValidationError as error:
-        for one in error.errors():
-            name = str(one["loc"][0]) if one["loc"] else ""
-            place = f"{'.'.join((*keys, name))}={brief(one['input'])}: " if name else ""
-            yield (*keys, name), f"{place}{one['msg']}"
-
-
-def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[str]) -> _Found:
+def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[str]) -> Found:
     """Keys that nobody reads.
 
     Args:
