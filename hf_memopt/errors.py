@@ -20,6 +20,10 @@ class InputError(ValueError):
     """Something the user gave cannot be used. The message is one sentence that says what to do instead."""
 
 
+class MethodRefused(InputError):
+    """A model does not train with a method (full, lora, qlora); with another it may."""
+
+
 class IncompatibleLibrary(RuntimeError):
     """An installed library does not fit hf_memopt: most likely a release that was not tried. No setting is at fault.
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from importlib import metadata
 
 from hf_memopt.errors import InputError
 
@@ -14,8 +16,12 @@ EXTRAS = {
     "gradio": "ui",
     "matplotlib": "reports",
     "torchao": "fp8",
+    "torchvision": "video",
     "trl": "trl",
 }
+# Where pip gets hf_memopt from, beside a clone ("."): no index has it. Once it has an address, that goes here, as
+# git+https://…, and what tests/test_packages.py then finds in README, docs and notebooks follows.
+SOURCE = "./hf_memopt-0.1.0-py3-none-any.whl"
 # What recipes need beside datasets and matplotlib.
 _OF_RECIPES = {"dpo": "trl", "grpo": "trl", "video_sft": "av"}
 # Where PyPI has another name.
@@ -28,12 +34,27 @@ def is_installed(package: str) -> bool:
 
 
 def how_to_install(package: str, extra: str | None = None) -> str:
-    """A command for a package: its extra, which pip also adds to an installed wheel or checkout; else its own name."""
+    """A command for a package that works in every installation: what its extra asks for; else its own name."""
     if package == "deepspeed" and sys.platform != "linux":
         return "it is for Linux alone"  # setup.cfg asks for it nowhere else
     if extra := extra or EXTRAS.get(package):
-        return f"pip install 'hf_memopt[{extra}]'"
+        return " ".join(["pip install", *dict.fromkeys(f"'{one}'" for one in _requirements(extra))])
     return f"pip install {_ON_PYPI.get(package, package.replace('_', '-'))}"
+
+
+def _requirements(extras: str) -> Iterator[str]:
+    """What extras, with commas between them, ask for on this machine."""
+    from packaging.requirements import Requirement
+
+    for extra in extras.split(","):
+        for line in metadata.requires("hf_memopt") or ():
+            asked = Requirement(line)
+            if asked.marker is None or not asked.marker.evaluate({"extra": extra}):
+                continue
+            if asked.name.replace("-", "_") == "hf_memopt":
+                yield from _requirements(",".join(sorted(asked.extras)))
+            elif not asked.marker.evaluate({"extra": ""}):
+                yield f"{asked.name}{asked.specifier}"
 
 
 def extras_for(recipe: str, strategy: str) -> str:

@@ -18,7 +18,7 @@ from hf_memopt.errors import (
     one_line,
 )
 from hf_memopt.noise import quiet
-from hf_memopt.terminal import say
+from hf_memopt.terminal import only_plain_text, say
 
 _TURN = 5.0  # seconds; more than the launcher takes to notice that the first process ended
 
@@ -32,7 +32,8 @@ def run(main: Callable[..., object]) -> None:
     """
     quiet()
     try:
-        _until_it_stands(main)
+        with only_plain_text(stderr=False):
+            _until_it_stands(main)
     except (InputError, IncompatibleLibrary) as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)

@@ -1,5 +1,6 @@
 """Text of others on a terminal: what it says, without what a terminal obeys."""
 
+import contextlib
 import re
 import shutil
 import sys
@@ -16,6 +17,51 @@ _OBEYED = re.compile(
 def plain(text: str) -> str:
     """The text without control sequences and control characters."""
     return text if text.isprintable() else _OBEYED.sub("", text)
+
+
+class PlainStream:
+    """A text stream that writes plain() texts: what a program prints may hold a path or a name that others chose.
+
+    A carriage return at the beginning stays: it is how a counter overwrites its line.
+
+    Attributes:
+        unfiltered: the stream, for rich, whose colours are control sequences; its cells are plain() before.
+    """
+
+    def __init__(self, stream) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        begin = "\r" if text.startswith("\r") else ""
+        return self.unfiltered.write(begin + plain(text))
+
+    def writelines(self, lines) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str):
+        return getattr(self.unfiltered, name)
+
+
+@contextlib.contextmanager
+def only_plain_text(stderr: bool = True):
+    """Let everything in here print plain() texts alone.
+
+    Args:
+        stderr: there, too; progress bars, which move the cursor, write to it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(PlainStream(sys.stdout)))
+        if stderr:
+            stack.enter_context(contextlib.redirect_stderr(PlainStream(sys.stderr)))
+        yield
+
+
+def console():
+    """A rich Console on stdout, for texts that are plain() already."""
+    from rich.console import Console
+
+    return Console(file=getattr(sys.stdout, "unfiltered", None))
 
 
 def say(text: str, stream=None) -> None:

@@ -19,7 +19,7 @@ All weights of a small model on an A100, without a second copy of them for the r
 The data need `chosen` and `rejected`, texts or messages, and `prompt` unless both begin with it. A micro-batch of N
 pairs runs 2N sequences. In full, the reference is a copy of the model on the same device, unless its log-probabilities
 are computed before training. A run resumes from the last checkpoint in output_dir. Every field of DPOConfig is an
-argument (--beta, --loss_type, …); --dry_run stops before training. Needs `pip install 'hf_memopt[trl]'`.
+argument (--beta, --loss_type, …); --dry_run stops before training. Needs the extra `trl`.
 """
 
 from hf_memopt.presets.trl_configs import trl_class

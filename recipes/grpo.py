@@ -19,8 +19,8 @@ With vLLM on the card that trains, asleep between generations; --vllm_mode serve
 The data need `prompt`, a text or messages, and `completion` with the right answer, whose last number a completion has
 to end with. Write your own rewards beside `correct`. A generation batch of per_device_train_batch_size ×
 gradient_accumulation_steps × devices completions must hold whole groups of --num_generations. Every field of
-GRPOConfig is an argument; --dry_run stops before training and shows what each phase takes. Needs
-`pip install 'hf_memopt[trl]'`.
+GRPOConfig is an argument; --dry_run stops before training and shows what each phase takes. Needs the
+extra `trl`.
 """
 
 from hf_memopt.presets.trl_configs import trl_class

@@ -60,7 +60,7 @@ def test_kubernetes_job(command, tmp_path):
         assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
         mounted = {one["name"] for one in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in one["template"]["spec"]["volumes"]}
-    assert "hf_memopt[trl,deepspeed]==" in files["train.sh"]
+    assert "hf_memopt-0.1.0-py3-none-any.whl[trl,deepspeed]" in files["train.sh"]
 
 
 def test_flavors_are_those_of_the_hub():

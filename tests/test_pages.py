@@ -227,6 +227,18 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.close()
 
 
+@pytest.mark.parametrize(("button", "answer"), [("Does it fit?", "It fits"), ("Plan", "balanced")])
+def test_the_untouched_form_is_answered(browser, public_ui, button, answer):
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 800})
+    page.set_default_timeout(240_000)
+    page.goto(public_ui)
+    page.get_by_role("button", name=button).click()
+    page.get_by_text(answer).first.wait_for()
+    assert page.get_by_role("alert").count() == 0
+    assert "seq_len" not in page.get_by_role("link", name="Link to this question").get_attribute("href")
+    page.close()
+
+
 def test_a_plan_is_asked_for(browser, ui):
     """On a phone; the files to download start what was planned."""
     from urllib.parse import urlencode

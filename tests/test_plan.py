@@ -461,7 +461,7 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
     preset = preset_of(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype, chunked_loss=True)
-    request = Request("smollm2-135m", None, preset, 2**40, 256, 64)
+    request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
     memory_args = memory_arguments(MemoryArguments(memory_profile="aggressive"), choice)
     rung = Rung("maximum", 0.94, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
     words = shlex.split(os.path.expandvars(launch_command(request, rung)))
@@ -487,7 +487,7 @@ def test_the_launch_command_works_from_another_folder(hardware, method, strategy
     monkeypatch.chdir(tmp_path)
     preset = preset_of(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype)
-    request = Request("smollm2-135m", None, preset, 2**40, 256, 64)
+    request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
     rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), None, 1.0, 1.0)
     named = [word for word in shlex.split(launch_command(request, rung)) if word.endswith((".py", ".json", ".yaml"))]
     assert len(named) == 2 and all(Path(name).is_file() for name in named)
@@ -498,7 +498,7 @@ def test_files_for_several_machines(tmp_path):
 
     preset = preset_of("h100_80gbx16", "full", "zero3_offload_cpu")
     choice = Choice(preset.strategy, 1, 4, 1.0, "adamw_torch", preset.dtype)
-    request = Request("smollm2-135m", None, preset, 2**40, 256, 64)
+    request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
     rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
     written = {Path(file).name for file in write_files(request, rung, str(tmp_path))}
     assert {"accelerate.yaml", "deepspeed.json", "launch.sh", "slurm.sbatch"} <= written
@@ -516,7 +516,9 @@ def test_no_secret_is_written_into_files_or_printed(tmp_path, caplog):
     preset = preset_of("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
     fields = {"hub_token": "s3cret", "push_to_hub": True}
-    request = Request("smollm2-135m", None, preset, 2**40, 256, 64, fields, lora={"token": "s3cret"})
+    request = Request(
+        "smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64, fields, lora={"token": "s3cret"}
+    )
     rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
     files = [Path(file) for file in write_files(request, rung, str(tmp_path))]
     assert not [file.name for file in files if "s3cret" in file.read_text()]

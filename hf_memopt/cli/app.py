@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
+from hf_memopt.terminal import only_plain_text
 
 app = typer.Typer(
     name="hf-memopt",
@@ -679,7 +681,9 @@ def main() -> None:
             "--help"
         )  # click (8.2) would raise NoArgsIsHelpError, whose message is the help, with exit code 2
     try:
-        code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
+        # Help has typer's colours, and no text of others.
+        with nullcontext() if {"--help", "-h"} & set(sys.argv) else only_plain_text():
+            code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
         sys.exit(code if isinstance(code, int) else 0)
     except (InputError, IncompatibleLibrary) as error:
         _fail(one_line(error))

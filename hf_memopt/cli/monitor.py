@@ -15,6 +15,7 @@ from hf_memopt.monitor.device_usage import Device, read_devices
 from hf_memopt.monitor.monitor import status_at
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.run import LOG, Run, read_run
+from hf_memopt.terminal import console
 from hf_memopt.units import size
 
 _LARGEST_LOG = 4 * 2**20  # bytes of a log's end; the last readings are shown, every few seconds anew
@@ -37,9 +38,7 @@ def run_monitor(directory: str | None, interval: float, profile: str, once: bool
     if json:
         print_json(_facts(directory, profile))
     elif once or not sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(_shown(directory, profile))
+        console().print(_shown(directory, profile))
     else:
         _live(directory, interval, profile)
 
@@ -48,7 +47,7 @@ def _live(directory: str | None, interval: float, profile: str) -> None:
     from rich.live import Live
 
     try:
-        with Live(_shown(directory, profile, waits=True), screen=False, auto_refresh=False) as live:
+        with Live(_shown(directory, profile, waits=True), console=console(), screen=False, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 live.update(_shown(directory, profile, waits=True), refresh=True)

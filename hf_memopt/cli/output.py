@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_memopt.redaction import redact
-from hf_memopt.terminal import plain
+from hf_memopt.terminal import console, plain
 
 
 def working(text: str) -> None:
@@ -35,10 +35,9 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
         frame: lines around cells, which take a character or two of every column.
     """
     from rich.box import HEAVY_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    console, columns = Console(), list(columns)
+    columns = list(columns)
     rows = [[plain(str(cell)) for cell in row] for row in rows]
     table = Table(
         title=verbatim(title) if title else None,
@@ -47,13 +46,14 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
         box=HEAVY_HEAD if frame else None,
         pad_edge=frame,
     )
+    out = console()
     beside = 3 * len(columns) + 1 if frame else 2 * len(columns)  # frame and padding
-    widths = _column_widths([columns, *rows], console.width - beside)
+    widths = _column_widths([columns, *rows], out.width - beside)
     for column, width in zip(columns, widths, strict=True):
         table.add_column(verbatim(column), overflow="fold", width=width)
     for row in rows:
         table.add_row(*map(verbatim, row))
-    console.print(table)
+    out.print(table)
 
 
 def _column_widths(rows: list[list[str]], available: int) -> list[int]:

@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.compatibility.deepspeed_values import Found, block_classes, wrong_values
 from hf_memopt.compatibility.engine import decode_inline, missing_batch_size
 from hf_memopt.errors import InputError, brief, closest, one_line
 from hf_memopt.field_values import fit, hints_of
@@ -21,6 +22,13 @@ _OLD_KEYS = {"fp16", "dynamo_backend"}
 _SECTIONS = ("deepspeed_config", "parallelism_config", "megatron_lm_config", *_AUTO_PREFIX)
 # Read by accelerate.utils.launch with getattr, though the launcher has no option of that name.
 _READ_WITHOUT_OPTION = {"fsdp_ignored_modules"}
+# `accelerate config` writes these (commands.config.cluster), and the launcher passes them on under names that nobody
+# reads: as written -> as accelerate.utils.dataclasses reads them (1.15).
+_MISNAMED_BY_ACCELERATE = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+}
 # Set beside a DeepSpeed JSON, these are refused when the Trainer builds its plugin (accelerate.utils.dataclasses).
 _DECIDED_BY_JSON = {
     "gradient_accumulation_steps",
@@ -95,8 +103,15 @@ def check_config_file(path: str | Path) -> str:
 
 
 def kind_of(path: str | Path) -> str:
-    """What a file's ending says: accelerate or deepspeed."""
-    return "deepspeed" if Path(path).suffix == ".json" else "accelerate"
+    """Return whose file it is, accelerate or deepspeed: accelerate writes and reads JSON as well."""
+    if Path(path).suffix != ".json":
+        return "accelerate"
+    try:
+        content = _parsed_json(read_text(path, ""))
+    except InputError:
+        return "deepspeed"
+    # accelerate's own loader refuses a file without it (config_args.process_config); no key of DeepSpeed is named so.
+    return "accelerate" if isinstance(content, dict) and "distributed_type" in content else "deepspeed"
 
 
 def find_faults(path: str | Path) -> list[Fault]:
@@ -104,7 +119,7 @@ def find_faults(path: str | Path) -> list[Fault]:
     path = Path(path)
     try:
         text = read_text(path, "")
-        content = _parsed_json(text) if kind_of(path) == "deepspeed" else read_yaml(text, "")
+        content = _parsed_json(text) if path.suffix == ".json" else read_yaml(text, "")
     except InputError as error:
         return [Fault(path, None, str(error).removeprefix(": ") if _by_its_ending(path) else _NEITHER)]
     if not isinstance(content, dict):
@@ -124,10 +139,14 @@ def difference_here(path: str | Path) -> str | None:
     """What a valid file does on this machine instead of what it says; None where it does as it says."""
     import torch
 
-    if kind_of(path) == "deepspeed" or torch.accelerator.is_available():
+    if kind_of(path) == "deepspeed":
         return None
     content = read_yaml(read_text(Path(path), ""), "")
-    if content.get("distributed_type") != "FSDP":
+    block = content.get("fp8_config") or {}
+    if misnamed := [name for name in block if name.removeprefix("fp8_") in _MISNAMED_BY_ACCELERATE]:
+        read = " and ".join(_MISNAMED_BY_ACCELERATE[name.removeprefix("fp8_")] for name in misnamed)
+        return f"accelerate config writes {' and '.join(misnamed)} in fp8_config, and accelerate reads {read}: rename"
+    if content.get("distributed_type") != "FSDP" or torch.accelerator.is_available():
         return None
     return f"on this machine, which has no accelerator, {_FSDP_ON_CPU}"
 
@@ -167,22 +186,24 @@ class _Lines:
         return line
 
 
-_Found = Iterator[tuple[tuple[str, ...], str]]  # keys to what is at fault, and what to say of it
-
-
-def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
+def _accelerate_faults(path: Path, content: dict[str, Any]) -> Found:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
     sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
     hints = hints_of(SageMakerConfig if sagemaker else ClusterConfig)
     found = list(_unknown_keys((), dict(zip(content, content, strict=True)), {*hints, *_OLD_KEYS}))
-    found += _wrong_values({name: value for name, value in content.items() if value is not None}, hints)
+    actions = launch_command_parser()._actions
+    written = {
+        name: value for name, value in content.items() if not (value is None or _unread_answer(name, value, actions))
+    }
+    found += _wrong_values(written, hints)
     found += _wrong_names(content, sagemaker)
-    options = {action.dest for action in launch_command_parser()._actions} | _READ_WITHOUT_OPTION
+    options = {action.dest for action in actions} | _READ_WITHOUT_OPTION
     for section in _SECTIONS:
         prefix = _AUTO_PREFIX.get(section, "")
         known = {option.removeprefix(prefix) for option in options if option.startswith(prefix)}
+        known |= _MISNAMED_BY_ACCELERATE.keys() if section == "fp8_config" else set()
         block = content.get(section) or {}
         if isinstance(block, dict):  # anything else is a wrong value
             found += _unknown_keys((section,), {key: str(key).removeprefix(prefix) for key in block}, known)
@@ -204,7 +225,24 @@ def _accelerate_faults(path: Path, content: dict[str, Any]) -> _Found:
             yield (), one_line(error)
 
 
-def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
+def _unread_answer(name: str, value: Any, actions: list) -> bool:
+    """True for a yes or no that accelerate neither wants as a truth value nor reads.
+
+    `accelerate config` writes some answers as they were typed (downcast_bf16, tpu_use_sudo). The launcher takes from a
+    file only options that are None without it (_validate_launch_command); where it takes one, "no" counts as true.
+    """
+    from accelerate.commands.config.config_utils import _convert_yes_no_to_bool
+
+    if [action.default for action in actions if action.dest == name] != [False]:
+        return False
+    try:
+        _convert_yes_no_to_bool(value)
+    except (KeyError, AttributeError):  # another text; no text
+        return False
+    return True
+
+
+def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> Found:
     for name, value in content.items():
         try:
             fit(hints, {name: value})
@@ -212,7 +250,7 @@ def _wrong_values(content: dict[str, Any], hints: dict[str, Any]) -> _Found:
             yield (name,), str(error)
 
 
-def _wrong_names(content: dict[str, Any], sagemaker: bool) -> _Found:
+def _wrong_names(content: dict[str, Any], sagemaker: bool) -> Found:
     """Names that accelerate's enums lack: its own error names neither the key nor the valid values."""
     from accelerate.utils.dataclasses import (
         ComputeEnvironment,
@@ -236,7 +274,7 @@ def _wrong_names(content: dict[str, Any], sagemaker: bool) -> _Found:
         yield (name,), f"{name}={brief(value)} is unknown: {hint}valid are {', '.join(known)}"
 
 
-def _engine_faults(content: dict[str, Any]) -> _Found:
+def _engine_faults(content: dict[str, Any]) -> Found:
     engine = content.get("deepspeed_config") or {}
     if "deepspeed_config_file" not in engine:
         return
@@ -258,7 +296,7 @@ def _engine_faults(content: dict[str, Any]) -> _Found:
         yield place, str(error)
 
 
-def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
+def _deepspeed_faults(path: Path, content: dict[str, Any]) -> Found:
     for key in content.keys() - _DEEPSPEED_TOP:
         # Below 0.8 it may be a key of a newer DeepSpeed, or one of a user's own, which are ignored on purpose.
         if close := closest(key, _DEEPSPEED_TOP, cutoff=0.8):
@@ -266,61 +304,21 @@ def _deepspeed_faults(path: Path, content: dict[str, Any]) -> _Found:
     if reason := missing_batch_size(content):
         yield (), reason
     try:
-        from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-        from deepspeed.runtime.zero.offload_config import (
-            DeepSpeedZeroOffloadOptimizerConfig,
-            DeepSpeedZeroOffloadParamConfig,
-        )
+        classes = block_classes()
     except ImportError as error:
         yield (), f"checking it needs DeepSpeed, which cannot be used here: {one_line(error)}"
-        return
-    for keys, kind in (
-        (("zero_optimization",), DeepSpeedZeroConfig),
-        (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
-        (("zero_optimization", "offload_param"), DeepSpeedZeroOffloadParamConfig),
-        (("bf16",), DeepSpeedBF16Config),
-        (("fp16",), DeepSpeedFP16Config),
-    ):
-        yield from _block_faults(content, keys, kind)
+        classes = {}
+    for keys, kind in classes.items():
+        block: Any = content
+        for key in keys:
+            block = block.get(key) if isinstance(block, dict) else None
+        if isinstance(block, dict):
+            known = {*kind.model_fields, *(field.alias for field in kind.model_fields.values() if field.alias)}
+            yield from _unknown_keys(keys, {key: key for key in block}, known)
+    yield from wrong_values(content)
 
 
-def _block_faults(content: dict[str, Any], keys: tuple[str, ...], kind) -> _Found:
-    """What is wrong in one block of a DeepSpeed configuration.
-
-    Args:
-        kind: the pydantic model that DeepSpeed reads it by.
-    """
-    block: Any = content
-    for key in keys:
-        block = block.get(key) if isinstance(block, dict) else None
-    if block is None:
-        return
-    if not isinstance(block, dict):
-        yield keys, f"{'.'.join(keys)}={brief(block)} must be a mapping"
-        return
-    known = {*kind.model_fields, *(field.alias for field in kind.model_fields.values() if field.alias)}
-    yield from _unknown_keys(keys, {key: key for key in block}, known)
-    # "auto" is filled by transformers; the nested blocks have models of their own.
-    given = {
-        key: value for key, value in block.items() if key in known and value != "auto" and not isinstance(value, dict)
-    }
-    yield from _pydantic_faults(keys, given, kind)
-
-
-def _pydantic_faults(keys: tuple[str, ...], given: dict[str, Any], kind) -> _Found:
-    from pydantic import ValidationError
-
-    try:
-        kind(**given)
-    except ValidationError as error:
-        for one in error.errors():
-            name = str(one["loc"][0]) if one["loc"] else ""
-            place = f"{'.'.join((*keys, name))}={brief(one['input'])}: " if name else ""
-            yield (*keys, name), f"{place}{one['msg']}"
-
-
-def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[str]) -> _Found:
+def _unknown_keys(keys: tuple[str, ...], given: dict[Any, str], known: Iterable[str]) -> Found:
     """Keys that nobody reads.
 
     Args:

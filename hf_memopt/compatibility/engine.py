@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.compatibility.deepspeed_values import check_deepspeed
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.errors import InputError, as_input_error, brief, choose
 from hf_memopt.files import read_json, shipped
@@ -113,18 +114,18 @@ def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]
     """A DeepSpeed configuration from itself, its JSON, that in base64, a file, or a shipped file's name (zero2, …).
 
     Raises:
-        InputError: there is no such file or name, or it is not JSON.
+        InputError: there is no such file or name, it is not JSON, or DeepSpeed cannot read a value of it.
     """
     if isinstance(given, Mapping) or given_as_json(given) or os.path.isfile(given):  # Path.is_file: not of a long text
-        return read_settings(given, "deepspeed")
+        return check_deepspeed(read_settings(given, "deepspeed"))
     if (inline := decode_inline(str(given))) is not None:
-        return inline
+        return check_deepspeed(inline)
     if file := shipped_deepspeed(str(given)):
         return read_json(file)
     if "/" not in str(given) and not str(given).endswith(".json"):
         names = (path.stem for path in (shipped("accelerate_configs") / "deepspeed").glob("*.json"))
         raise choose("deepspeed configuration", str(given), names)
-    return read_json(given)
+    return check_deepspeed(read_json(given))
 
 
 def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:

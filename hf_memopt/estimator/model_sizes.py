@@ -1,7 +1,7 @@
 """Sizes in a config.json that no model has are refused before transformers allocates lists and tensors of them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
@@ -16,6 +16,9 @@ _WIDTHS = re.compile(
     r"(hidden_size|d_model|n_embd|embed_dim|vocab_size|intermediate_size|(en|de)coder_ffn_dim|d_ff|d_kv"
     r"|(num_|n_)?(attention_|key_value_|(en|de)coder_attention_)?heads?|n_head|head_dim|patch_size)"
 )
+# Experts of a layer, and those of them that each token uses.
+_EXPERTS = re.compile(r"(num_(local_)?|n_routed_|moe_num_)experts")
+_USED_EXPERTS = re.compile(r"(num_experts_per_tok|experts_per_token|top_k_experts|moe_(topk|top_k|k))")
 _MAY_BE_ZERO = ("depth", "head_dim")  # configurations in transformers have 0 for "derived"
 
 
@@ -37,6 +40,7 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
         elif value is not None and _WIDTHS.fullmatch(str(name)):
             _check_number(name, value, _MAX_SIZE, where)
     _check_heads(content, where)
+    _check_experts(content, where)
 
 
 def _check_number(name: str, value: Any, most: int, where: str) -> None:
@@ -55,3 +59,18 @@ def _check_heads(content: Mapping[str, Any], where: str) -> None:
         raise InputError(
             f"{where}: num_key_value_heads={shared} does not divide num_attention_heads={heads}: choose one that does"
         )
+
+
+def _check_experts(content: Mapping[str, Any], where: str) -> None:
+    number = {name: value for name, value in content.items() if _EXPERTS.fullmatch(str(name)) and value}
+    used = {name: value for name, value in content.items() if _USED_EXPERTS.fullmatch(str(name)) and value}
+    for name, value in {**number, **used}.items():
+        _check_number(name, value, _MAX_SIZE, where)
+    for name, value in used.items() if number else ():
+        if isinstance(value, int) and value > (most := max(_numbers(number.values()))):
+            raise InputError(f"{where}: {name}={value} is more than the {most} experts of a layer: set it to less")
+
+
+def _numbers(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        yield from value if isinstance(value, list) else [value]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.errors import InputError, MethodRefused, as_input_error
 from hf_memopt.estimator.tracing.process_state import quiet
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantization_method
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule
@@ -22,7 +22,8 @@ _CANNOT_TRAIN = {
 }
 # What a checkpoint or its configuration would have to say.
 _REMEDIES = {
-    "mxfp4": ": load it with Mxfp4Config(dequantize=True), --set quantization.dequantize=true",
+    "mxfp4": ": load it with Mxfp4Config(dequantize=True), which hf-memopt estimate predicts "
+    "(--set quantization.dequantize=true); plan and recipes take checkpoints that are not quantized",
     "torchao": ": take an 8-bit quant_type (Int8WeightOnlyConfig, Float8WeightOnlyConfig, …)",
     "bitnet": ": it takes linear_class=autobitlinear and quantization_mode=online",
 }
@@ -59,10 +60,10 @@ def resolve_quantization(config, quantization, device: Hardware | None = None) -
     if getattr(quantization, "dequantize", False) or _dequantizes(method, device):
         return _without_quantization(config), None, method
     if reason := _CANNOT_TRAIN.get(method):
-        raise InputError(f"{_AS_CONFIG}: models quantized with {method} cannot be trained: {reason}")
+        raise MethodRefused(f"{_AS_CONFIG}: models quantized with {method} cannot be trained: {reason}")
     if not _is_trainable(quantization, method):
         remedy = _REMEDIES.get(method, "")
-        raise InputError(
+        raise MethodRefused(
             f"{_AS_CONFIG}: transformers does not train models quantized with {method} (its quantizer's "
             f"is_trainable is False){remedy}"
         )
@@ -82,14 +83,14 @@ def check_quantized_training(quantization, peft_config, engine: str, sharded: bo
         return
     method = quantization_method(quantization)
     if peft_config is None and method != "bitnet":  # the one that transformers trains in full (is_qat_trainable)
-        raise InputError(
+        raise MethodRefused(
             f"{_AS_CONFIG}: quantized models are not fine-tuned as they are (transformers' Trainer: attach trainable "
             f"adapters): set peft_config, --method lora, or load {method} weights dequantized"
         )
     if sharded and method != "bitsandbytes_4bit":
-        raise InputError(f"{_AS_CONFIG}: weights quantized with {method} are not sharded: strategy ddp or zero2")
+        raise MethodRefused(f"{_AS_CONFIG}: weights quantized with {method} are not sharded: strategy ddp or zero2")
     if engine == "deepspeed" and method == "torchao":
-        raise InputError(f"{_AS_CONFIG}: torchao's weights lack operators that DeepSpeed calls: strategy ddp")
+        raise MethodRefused(f"{_AS_CONFIG}: torchao's weights lack operators that DeepSpeed calls: strategy ddp")
     if method in SCHEMES:
         _check_adapter_of_stand_ins(peft_config, method)
 
@@ -100,7 +101,7 @@ def _check_adapter_of_stand_ins(peft_config, method: str) -> None:
         return
     if kind != "LORA" or peft_config.use_dora:
         name = "use_dora=True" if kind == "LORA" else f"peft_type={kind}"
-        raise InputError(f"{name} is not modelled on layers quantized with {method}: plain LoRA is")
+        raise MethodRefused(f"{name} is not modelled on layers quantized with {method}: plain LoRA is")
 
 
 def quantization_notes(job) -> Iterator[str]:
@@ -130,9 +131,9 @@ def _merged(config, quantization):
     if own is None:
         return AutoQuantizationConfig.from_dict(quantization) if isinstance(quantization, dict) else quantization
     if quantization is not None and quantization_method(quantization) != quantization_method(own):
-        raise InputError(
+        raise MethodRefused(
             f"{_AS_CONFIG}: the checkpoint is quantized with {quantization_method(own)}, which transformers does not "
-            f"load as {quantization_method(quantization)}"
+            f"load as {quantization_method(quantization)}: name a checkpoint that is not quantized"
         )
     if isinstance(own, dict) and own.get("quant_method") in (*_CANNOT_TRAIN, "compressed-tensors"):
         return _Fields(**own)  # transformers builds these only where their package is installed

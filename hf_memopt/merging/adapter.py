@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.errors import InputError, one_line
+from hf_memopt.field_values import check_value, hints_of
 from hf_memopt.files import read_json
 
 ADAPTER = "default"  # peft's own name for the one adapter of a model
@@ -31,6 +32,8 @@ _REFUSED = (
     "kasa_config",
     "megatron_config",
 )
+# peft uses values without asking for their type.
+_PEFTS_ERRORS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -87,10 +90,13 @@ class Adapted:
         self.layers: set[str] = set()
         self.replaced: dict[str, torch.Tensor] = {}
         weights = load_peft_weights(str(folder), device="cpu")
-        with as_input_error(f"{folder} does not fit {type(model).__name__}", ValueError, RuntimeError, KeyError):
+        try:
             adapted = _with_layers(model, PeftConfig.from_pretrained(str(folder)))
             self._load(adapted, weights)
-        self._collect(adapted.get_base_model())
+            self._collect(adapted.get_base_model())
+        except _PEFTS_ERRORS as error:
+            _refuse_wrong_value(folder / CONFIG)
+            raise InputError(f"{folder} does not fit {type(model).__name__}: {one_line(error)}") from error
 
     def _load(self, adapted, weights: Mapping[str, torch.Tensor]) -> None:
         """Fill the adapter's layers; from_pretrained would move them to the meta device, where the base is."""
@@ -141,6 +147,20 @@ class Adapted:
         self.replaced[name] = weight.detach()
         then = self.changes.get(name, lambda own: own)
         self.changes[name] = lambda base: then(self.replaced[name].to(base.dtype, copy=True))
+
+
+def _refuse_wrong_value(file: Path) -> None:
+    """Name the value of an adapter's configuration that peft most likely failed on. Its annotations are narrower than
+    what it takes (a lora_alpha of 0.5), so that they are not asked before.
+
+    Raises:
+        InputError: there is one.
+    """
+    from peft import LoraConfig
+
+    config, hints = read_json(file), hints_of(LoraConfig)
+    for name in sorted(config.keys() & hints.keys()):
+        check_value(name, hints[name], config[name], f"{file}: ")
 
 
 def _with_layers(model: torch.nn.Module, config):

@@ -8,6 +8,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.field_values import check_value
 from hf_memopt.files import read_json
 from hf_memopt.merging.tensor_file import DTYPES
 
@@ -48,6 +49,7 @@ class Base:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, read_json(folder / "config.json")
+        check_value("quantization_config", dict | None, self.config.get("quantization_config"), f"{folder}: ")
         self.quantization = self.config.get("quantization_config") or {}
         if self.quantization and not self.quantization.get("load_in_4bit"):
             kind = self.quantization.get("quant_method", "another method")
@@ -111,7 +113,9 @@ def _dtype_of_state(state: torch.Tensor) -> torch.dtype:
 def _files(folder: Path) -> Iterator[Path]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        for name in sorted(set(read_json(index)["weight_map"].values())):
+        files = read_json(index).get("weight_map")
+        check_value("weight_map", dict[str, str], files, f"{index}: ")
+        for name in sorted(set(files.values())):
             if Path(name).name != name or not (folder / name).is_file():
                 raise InputError(f"{folder / name} is missing: copy or download the model again")
             yield folder / name

@@ -8,6 +8,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.field_values import check_value
 from hf_memopt.merging.adapter import WEIGHTS
 from hf_memopt.merging.base import Base
 
@@ -30,7 +31,8 @@ class Skeleton:
     def __init__(self, base: Base, adapter: Path) -> None:
         self.config = {name: value for name, value in base.config.items() if name != "quantization_config"}
         kind = _model_class(base)
-        with as_input_error(f"{base.folder / 'config.json'} cannot be used", OSError, ValueError, TypeError, KeyError):
+        # Configuration classes and models raise anything for values that they refuse.
+        with as_input_error(f"{base.folder / 'config.json'} cannot be used", Exception):
             config = kind.config_class.from_dict(copy.deepcopy(self.config))
             text = config.get_text_config()
             if (rows := _embedding_rows(adapter)) is not None and rows != text.vocab_size:
@@ -58,7 +60,10 @@ class Skeleton:
 def _model_class(base: Base) -> type:
     import transformers
 
-    name = (base.config.get("architectures") or ["a class without a name"])[0]
+    named, where = base.config.get("architectures"), f"{base.folder / 'config.json'}: "
+    check_value("architectures", list[str] | None, named, where)
+    check_value("model_type", str | None, base.config.get("model_type"), where)
+    name = (named or ["a class without a name"])[0]
     kind = getattr(transformers, name, None)
     if "auto_map" in base.config or not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise InputError(

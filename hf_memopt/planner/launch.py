@@ -11,6 +11,7 @@ import yaml
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import hub_id
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.presets import preset_by_name
 from hf_memopt.presets.accelerate_config import yaml_text
@@ -111,7 +112,8 @@ def write_files(request, rung, directory: str) -> list[str]:
         InputError: the folder cannot be written to, or there is no recipe that they would start.
     """
     if not has_recipe(request):
-        what = f"task={request.trl.task}" if request.is_named else "a configuration object"
+        task = request.trl.task if request.trl else request.more.get("task") or infer_task(request.config)
+        what = f"task={task}" if request.is_named else "a configuration object"
         raise InputError(f"{what} has no recipe to export: take the settings of plan --json")
     folder = folder_for(directory)
     if hidden := [name for name in request.fields if is_secret(name)]:
@@ -167,8 +169,12 @@ _RECIPES = {"dpo": "dpo", "grpo": "grpo", None: "sft"}
 
 
 def has_recipe(request) -> bool:
-    """Whether a recipe runs the job: two of TRL's tasks, and models that a command line can name."""
-    return request.is_named and (request.trl is None or request.trl.task in _RECIPES)
+    """Whether a recipe runs the job: causal language models and videos, two of TRL's tasks, and models that a command
+    line can name."""
+    if request.trl is not None or not request.is_named:
+        return request.is_named and request.trl.task in _RECIPES
+    task = request.more.get("task") or infer_task(request.config)
+    return task == "causal-lm" or request.more.get("video") is not None
 
 
 def recipe_name(request) -> str:

@@ -8,7 +8,7 @@ DeepSpeed, whose estimates take ten times plain ones, only what is near the limi
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
@@ -145,7 +145,10 @@ class _Combinations:
                 if (larger := _on_devices(variant, times)) is None:
                     continue
                 further = levels | ({"devices": times.bit_length() - 1} if times > 1 else {})
-                choices, sketch = self._sketched(larger)
+                try:
+                    choices, sketch = self._sketched(larger)
+                except MethodRefused:
+                    continue
                 for share in _LENGTHS:
                     shorter = further | ({"length": share.bit_length() - 1} if share > 1 else {})
                     if (share == 1 or self._may_shorten(share)) and len(shorter) <= _MOST_CHANGES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, MethodRefused, choose, one_line
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.colocation import engine_weights
 from hf_memopt.estimator.job import Job, longest_sample
@@ -413,24 +413,32 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
     rejected: list[Rejected] = []
     searches: dict[str, tuple[Request, Search | None]] = {}
     ladders: dict[str, list[Rung]] = {}
+    refused: list[MethodRefused] = []
     for method in methods:
-        request = question.for_method(method)
-        if reason := _far_too_large(request):
-            rejected.append(reason)
-            searches[method] = request, None
+        try:
+            request = question.for_method(method)
+            reason = _far_too_large(request)
+            search = None if reason else request.search(_numbered(say, method, methods))
+        except MethodRefused as error:
+            refused.append(error)
+            rejected.append(Rejected(_METHODS[method], one_line(error)))
             continue
-        search = request.search(_numbered(say, method, methods))
         searches[method] = request, search
-        if ladder := _ladder(request, search) if search else []:
+        if reason:
+            rejected.append(reason)
+        elif ladder := _ladder(request, search) if search else []:
             ladders[method] = ladder
             if not usual_profile(ladder).choice.offloads:
                 break
         else:
             rejected.append(_too_large(request, search, search.smallest() if search else None))
+    if not searches:
+        raise refused[0]
     if not ladders:
         nearest: list[str] = []
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
+        method = [*searches][-1]
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
     # Of methods whose usual profiles lean on the host, one that has a safe profile without it.
     method = min(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.packages import extras_for
+from hf_memopt.packages import SOURCE, extras_for
 from hf_memopt.presets.launch_script import machine_words
 from hf_memopt.presets.preset import Preset
 
@@ -69,8 +69,6 @@ def cloud_files(preset: Preset, target: str, arguments: list[str], config_files:
 
 def _train_script(preset: Preset, arguments: list[str]) -> str:
     """What each machine of the job runs, from the folder that it lies in."""
-    from hf_memopt import __version__
-
     recipe, *words = arguments
     extras = extras_for(recipe, preset.strategy)
     if preset.machines > 1:  # a save that fails shows in the first minute
@@ -80,9 +78,14 @@ def _train_script(preset: Preset, arguments: list[str]) -> str:
         f"# {preset.name}, method {preset.method}. More arguments of {recipe}.py may follow this script's name.",
         "set -e",
         'here=$(cd "$(dirname "$0")" && pwd)',
-        "# HF_MEMOPT_PACKAGE is what pip installs where hf_memopt is missing: a version, a wheel's path or URL.",
-        "python3 -c 'import hf_memopt' 2>/dev/null || \\",
-        f'    python3 -m pip install -q "${{HF_MEMOPT_PACKAGE:-hf_memopt[{extras}]=={__version__}}}"',
+        "# Where hf_memopt is missing, pip installs HF_MEMOPT_PACKAGE: the address of a wheel or a repository;",
+        "# by default the wheel beside this script.",
+        f'package="${{HF_MEMOPT_PACKAGE:-{SOURCE}[{extras}]}}"',
+        'python3 -c \'import hf_memopt\' 2>/dev/null || (cd "$here" && python3 -m pip install -q "$package") || {',
+        '    echo "train.sh: hf_memopt cannot be installed from $package: put its wheel" \\',
+        '        "(python -m build --wheel) beside this script, or set HF_MEMOPT_PACKAGE" >&2',
+        "    exit 2",
+        "}",
         *(f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()),
         """recipes=$(python3 -c 'from hf_memopt.files import shipped; print(shipped("recipes"))')""",
         'exec python3 -m accelerate.commands.launch --config_file "$here/accelerate.yaml" \\',
@@ -174,6 +177,7 @@ def _kubernetes(preset: Preset, files: Mapping[str, str]) -> dict[str, str]:
     }
     comment = (
         "Start it: kubectl apply -f kubernetes.yaml, where Kubeflow's training operator runs.\n"
+        "# Where the image has no hf_memopt: HF_MEMOPT_PACKAGE is the address of its wheel or repository.\n"
         "# For gated models: kubectl create secret generic hf-token --from-literal=HF_TOKEN=…"
     )
     return {"kubernetes.yaml": _yaml([config_map, claim, job], comment)}
@@ -191,6 +195,7 @@ def _container(preset: Preset) -> dict[str, Any]:
         "env": [
             {"name": "HF_HOME", "value": "/out/huggingface"},
             {"name": "OUTPUT_DIR", "value": "/out/run"},
+            {"name": "HF_MEMOPT_PACKAGE", "value": ""},  # a ConfigMap holds no wheel
             {
                 "name": "HF_TOKEN",
                 "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "HF_TOKEN", "optional": True}},

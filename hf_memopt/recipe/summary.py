@@ -23,6 +23,7 @@ from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.run_report import write_run_report
+from hf_memopt.terminal import console
 from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
 from hf_memopt.units import size
 
@@ -342,7 +343,6 @@ def _print_table(measured: dict[str, int], limit, same_batch, batch: PeakBatch |
         limit: the Estimate of the longest samples.
         same_batch: that of the batch whose peak was measured.
     """
-    from rich.console import Console
     from rich.table import Table
 
     columns = ["predicted, longest"]
@@ -357,7 +357,7 @@ def _print_table(measured: dict[str, int], limit, same_batch, batch: PeakBatch |
             size(value),
             f"{predicted[-1] / value - 1:+.1%}" if predicted[-1] else "",
         )
-    Console().print(table)
+    console().print(table)
 
 
 def _print_losses(losses: dict[int, float]) -> None:

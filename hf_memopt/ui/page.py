@@ -8,13 +8,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import gradio as gr
+from starlette.middleware import Middleware
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.field_values import check_value
 from hf_memopt.hardware import list_hardware
 from hf_memopt.presets import METHODS
 from hf_memopt.ui.answer import ask
 from hf_memopt.ui.limits import Limits, bundled_models
 from hf_memopt.ui.question import Question
+from hf_memopt.ui.requests import SmallRequests
 from hf_memopt.ui.shown import show_error, show_estimate, show_plan
 
 _FEATURES = {
@@ -70,7 +73,8 @@ def build_page(limits: Limits) -> gr.Blocks:
             )
         with gr.Row():
             method = gr.Radio(list(METHODS), value="lora", label="Method")
-            length = gr.Number(label="Tokens per sample", info="Empty: the preset's", value=None, precision=0)
+            # A gr.Number that nobody touched is 0 (gradio 6.31), and cannot be emptied.
+            length = gr.Textbox(label="Tokens per sample", info="Empty: the preset's", max_lines=1)
         features = gr.CheckboxGroup(list(_FEATURES), label="Memory features", info="Of the estimate and the plan")
         others = gr.Textbox(
             label="Other settings", info="KEY=VALUE, separated by spaces, as in lora.r=8 optim=adamw_8bit"
@@ -82,7 +86,13 @@ def build_page(limits: Limits) -> gr.Blocks:
         files = gr.File(label="Files to download", file_count="multiple", interactive=False, visible=False)
         form = [model, card, method, length, features, others]
         # One id for both buttons: one question runs at a time, whichever it is.
-        queued = {"concurrency_limit": 1, "concurrency_id": "question", "api_visibility": "private"}
+        # Not preprocessed: what gradio's components refuse becomes an error without a text.
+        queued = {
+            "concurrency_limit": 1,
+            "concurrency_id": "question",
+            "api_visibility": "private",
+            "preprocess": False,
+        }
         for button, command in ((fit, "estimate"), (plan, "plan")):
             button.click(_answering(command, limits), form, [answer, link, files], **queued)
         page.load(_read_link, None, [*form, answer], api_visibility="private")
@@ -115,6 +125,7 @@ def launch_page(page: gr.Blocks, host: str, port: int, share: bool = False, wait
         footer_links=[],
         ssr_mode=False,
         run_history=False,
+        app_kwargs={"middleware": [Middleware(SmallRequests)]},
     )
     return address
 
@@ -145,15 +156,31 @@ def _answering(command: str, limits: Limits):
 
 
 def _question(model, card, method, length, features, others) -> Question:
-    """The form's question.
+    """The form's question; a request that did not come from the form may hold anything.
 
     Raises:
-        InputError: a field that is empty or no text.
+        InputError: a field that is empty, or of another type than the form's.
     """
-    if not model or not card:
-        raise InputError(f"{'card' if model else 'model'}: choose one")
+    for name, value in (("model", model), ("card", card)):
+        check_value(name, str | None, value)
+        if not value:
+            raise InputError(f"{name}: choose one")
+    if method not in METHODS:
+        raise choose("method", brief(method), METHODS)
+    check_value("features", list[str] | None, features)
+    if unknown := [name for name in features or () if name not in _FEATURES]:
+        raise choose("memory feature", unknown[0], _FEATURES)
+    check_value("other settings", str | None, others)
     settings = [_FEATURES[name] for name in features or ()] + (others or "").split()
-    return Question(model=str(model), hardware=str(card), method=str(method), seq_len=length, settings=tuple(settings))
+    return Question(model=model, hardware=card, method=method, seq_len=_tokens(length), settings=tuple(settings))
+
+
+def _tokens(typed) -> int | None:
+    """The number of a field that may be empty."""
+    text = "" if typed is None else str(typed).strip()
+    if text and not (text.isascii() and text.isdecimal() and 0 < int(text[:10]) < 10**9 and len(text) < 10):
+        raise InputError(f"tokens per sample={brief(typed)} must be a whole number above 0, or empty for the preset's")
+    return int(text) if text else None
 
 
 def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tuple[str, list[Path]]:
@@ -185,4 +212,12 @@ def _read_link(request: gr.Request) -> list:
     names = {setting: name for name, setting in _FEATURES.items()}
     features = [names[setting] for setting in asked.settings if setting in names]
     others = " ".join(setting for setting in asked.settings if setting not in names)
-    return [asked.model, asked.hardware, asked.method, asked.seq_len, features, others, gr.skip()]
+    return [
+        asked.model,
+        asked.hardware,
+        asked.method,
+        asked.seq_len and str(asked.seq_len),
+        features,
+        others,
+        gr.skip(),
+    ]

@@ -11,11 +11,12 @@ import torch
 from transformers.utils import PushToHubMixin, cached_file, is_torchvision_available
 
 from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.packages import how_to_install
 from hf_memopt.video.families import fit_to_model, model_class
 from hf_memopt.video.pixels import FAMILIES, prepare_frames
 from hf_memopt.video.published import published_settings
 
-_INSTALL = "install torchvision: pip install 'hf_memopt[video]'"
+_INSTALL = f"install torchvision: {how_to_install('torchvision')}"
 _FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _REQUIRED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_center_crop": False}
 

@@ -82,6 +82,9 @@ def adapters_for(settings: ModelSettings, model):
     from peft import LoraConfig
 
     adapters = copy.deepcopy(settings.peft_config)
+    # The presets' task type; peft asks such a model for its preparation of generation (PeftModelForCausalLM).
+    if adapters.task_type == "CAUSAL_LM" and not hasattr(model, "prepare_inputs_for_generation"):
+        adapters.task_type = None
     if settings.quantization_config is not None and isinstance(adapters, LoraConfig):
         adapters._register_custom_module(lora_modules())
         if adapters.target_modules == "all-linear" and (names := named_stand_ins(model)):

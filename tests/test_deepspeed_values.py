@@ -1,0 +1,106 @@
+"""Every value of a DeepSpeed JSON, replaced by each wrong one: an engine, or one sentence; doctor says the same."""
+
+import copy
+import json
+
+import pytest
+from conftest import ROOT
+
+from hf_memopt.compatibility.config_files import find_faults
+from hf_memopt.compatibility.engine import Engine, deepspeed_config
+from hf_memopt.errors import InputError
+
+ODD = (None, True, 5, -1, "x", [], {}, float("inf"))
+OPTIMIZER = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "activation_checkpointing": {"partition_activations": False},
+    "steps_per_print": 10,
+}
+SHIPPED = {path.stem: json.loads(path.read_text()) for path in (ROOT / "accelerate_configs" / "deepspeed").glob("*")}
+FILES = {**SHIPPED, "optimizer": {**SHIPPED["zero2"], **OPTIMIZER}}
+
+
+def replaced(content):
+    """Copies of a content, each with one value replaced, and the keys to it."""
+
+    def places(value, keys=()):
+        yield keys
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, one in inner:
+            yield from places(one, (*keys, key))
+
+    for keys in places(content):
+        for odd in ODD if keys else ():
+            changed = copy.deepcopy(content)
+            parent = changed
+            for key in keys[:-1]:
+                parent = parent[key]
+            parent[keys[-1]] = copy.deepcopy(odd)
+            yield keys, changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_any_value_is_read_or_refused(name, tmp_path):
+    path, refused = tmp_path / "a.json", 0
+    assert Engine.of_deepspeed(deepspeed_config(FILES[name])).deepspeed
+    for keys, content in replaced(FILES[name]):
+        path.write_text(json.dumps(content))
+        try:
+            assert Engine.of_deepspeed(deepspeed_config(str(path))).strategy.startswith("zero")
+        except InputError as error:
+            refused += 1
+            assert str(error).startswith("deepspeed: ") and "\n" not in str(error), keys
+            assert find_faults(path), keys
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"zero_optimization": []}, "zero_optimization=[] must be a mapping"),
+        ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage='three' must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage=True must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage='3' must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": None}}, "offload_optimizer=None must be a mapping"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": 1}}, "offload_optimizer=1 must be a mapping"),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": "500"}}, "sub_group_size='500' must be written without"),
+        ({"train_batch_size": "x"}, "train_batch_size='x' must be a whole number"),
+        ({"gradient_clipping": []}, "gradient_clipping=[] must be a number"),
+        ({"optimizer": 5}, "optimizer=5 must be a mapping"),
+        ({"aio": {"queue_depth": True}}, "aio.queue_depth=True must be a whole number"),
+        ({"flops_profiler": 5}, "DeepSpeed cannot read the configuration: "),
+    ],
+)
+def test_a_wrong_value_is_named(block, message):
+    with pytest.raises(InputError) as refused:
+        deepspeed_config({"train_micro_batch_size_per_gpu": "auto", **block})
+    assert str(refused.value).startswith("deepspeed: ") and message in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_what_is_not_refused_can_be_estimated():
+    from transformers import LlamaConfig
+
+    from hf_memopt import estimate
+
+    tiny = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    seen, ended = set(), []
+    for name in ("zero1", "zero2_offload_cpu", "zero3", "zero3_offload_nvme", "optimizer"):
+        for keys, content in replaced(FILES[name]):
+            try:
+                deepspeed_config(content)
+            except InputError:
+                continue
+            if (keys, str(content)) in seen:
+                continue
+            seen.add((keys, str(content)))
+            fields = {"deepspeed": content, "per_device_train_batch_size": 1, "bf16": True}
+            try:
+                estimate(tiny, fields, seq_len=32, hardware="a100_80gb", world_size=2)
+                ended.append(keys)
+            except InputError as error:
+                assert "\n" not in str(error)
+    assert len(ended) > 50
