@@ -103,7 +103,7 @@ def cannot_confine() -> str | None:
     if sys.platform == "darwin":
         return None
     if sys.platform != "linux":
-        return f"{platform.system()} has nothing for it that hf_memopt knows"
+        return f"{platform.system()} offers nothing that hf_memopt could use for it"
     if platform.machine() not in _MACHINES or sys.maxsize < 2**32:
         return f"its filter of system calls is for {' and '.join(_MACHINES)}, not {platform.machine()}"
     if landlock_abi() < 1:
