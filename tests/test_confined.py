@@ -21,6 +21,8 @@ from hf_memopt.confined import rights
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
 
+# peft (0.21.2) and trl (1.16) use the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
 SCRIPT = Path(__file__).with_name("dry_run_effects.py")
 # Redirected by scratch_files, or seen as done and not done; tried by threads and programs; all else is denied.
 DONE = {"open", "append", "makedirs", "remove", "rmtree", "move", "copy", "hard link", "through a link", "truncate"}

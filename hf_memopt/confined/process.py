@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 
@@ -95,12 +96,14 @@ def _be_child(function: Callable[[Connection], int], connection: Connection, fol
     if reason := confine(folder):
         print(f"error: {reason}", file=sys.stderr)
         return
+    code = 2
     try:
         code = function(connection)
-    finally:  # without what was registered for the end of the process, and without waiting for its threads
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without what was registered for the end of the process, and without waiting for its threads
 
 
 def _leave_open(kept: int) -> None:

@@ -156,9 +156,10 @@ def _senders() -> Iterator[tuple[object, str, object]]:
 
 
 def _pools() -> Iterator[tuple[object, str, object]]:
-    """Pools of worker processes, such as those of Dataset.map(num_proc=…), which work in this process: semaphores
-    between processes lie in /dev/shm, and their managers are servers."""
+    """What is shared by processes, for one process: semaphores and shared tensors lie in /dev/shm, which belongs to
+    all, and managers are servers. Dataset.map(num_proc=…) has a pool, a streamed data set a shared tensor."""
     yield multiprocessing.pool, "Pool", _Pool
+    yield torch.Tensor, "share_memory_", lambda tensor: tensor
     if importlib.util.find_spec("datasets"):
         import datasets.parallel.parallel
         import multiprocess.pool
