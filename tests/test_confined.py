@@ -188,9 +188,32 @@ time.sleep(600)
     assert len(family) >= 4 and left_of(f"# {tmp_path}")
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in family))
+    assert wait_until(lambda: not any(_runs(child) for child in family))
     assert not left_of(f"# {tmp_path}")
     assert wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["train.py"])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="traces are forked on Linux")
+def test_forked_traces_end_with_a_killed_parent(tmp_path):
+    program = (
+        "import sys, time; from hf_memopt.estimator.tracing import parallel\n"
+        "parallel._cores, parallel._warm = lambda: 3, True\n"
+        "def work(item):\n    open(f'{sys.argv[1]}/{item}', 'w').close()\n    time.sleep(600)\n"
+        "parallel.on_all_cores(work, [1, 2, 3])"
+    )
+    parent = psutil.Popen([sys.executable, "-c", program, tmp_path])
+    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
+    forks = parent.children()
+    parent.kill()
+    parent.wait()
+    assert len(forks) == 2 and wait_until(lambda: not any(_runs(fork) for fork in forks))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @needs_confinement
