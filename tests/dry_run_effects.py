@@ -108,6 +108,12 @@ def through_link():
         file.write("CHANGED")
 
 
+def touched():
+    """Which first asks for the time of a file that is not there."""
+    Path(V + "touched").touch()
+    os.stat(V + "touched")
+
+
 def without_name():
     descriptor = os.open(V, os.O_TMPFILE | os.O_WRONLY)
     os.link(f"/proc/self/fd/{descriptor}", V + "tmpfile")
@@ -193,6 +199,7 @@ EFFECTS = {
     "open": lambda: open(V + "new", "w").close(),
     "append": lambda: print("x", file=Path(V + "keep").open("a")),  # noqa: SIM115
     "io.FileIO": lambda: __import__("_io").FileIO(V + "raw", "w"),
+    "touch": touched,
     "makedirs": lambda: os.makedirs(V + "made/deep"),
     "remove": lambda: os.remove(V + "keep3"),
     "rmtree": lambda: shutil.rmtree(V + "sub"),

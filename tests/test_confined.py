@@ -20,12 +20,25 @@ from hf_memopt.cli.estimate import DryRunOptions, _dry_run
 from hf_memopt.confined import rights
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
+from hf_memopt.hardware import detection, get_hardware
 
 # peft (0.21.2) and trl (1.16) use the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
 SCRIPT = Path(__file__).with_name("dry_run_effects.py")
 # Redirected by scratch_files, or seen as done and not done; tried by threads and programs; all else is denied.
-DONE = {"open", "append", "makedirs", "remove", "rmtree", "move", "copy", "hard link", "through a link", "truncate"}
+DONE = {
+    "open",
+    "append",
+    "touch",
+    "makedirs",
+    "remove",
+    "rmtree",
+    "move",
+    "copy",
+    "hard link",
+    "through a link",
+    "truncate",
+}
 DONE |= {"mmap", "archives", "numpy.save", "numpy.memmap", "chmod", "fchmod", "chown", "utimes", "futimens"}
 DONE |= {"in the background", "at exit", "left behind", "without a name"}
 
@@ -234,6 +247,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {self.path}")
         there = self.path == "/some/model/resolve/main/config.json"
         self.send_response(200 if there else 404)
+        if not there:
+            self.send_header("X-Error-Code", "EntryNotFound")
         for name, value in (("X-Repo-Commit", "c" * 40), ("ETag", '"e"'), ("Content-Length", "2" if there else "0")):
             self.send_header(name, value)
         self.end_headers()
@@ -272,6 +287,8 @@ def test_what_the_hub_has_is_read_through_the_parent(hub, tmp_path):
         """from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.utils import get_session
 from huggingface_hub import constants
+from huggingface_hub.utils._runtime import is_xet_available
+assert not is_xet_available()
 print("read", open(hf_hub_download("some/model", "config.json")).read())
 for method in ("post", "put", "delete"):
     try:
@@ -284,7 +301,8 @@ hf_hub_download("some/model", "missing.json")
     )
     code, printed = confined_dry_run(tmp_path / "train.py")
     assert code == 2 and "read {}" in printed and printed.count("refused a dry run only reads") == 3
-    assert "train.py, line 11: RemoteEntryNotFoundError" in printed or "EntryNotFound" in printed
+    assert "Logging error" not in printed
+    assert "train.py, line 13: RemoteEntryNotFoundError" in printed
     assert {request.split()[0] for request in hub.requests} <= {"GET", "HEAD"}
     kept = tmp_path / "cache" / "models--some--model" / "snapshots" / ("c" * 40) / "config.json"
     assert kept.read_text() == "{}"
@@ -331,6 +349,25 @@ def test_ordinary_scripts_get_to_train(name, inputs, monkeypatch):
     found = json.loads(printed[printed.rindex("\n{\n") :])
     assert found["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01)
     assert snapshot(inputs) == before
+
+
+@needs_confinement
+def test_a_card_is_asked_by_a_process_that_can(monkeypatch, capfd, tmp_path):
+    """Not by the confined one, in which a driver may not start."""
+    from hf_memopt.cli import estimate
+
+    card, script = get_hardware("rtx_4090"), tmp_path / "train.py"
+    script.write_text("import torch, sys\nsys.exit(torch.cuda.get_device_name())")
+    monkeypatch.setattr(estimate, "may_have_card", lambda: True)
+    monkeypatch.setattr(detection, "detect", lambda: card)
+
+    def on_own_stderr(*arguments) -> int:
+        with os.fdopen(2, "w", closefd=False) as sys.stderr:
+            return _dry_run(*arguments)
+
+    monkeypatch.setattr(estimate, "_dry_run", on_own_stderr)
+    assert estimate._confined(DryRunOptions(script=str(script)), None, False) == 2
+    assert "train.py ended with “NVIDIA GeForce RTX 4090”" in capfd.readouterr().err
 
 
 # ---- where a system cannot

@@ -1,6 +1,7 @@
 """`hf-memopt estimate` and `hf-memopt dry-run`: will it fit, before anything runs."""
 
 import gc
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -8,6 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 from unittest import mock
 
@@ -17,10 +19,10 @@ from hf_memopt.cli.settings import parse_settings, quantization_config, split_mo
 from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
-from hf_memopt.confined.rights import cannot_confine
+from hf_memopt.confined.rights import cannot_confine, may_have_card
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.files import read_bytes, write_whole
-from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.packages import require
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
@@ -206,7 +208,7 @@ class DryRunOptions:
 
     script: str
     arguments: list[str] = field(default_factory=list)
-    hardware: str = "auto"
+    hardware: str | Hardware = "auto"
     world_size: int | None = None
     price: float | None = None
 
@@ -242,6 +244,8 @@ def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, al
 
 
 def _confined(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
+    if options.hardware == "auto" and may_have_card():
+        options = replace(options, hardware=_detected())
     plot = f"plot{Path(plot_file).suffix}" if plot_file else None  # beside the script's files
 
     def run(hub: Connection) -> int:
@@ -257,6 +261,27 @@ def _confined(options: DryRunOptions, plot_file: str | None, as_json: bool) -> i
     if code > 128:
         raise InputError(f"{options.script}: signal {code - 128} ended it (9: most likely host memory ran out)")
     return code
+
+
+def _detected() -> Hardware:
+    """This machine's device, asked by a process that nothing is taken from: CUDA opens sockets."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def ask() -> None:
+        device = get_hardware("auto")
+        send.send(vars(device) | {"sources": dict(device.sources)})
+
+    process = context.Process(target=ask, daemon=True)
+    process.start()
+    send.close()
+    try:
+        fields = receive.recv()
+        return Hardware(**fields | {"sources": MappingProxyType(fields["sources"])})
+    except EOFError:
+        raise InputError("hardware=auto: this machine's device could not be asked; name one") from None
+    finally:
+        process.join()
 
 
 def _dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: Connection | None = None) -> int:

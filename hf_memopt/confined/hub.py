@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 from urllib.parse import unquote, urljoin, urlsplit
 
 from hf_memopt.errors import one_line
@@ -85,7 +86,7 @@ def _in_cache(url: str, headers: dict[str, str]) -> str | None:
 def through_parent(connection: Connection) -> Iterator[None]:
     """Let huggingface_hub ask the parent."""
     import httpx2
-    from huggingface_hub import set_client_factory
+    from huggingface_hub import constants, set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
     lock = threading.Lock()
@@ -124,6 +125,7 @@ def through_parent(connection: Connection) -> Iterator[None]:
 
     set_client_factory(client)
     try:
-        yield
+        with mock.patch.object(constants, "HF_HUB_DISABLE_XET", True):  # which connects by itself
+            yield
     finally:
         set_client_factory(default_client_factory)

@@ -19,8 +19,8 @@ _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _RIGHTS = {1: _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE, 2: _REFER, 3: _TRUNCATE, 5: _IOCTL_DEV}  # since ABI …
 _TCP = 0b11  # bind, connect; since ABI 4
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11  # since ABI 6
-# Devices whose files keep nothing: the card is asked what it is. Without capabilities a driver changes no settings.
-_DEVICES = ("/dev/null", "/dev/nvidia*", "/dev/dri/*", "/dev/kfd")
+# Devices whose files keep nothing: nvidia-smi is asked. Without capabilities a driver changes no settings.
+_CARDS = ("/dev/nvidia*", "/dev/dri/*", "/dev/kfd")
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # SECCOMP_RET_…
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF
@@ -111,6 +111,15 @@ def cannot_confine() -> str | None:
     return None
 
 
+def may_have_card() -> bool:
+    """Whether there may be an accelerator whose driver a confined process cannot start (Linux)."""
+    return bool(_paths(*_CARDS))
+
+
+def _paths(*patterns: str) -> list[str]:
+    return [path for pattern in patterns for path in glob(pattern) if not os.path.isdir(path)]
+
+
 def landlock_abi() -> int:
     """The kernel's version of Landlock; 0 where there is none, or where a container forbids it."""
     try:
@@ -167,9 +176,8 @@ def _landlock(abi: int, folder: str) -> None:
     # An older kernel takes the longer struct, if what it does not know is 0.
     ruleset = _syscall(444, struct.pack("QQQ", rights, net, scoped), 24, 0)
     _allow(ruleset, folder, rights)
-    for path in (path for pattern in _DEVICES for path in glob(pattern)):
-        if not os.path.isdir(path):
-            _allow(ruleset, path, rights & (_WRITE_FILE | _TRUNCATE | _IOCTL_DEV))
+    for path in _paths("/dev/null", *_CARDS):
+        _allow(ruleset, path, rights & (_WRITE_FILE | _TRUNCATE | _IOCTL_DEV))
     _syscall(446, ruleset, 0)
     os.close(ruleset)
 

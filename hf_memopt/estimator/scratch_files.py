@@ -216,6 +216,12 @@ def _functions(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
             path = scratch.open(path, flags & _WRITING, flags & os.O_EXCL, flags & os.O_TRUNC)
         return open_descriptor(path, flags, *args, dir_fd=dir_fd, **kwargs)
 
+    def changed(path):
+        os.lstat(
+            path
+        )  # raises where there is none: the system calls that follow may seem to succeed (confined.rights)
+        return scratch.write(path)
+
     def truncate(path, length):
         """By a descriptor: an old kernel's Landlock does not tell one file from another here."""
         with open_file(scratch.write(path), "r+b", closefd=not isinstance(path, int)) as file:
@@ -264,7 +270,7 @@ def _functions(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
     for name in _READERS:
         yield os, name, _with_path(getattr(os, name, None), scratch.read)
     for name in _CHANGERS:
-        yield os, name, _with_path(getattr(os, name, None), scratch.write)
+        yield os, name, _with_path(getattr(os, name, None), changed)
     for owner, name in _OPENERS:
         yield owner, name, opened
     yield from ((os, "open", opened_descriptor), (os, "truncate", truncate))
