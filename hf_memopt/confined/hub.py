@@ -76,6 +76,8 @@ def _in_cache(url: str, headers: dict[str, str]) -> str | None:
     if match is None or "range" in headers:
         return None
     kind, repo_id, revision, name = (part and unquote(part) for part in match.groups())
+    if ".." in revision.split("/"):  # a revision is a path in the cache, and no name in git has this
+        return None
     token = headers.get("authorization", "").removeprefix("Bearer ") or False
     with contextlib.suppress(Exception):  # then the answer to the request itself says why
         return hf_hub_download(repo_id, name, repo_type=kind, revision=revision, token=token)

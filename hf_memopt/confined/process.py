@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 
 from hf_memopt.confined.rights import confine, die_with
+from hf_memopt.errors import one_line
 
 _INTERVAL = 0.05  # seconds between two looks at the child
 
@@ -93,8 +94,12 @@ def _be_child(function: Callable[[Connection], int], connection: Connection, fol
     _leave_open(connection.fileno())
     os.mkdir(os.path.join(folder, "tmp"))
     os.environ["TMPDIR"] = tempfile.tempdir = os.path.join(folder, "tmp")
-    if reason := confine(folder):
-        print(f"error: {reason}", file=sys.stderr)
+    try:
+        reason = confine(folder)
+    except OSError as error:
+        reason = one_line(error)
+    if reason:
+        print(f"error: this system refuses to confine a process: {reason}", file=sys.stderr, flush=True)
         return
     code = 2
     try:
