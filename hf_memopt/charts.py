@@ -53,10 +53,7 @@ def save(path: str | Path, title: str, draw: Callable[[object], None]) -> None:
         InputError: the ending is not one that can be written, or the folder is not there.
     """
     path = Path(path)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"plot {path}: the name must end in .png, .svg or .pdf")
-    if not path.parent.is_dir():
-        raise InputError(f"plot {path}: there is no folder {path.parent}")
+    check_path(path)
     drawn = io.BytesIO()
     with _figure((10, 4.5)) as (made, axes):
         draw(axes)
@@ -64,6 +61,18 @@ def save(path: str | Path, title: str, draw: Callable[[object], None]) -> None:
         made.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120)
     with as_input_error(f"plot {path}", OSError):
         write_whole(path, drawn.getvalue())
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path where no picture can be written.
+
+    Raises:
+        InputError: the ending is not one that can be written, or the folder is not there.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"plot {path}: the name must end in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise InputError(f"plot {path}: there is no folder {path.parent}")
 
 
 @contextmanager

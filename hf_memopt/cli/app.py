@@ -1,7 +1,6 @@
 """The commands and their options. What each does is in a file of its own, imported when the command runs."""
 
 import math
-import os
 import sys
 import traceback
 from contextlib import nullcontext
@@ -379,6 +378,12 @@ def dry_run(
     ] = None,
     price: Price = None,
     plot: Plot = None,
+    allow_unconfined: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unconfined", help="Run it where the system cannot keep it from changing files and sending."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run a script up to trainer.train() without loading weights, and predict the job's peak memory and time."""
@@ -387,20 +392,7 @@ def dry_run(
     options = DryRunOptions(
         script=script, arguments=arguments or [], hardware=hardware, world_size=world_size, price=price
     )
-    code = 2  # 1 is an answer: the job does not fit
-    try:
-        code = run_dry_run(options, plot, json)
-    except (InputError, IncompatibleLibrary) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-    except SystemExit:  # of the script's classes, whose methods a trace calls
-        print(f"error: {script}: a traced step ends the program", file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What the script registered for its end would write for real; and torch can crash when Python tears down fake
-    # weights, which live as long as the script's globals.
-    os._exit(code)
+    run_dry_run(options, plot, json, allow_unconfined)
 
 
 @app.command(

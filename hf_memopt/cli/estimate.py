@@ -1,19 +1,35 @@
 """`hf-memopt estimate` and `hf-memopt dry-run`: will it fit, before anything runs."""
 
 import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
 from unittest import mock
 
+from hf_memopt.charts import check_path
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.cli.settings import parse_settings, quantization_config, split_model_sizes
 from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
-from hf_memopt.errors import InputError
-from hf_memopt.hardware import get_hardware
+from hf_memopt.confined.hub import serve
+from hf_memopt.confined.process import run_confined
+from hf_memopt.confined.rights import cannot_confine, may_have_card
+from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
+from hf_memopt.files import read_bytes, write_whole
+from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.packages import require
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
 from hf_memopt.terminal import say
 from hf_memopt.units import size
+
+_LARGEST_PLOT = 2**26  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,21 +208,101 @@ class DryRunOptions:
 
     script: str
     arguments: list[str] = field(default_factory=list)
-    hardware: str = "auto"
+    hardware: str | Hardware = "auto"
     world_size: int | None = None
     price: float | None = None
 
 
-def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
-    """Print the estimate of a script's job; 0 if it fits or the capacity is unknown, 1 if it does not fit."""
+def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, allow_unconfined: bool) -> NoReturn:
+    """Print the estimate of a script's job, and end the program: with 0 if the job fits or the capacity is unknown, 1
+    if it does not fit, 2 if there is no estimate.
+
+    Raises:
+        InputError: an option that cannot be used, or a system that cannot confine the script.
+    """
     if plot_file:
         require("matplotlib", "--plot")
+        check_path(Path(plot_file))
+    if not Path(options.script).is_file():
+        raise InputError(f"{options.script}: no such file")
+    options = _with_device_count(options)
+    if (reason := cannot_confine()) is None:
+        code = _confined(options, plot_file, as_json)
+    elif allow_unconfined:
+        say(f"not confined, as {reason}: {options.script} can change files and send", sys.stderr)
+        code = _dry_run(options, plot_file, as_json)
+    else:
+        raise InputError(
+            f"{options.script} cannot be kept from changing files and sending, as {reason}: --allow-unconfined runs a "
+            "script that you trust"
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What an unconfined script registered for its end would write for real; and torch can crash when Python tears down
+    # fake weights, which live as long as the script's globals.
+    os._exit(code)
+
+
+def _confined(options: DryRunOptions, plot_file: str | None, as_json: bool) -> int:
+    if options.hardware == "auto" and may_have_card():
+        options = replace(options, hardware=_detected())
+    plot = f"plot{Path(plot_file).suffix}" if plot_file else None  # beside the script's files
+
+    def run(hub: Connection) -> int:
+        os.environ.setdefault("MPLCONFIGDIR", tempfile.gettempdir())  # its usual place cannot be written
+        return _dry_run(options, plot and os.path.join(tempfile.gettempdir(), plot), as_json, hub)
+
+    def keep_plot(folder: str) -> None:
+        drawn = os.path.join(folder, "tmp", plot or "")
+        if plot_file and os.path.isfile(drawn) and not os.path.islink(drawn):
+            write_whole(plot_file, read_bytes(drawn, _LARGEST_PLOT))
+
+    code = run_confined(run, serve, keep_plot)
+    if code > 128:
+        raise InputError(f"{options.script}: signal {code - 128} ended it (9: most likely host memory ran out)")
+    return code
+
+
+def _detected() -> Hardware:
+    """This machine's device, asked by a process that nothing is taken from: CUDA opens sockets."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def ask() -> None:
+        device = get_hardware("auto")
+        send.send(vars(device) | {"sources": dict(device.sources)})
+
+    process = context.Process(target=ask, daemon=True)
+    process.start()
+    send.close()
+    try:
+        fields = receive.recv()
+        return Hardware(**fields | {"sources": MappingProxyType(fields["sources"])})
+    except EOFError:
+        raise InputError("hardware=auto: this machine's device could not be asked; name one") from None
+    finally:
+        process.join()
+
+
+def _dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: Connection | None = None) -> int:
+    """Run the script and print; the command's exit code."""
+    try:
+        return _print_dry_run(options, plot_file, as_json, hub)
+    except (InputError, IncompatibleLibrary) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+    except SystemExit:  # of the script's classes, whose methods a trace calls
+        print(f"error: {options.script}: a traced step ends the program", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 2  # 1 is an answer: the job does not fit
+
+
+def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: Connection | None) -> int:
     from hf_memopt.estimator import estimate_trainer
     from hf_memopt.estimator.dry_run import caught_trainer
     from hf_memopt.estimator.duration import run_duration, training_steps
 
-    options = _with_device_count(options)
-    with caught_trainer(options.script, options.arguments, options.hardware) as trainer:
+    with caught_trainer(options.script, options.arguments, options.hardware, hub) as trainer:
         estimate = estimate_trainer(trainer, options.hardware, options.world_size)
         devices = options.world_size or trainer.args.world_size
         steps = training_steps(trainer, devices)

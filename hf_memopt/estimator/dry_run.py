@@ -8,14 +8,17 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate.state import PartialState
+from huggingface_hub import constants
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_memopt.confined.hub import through_parent
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.estimator.device_stand_in import seen_by_script
 from hf_memopt.estimator.fake_pretrained import fake_models
@@ -47,11 +50,17 @@ class OwnLoop(BaseException):
 
 
 @contextlib.contextmanager
-def caught_trainer(script: str, arguments: list[str], hardware: str | Hardware = "auto") -> Iterator[Any]:
+def caught_trainer(
+    script: str, arguments: list[str], hardware: str | Hardware = "auto", hub: Connection | None = None
+) -> Iterator[Any]:
     """The Trainer that a script builds, caught when it calls train().
 
     Models are built on fake tensors (fake_pretrained), on the device that the estimate is for (device_stand_in).
     Evaluation before training is skipped. What the script writes exists as long as the context (scratch_libraries).
+    Only a confined process (hf_memopt.confined) keeps a script from changing and sending what it likes.
+
+    Args:
+        hub: what a confined process asks for the hub's files (confined.hub); None where it can reach the hub itself.
 
     Raises:
         InputError: there is no such script, it fails or ends, trains without a Trainer, or never calls train().
@@ -61,7 +70,12 @@ def caught_trainer(script: str, arguments: list[str], hardware: str | Hardware =
         raise InputError(f"{script}: no such file")
     _import_before()
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
-    with nothing_written():
+    # Downloads go to the hub's cache: here, or in the parent of a confined process.
+    cache = (constants.HF_HUB_CACHE, constants.HF_XET_CACHE, os.path.join(constants.HF_HOME, "modules"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(nothing_written(*(() if hub else cache)))
+        if hub:
+            stack.enter_context(through_parent(hub))
         with generators_kept(), seen_by_script(device), _script_environment(path, arguments):
             trainer = _run(path)
         # accelerate's state outlives the script, and the device that it names is not here.
@@ -121,6 +135,8 @@ def _explain(error: Exception, script: Path) -> str:
     raised = "" if not frames or Path(frames[-1].filename) == script else f" (raised in {_short(frames[-1])})"
     if type(error).__module__.startswith("torch._subclasses.fake_tensor"):
         said = f"the value of a tensor is asked for, and a dry run has none: {said}"
+    elif re.search(r"Permission denied|Operation not permitted", said):
+        said += "; a dry run denies what changes files past Python's own functions, and connections"
     return f"{place}: {said}{raised}"
 
 
@@ -129,7 +145,8 @@ def _place(error: BaseException, script: Path) -> str:
     folder = script.resolve().parent
 
     def is_own(file: Path) -> bool:
-        return file == script or (folder in file.resolve().parents and "site-packages" not in file.parts)
+        beside = folder in file.resolve().parents and "site-packages" not in file.parts
+        return file == script or (beside and file.is_file())
 
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(Path(frame.filename))]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else script.name

@@ -1,9 +1,8 @@
 """Files that a script writes, kept apart: it sees them as written, and afterwards they are gone.
 
-A copy-on-write layer over Python's own file functions. What a script creates or changes lies in a temporary folder,
-under the same path; what it removes is only hidden from it. Where transformers, datasets and torch write without
-Python, they are given the temporary folder's paths (scratch_libraries). What reaches a file past these functions, or
-starts a program, raises an audit event before it happens, and is refused.
+A copy-on-write layer over those of Python's file functions that scripts need to get to train(). What a script creates
+or changes lies in a temporary folder, under the same path; what it removes is only hidden from it. This is a
+convenience: that nothing else changes is up to the operating system (hf_memopt.confined), which denies the rest.
 """
 
 import builtins
@@ -26,16 +25,8 @@ _LARGEST_COPY = 2**30  # bytes of a file that is changed in place
 # The built-in open(), and where the standard library has imported it under a name of its own.
 _OPENERS = ((builtins, "open"), (io, "open"), (bz2, "_builtin_open"), (tarfile, "bltn_open"))
 _READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr", "chdir")
-_CHANGERS = ("chmod", "chown", "lchown", "utime", "truncate", "setxattr", "mkfifo")
-# Audit events (docs.python.org/3/library/audit_events.html): how many of their first arguments are paths that change.
-_CHANGES = {
-    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), 1),
-    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 2),
-    "sqlite3.connect": 1,
-}
-_PROGRAMS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile")
+_CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr")
 _lstat, _listdir, _scandir, _rename = os.lstat, os.listdir, os.scandir, os.rename
-_active: list["Scratch"] = []  # an audit hook stays for good; it asks this list
 
 
 @contextlib.contextmanager
@@ -57,9 +48,6 @@ def scratch_files(*kept: str) -> Iterator["Scratch"]:
                     stack.enter_context(mock.patch.object(owner, name, function))
             stack.enter_context(mock.patch.object(tempfile, "tempdir", os.path.join(folder, "tmp")))
             stack.enter_context(mock.patch.object(sys, "dont_write_bytecode", True))
-            _refuse_others()
-            _active.append(scratch)
-            stack.callback(_active.pop)
             yield scratch
 
 
@@ -88,28 +76,55 @@ class Scratch:
         copy = self._copy(_whole(path))
         return copy if _exists(copy) or self._is_removed(_whole(path)) else path
 
+    def create(self, path, new: bool = True):
+        """The path at which something is created.
+
+        Args:
+            new: nothing may be there.
+
+        Raises:
+            FileExistsError: something is there.
+            FileNotFoundError: there is no such folder.
+        """
+        if new and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        if self.is_real(path):
+            return path
+        if not os.path.isdir(os.path.dirname(_whole(path))):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        copy = self._copy(_whole(path))
+        os.makedirs(os.path.dirname(copy), exist_ok=True)
+        return copy
+
     def write(self, path, content: bool = True):
-        """The path to write to.
+        """The path of a file that is written to, as create() has it; of a link, what it names.
 
         Args:
             content: the original's is kept, for files that are changed in place.
 
         Raises:
-            FileNotFoundError: there is no such folder.
             PermissionError: the original is too large to copy.
         """
         if self.is_real(path):
             return path
-        whole = _whole(path)
-        copy = self._copy(whole)
-        if not os.path.isdir(os.path.dirname(whole)):
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-        os.makedirs(os.path.dirname(copy), exist_ok=True)
+        if os.path.islink(path):
+            return self.write(os.path.join(os.path.dirname(_whole(path)), os.readlink(path)), content)
+        copy = self.create(path, new=False)
         if content and not _exists(copy) and os.path.isfile(path):
             if os.path.getsize(path) > _LARGEST_COPY:
                 raise PermissionError(errno.EPERM, "a dry run writes nothing, and cannot copy this large file", path)
-            shutil.copy(path, copy)
+            shutil.copyfile(path, copy)
         return copy
+
+    def open(self, path, writes, new, empty):
+        """The path to open.
+
+        Args:
+            writes, new, empty: whether it is opened for writing, must not exist, and loses its content.
+        """
+        if not writes:
+            return self.read(path)
+        return self.create(path) if new else self.write(path, content=not empty)
 
     def remove(self, path) -> None:
         """Hide a path and everything under it; what the script wrote there is removed."""
@@ -125,7 +140,7 @@ class Scratch:
         if os.path.isdir(source):
             if not self.is_real(source) and not self._is_removed(_whole(source)) and _exists(_whole(source)):
                 raise PermissionError(errno.EPERM, "a dry run moves no folder that it did not create", str(source))
-            _rename(self.read(source), self.write(target, content=False))
+            _rename(self.read(source), self.create(target, new=False))
         else:
             shutil.copyfile(source, target)
         os.unlink(source) if os.path.isfile(source) else self._removed.add(_whole(source))
@@ -168,11 +183,12 @@ def _exists(path: str) -> bool:
     return True
 
 
-class _Entries(contextlib.AbstractContextManager):
+class _Entries(contextlib.closing):
     """os.scandir()'s iterator over entries that are known."""
 
     def __init__(self, entries):
         self._entries = iter(entries)
+        super().__init__(self)
 
     def __iter__(self):
         return self
@@ -180,71 +196,36 @@ class _Entries(contextlib.AbstractContextManager):
     def __next__(self):
         return next(self._entries)
 
-    def __exit__(self, *error):
-        self.close()
-
     def close(self):
         self._entries = iter(())
 
 
 def _functions(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
-    """Owner, name and replacement of every function that takes a path."""
-    for name in _READERS:
-        yield os, name, _with_path(getattr(os, name, None), scratch.read)
-    for name in _CHANGERS:
-        yield os, name, _with_path(getattr(os, name, None), scratch.write)
-    for owner, name in _OPENERS:
-        yield owner, name, _opening(scratch, io.open)
-    yield os, "open", _opening_descriptor(scratch, os.open)
-    yield from _removing(scratch)
-    yield from _creating(scratch)
-    yield from _listing(scratch)
-    yield os, "system", lambda command: 127 << 8  # the exit status of a command that a shell does not know
+    """Owner, name and replacement of functions that take a path; with a folder's descriptor they are the system's."""
+    unlink, rmdir, rmtree, mkdir, symlink = os.unlink, os.rmdir, shutil.rmtree, os.mkdir, os.symlink
+    open_file, open_descriptor = io.open, os.open
 
+    @functools.wraps(open_file)
+    def opened(file, mode="r", *args, **kwargs):
+        letters = set(mode)
+        path = scratch.open(file, letters & set("wax+"), "x" in letters, "w" in letters)
+        return open_file(path, mode, *args, **kwargs)
 
-def _with_path(function, where):
-    """A function whose first argument, a path, is replaced."""
+    def opened_descriptor(path, flags, *args, dir_fd=None, **kwargs):
+        if dir_fd is None:
+            path = scratch.open(path, flags & _WRITING, flags & os.O_EXCL, flags & os.O_TRUNC)
+        return open_descriptor(path, flags, *args, dir_fd=dir_fd, **kwargs)
 
-    @functools.wraps(function or len)
-    def call(path, *args, **kwargs):
-        return function(path if kwargs.get("dir_fd") is not None else where(path), *args, **kwargs)
+    def changed(path):
+        os.lstat(
+            path
+        )  # raises where there is none: the system calls that follow may seem to succeed (confined.rights)
+        return scratch.write(path)
 
-    return call
-
-
-def _opening(scratch: Scratch, function):
-    @functools.wraps(function)
-    def call(file, mode="r", *args, **kwargs):
-        if not set(mode) & set("wax+"):
-            return function(scratch.read(file), mode, *args, **kwargs)
-        if "x" in mode:
-            _refuse_existing(file)
-        return function(scratch.write(file, content=not set(mode) & set("wx")), mode, *args, **kwargs)
-
-    return call
-
-
-def _opening_descriptor(scratch: Scratch, function):
-    @functools.wraps(function)
-    def call(path, flags, *args, **kwargs):
-        if kwargs.get("dir_fd") is not None:
-            return function(path, flags, *args, **kwargs)
-        if not flags & _WRITING:
-            return function(scratch.read(path), flags, *args, **kwargs)
-        if flags & os.O_EXCL:
-            _refuse_existing(path)
-        return function(scratch.write(path, content=not flags & os.O_TRUNC), flags, *args, **kwargs)
-
-    return call
-
-
-def _refuse_existing(path) -> None:
-    if os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, "File exists", str(path))
-
-
-def _removing(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
-    unlink, rmdir, rmtree = os.unlink, os.rmdir, shutil.rmtree
+    def truncate(path, length):
+        """By a descriptor: an old kernel's Landlock does not tell one file from another here."""
+        with open_file(scratch.write(path), "r+b", closefd=not isinstance(path, int)) as file:
+            file.truncate(length)
 
     def remove_file(path, *, dir_fd=None):
         if dir_fd is not None or scratch.is_real(path):
@@ -266,68 +247,49 @@ def _removing(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
             return rmtree(path, ignore_errors, *args, **kwargs)
         return scratch.remove(path)
 
-    yield os, "remove", remove_file
-    yield os, "unlink", remove_file
-    yield os, "rmdir", remove_folder
-    yield shutil, "rmtree", remove_tree
+    def make_folder(path, mode=0o777, *, dir_fd=None):
+        return mkdir(path if dir_fd is not None else scratch.create(path), mode, dir_fd=dir_fd)
 
-
-def _creating(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
-    mkdir, symlink = os.mkdir, os.symlink
-
-    def make_folder(path, *args, **kwargs):
-        if kwargs.get("dir_fd") is None and not scratch.is_real(path):
-            _refuse_existing(path)
-            path = scratch.write(path)
-        return mkdir(path, *args, **kwargs)
-
-    def link(source, target, **kwargs):
-        shutil.copyfile(source, target)
+    def make_link(source, target, target_is_directory=False, *, dir_fd=None):
+        if dir_fd is None and not scratch.is_real(target):
+            source = scratch.read(os.path.join(os.path.dirname(_whole(target)), source))
+            target = scratch.create(target)
+        return symlink(source, target, target_is_directory, dir_fd=dir_fd)
 
     def rename(source, target, **kwargs):
-        if scratch.is_real(source) and scratch.is_real(target):
+        if kwargs or (scratch.is_real(source) and scratch.is_real(target)):
             return _rename(source, target, **kwargs)
         return scratch.rename(source, target)
 
-    yield os, "mkdir", make_folder
-    yield os, "symlink", lambda source, target, *args, **kwargs: symlink(source, scratch.write(target))
-    yield os, "link", link
-    yield os, "rename", rename
-    yield os, "replace", rename
-
-
-def _listing(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
     def names(path="."):
         return [entry.name for entry in scratch.entries(path)] if scratch.differs(path) else _listdir(path)
 
     def scan(path="."):
         return _Entries(scratch.entries(path)) if scratch.differs(path) else _scandir(path)
 
-    yield os, "listdir", names
-    yield os, "scandir", scan
+    for name in _READERS:
+        yield os, name, _with_path(getattr(os, name, None), scratch.read)
+    for name in _CHANGERS:
+        yield os, name, _with_path(getattr(os, name, None), changed)
+    for owner, name in _OPENERS:
+        yield owner, name, opened
+    yield from ((os, "open", opened_descriptor), (os, "truncate", truncate))
+    yield from ((os, "remove", remove_file), (os, "unlink", remove_file), (os, "rmdir", remove_folder))
+    yield from (
+        (os, "mkdir", make_folder),
+        (os, "symlink", make_link),
+        (os, "rename", rename),
+        (os, "replace", rename),
+    )
+    yield os, "link", lambda source, target, **kwargs: shutil.copyfile(source, target)
+    yield from ((os, "listdir", names), (os, "scandir", scan), (shutil, "rmtree", remove_tree))
 
 
-@functools.cache
-def _refuse_others() -> None:
-    """Refuse what does not go through the replaced functions; an audit hook cannot be taken out again."""
-    sys.addaudithook(_audit)
+def _with_path(function, where):
+    """A function whose first argument, a path, is replaced."""
 
+    @functools.wraps(function or len)
+    def call(path, *args, **kwargs):
+        return function(path if kwargs.get("dir_fd") is not None else where(path), *args, **kwargs)
 
-def _audit(event: str, args: tuple) -> None:
-    if not _active:
-        return
-    if event in _PROGRAMS:
-        raise FileNotFoundError(errno.ENOENT, "a dry run starts no other programs", str(args[0]))
-    for path in _changed_paths(event, args):
-        if path not in (None, ":memory:") and not _active[-1].is_real(path):
-            raise PermissionError(errno.EPERM, "a dry run writes nothing", str(path))
-
-
-def _changed_paths(event: str, args: tuple) -> tuple:
-    if event == "open":
-        return args[:1] if args[2] and args[2] & _WRITING else ()
-    if event not in _CHANGES:
-        return ()
-    if event not in ("sqlite3.connect", "os.truncate") and -1 not in args[-2:]:
-        return ()  # with a folder's descriptor, the last argument, a path is a name in it: shutil.rmtree works so
-    return args[1:2] if event == "os.symlink" else args[: _CHANGES[event]]
+    return call

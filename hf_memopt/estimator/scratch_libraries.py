@@ -1,14 +1,19 @@
-"""Libraries that write by themselves, or send: what they write is kept apart as scratch_files does, and nothing is
-sent."""
+"""What scripts do with libraries on their way to train(): what these write by themselves is kept apart as in
+scratch_files, uploads and trackers do nothing, pools have no processes. All else, the operating system denies."""
 
 import contextlib
 import functools
 import importlib.util
 import io
+import multiprocessing.pool
 import os
 import pickle
-import sys
+import queue
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,13 +39,14 @@ _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "HF_HUB_DISABLE
 
 
 @contextlib.contextmanager
-def nothing_written() -> Iterator[None]:
-    """What a script writes is kept apart, and nothing is sent. Downloads go to the hub's cache as always."""
-    from huggingface_hub import constants
+def nothing_written(*kept: str) -> Iterator[None]:
+    """What a script writes is kept apart, and uploads do nothing.
 
-    kept = (constants.HF_HUB_CACHE, constants.HF_XET_CACHE, os.path.join(constants.HF_HOME, "modules"))
+    Args:
+        kept: folders where writing is real.
+    """
     with scratch_files(*kept) as scratch, contextlib.ExitStack() as stack:
-        for owner, name, replacement in (*_writers(scratch), *_senders()):
+        for owner, name, replacement in (*_writers(scratch), *_senders(), *_pools()):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_transformers(scratch))
         stack.enter_context(mock.patch.dict(os.environ, _TRACKERS))
@@ -69,23 +75,30 @@ def _transformers(scratch: Scratch) -> Iterator[None]:
 
 def _writers(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
     """Owner, name and replacement of functions that write, or read what was written, without Python's open()."""
+    import safetensors.torch
     import tokenizers
 
-    save = tokenizers.Tokenizer.save
-    yield (
-        tokenizers.Tokenizer,
-        "save",
-        lambda self, path, *args, **kwargs: save(self, scratch.write(path), *args, **kwargs),
-    )
+    def at(where, function):
+        @functools.wraps(function)
+        def call(self, path, *args, **kwargs):
+            return function(self, where(path), *args, **kwargs)
+
+        return call
+
+    yield tokenizers.Tokenizer, "save", at(scratch.write, tokenizers.Tokenizer.save)
     load = tokenizers.Tokenizer.from_file
     yield tokenizers.Tokenizer, "from_file", staticmethod(lambda path: load(scratch.read(path)))
     yield torch, "save", _saved(torch.save)
-    if "safetensors" in sys.modules or importlib.util.find_spec("safetensors"):
-        import safetensors.torch
-
-        yield safetensors.torch, "save_file", lambda tensors, filename, *args, **kwargs: _touch(filename)
+    yield safetensors.torch, "save_file", lambda tensors, filename, *args, **kwargs: open(filename, "wb").close()
     if importlib.util.find_spec("pyarrow"):
-        yield from _arrow(scratch)
+        import pyarrow
+
+        memory_map = pyarrow.memory_map
+        yield (
+            pyarrow,
+            "memory_map",
+            lambda path, mode="r": memory_map((scratch.read if mode == "r" else scratch.write)(path), mode),
+        )
     if importlib.util.find_spec("peft"):
         import peft
 
@@ -94,28 +107,6 @@ def _writers(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
             "save_pretrained",
             lambda self, folder, *args, **kwargs: os.makedirs(folder, exist_ok=True),
         )
-
-
-def _arrow(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    for name in ("memory_map", "OSFile"):
-        yield pyarrow, name, _opened(getattr(pyarrow, name), scratch)
-    start = pyarrow.parquet.ParquetWriter.__init__
-
-    def init(self, where, *args, **kwargs):
-        start(self, scratch.write(where) if isinstance(where, (str, os.PathLike)) else where, *args, **kwargs)
-
-    yield pyarrow.parquet.ParquetWriter, "__init__", init
-
-
-def _opened(function, scratch: Scratch):
-    @functools.wraps(function)
-    def call(path, mode="r", *args, **kwargs):
-        return function((scratch.read if mode in ("r", "rb") else scratch.write)(path), mode, *args, **kwargs)
-
-    return call
 
 
 def _saved(save):
@@ -144,11 +135,6 @@ class _WithoutTensors(pickle.Pickler):
         return "tensor" if isinstance(obj, torch.Tensor) else None
 
 
-def _touch(path) -> None:
-    with open(path, "wb"):
-        pass
-
-
 def _senders() -> Iterator[tuple[object, str, object]]:
     import huggingface_hub
     from huggingface_hub import hf_api
@@ -167,3 +153,52 @@ def _senders() -> Iterator[tuple[object, str, object]]:
 
         for kind in (datasets.Dataset, datasets.DatasetDict):
             yield kind, "push_to_hub", lambda self, *args, **kwargs: None
+
+
+def _pools() -> Iterator[tuple[object, str, object]]:
+    """What is shared by processes, for one process: semaphores and shared tensors lie in /dev/shm, which belongs to
+    all, and managers are servers. Dataset.map(num_proc=…) has a pool, a streamed data set a shared tensor."""
+    yield multiprocessing.pool, "Pool", _Pool
+    yield torch.Tensor, "share_memory_", lambda tensor: tensor
+    if importlib.util.find_spec("datasets"):
+        import datasets.parallel.parallel
+        import multiprocess.pool
+
+        yield multiprocess.pool, "Pool", _Pool
+        yield datasets.parallel.parallel, "RLock", threading.RLock
+
+
+class _Pool(contextlib.nullcontext):
+    """multiprocessing.Pool without processes, with what datasets (5.2) asks of it."""
+
+    def __init__(self, processes=None, initializer=None, initargs=(), *args, **kwargs):
+        super().__init__(self)
+        self._pool, self._ctx = [], SimpleNamespace(Manager=lambda: contextlib.nullcontext(queue))
+        if initializer is not None:
+            initializer(*initargs)
+
+    def apply(self, func, args=(), kwds=None):
+        return func(*args, **kwds or {})
+
+    def apply_async(self, func, args=(), kwds=None, *callbacks, **named_callbacks):
+        result: Any = Future()
+        try:
+            result.set_result(self.apply(func, args, kwds))
+        except Exception as error:
+            result.set_exception(error)
+        result.get, result.ready = result.result, result.done
+        return result
+
+    def imap(self, func, iterable, chunksize=None):
+        return map(func, iterable)
+
+    def map(self, func, iterable, chunksize=None):
+        return [func(item) for item in iterable]
+
+    def starmap(self, func, iterable, chunksize=None):
+        return [func(*item) for item in iterable]
+
+    def close(self) -> None:
+        pass
+
+    imap_unordered, join, terminate = imap, close, close

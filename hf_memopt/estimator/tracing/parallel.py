@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hf_memopt.confined.rights import die_with
+
 _MAX_PROCESSES = 8  # each needs about as much memory as this process
 # Two traces take a second, and a fork what it saves: it copies the pages that it writes to, and what it remembers of
 # shapes ends with it.
@@ -55,7 +57,7 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
 
 
 class _Fork:
-    """A copy of this process that computes a share of the items.
+    """A copy of this process that computes a share of the items, and ends with this process, however that ends.
 
     A fork has one thread, and a lock that another thread held is held in it for ever: one that says nothing long after
     this process is done is taken for stuck.
@@ -65,7 +67,7 @@ class _Fork:
         context = multiprocessing.get_context("fork")
         self.share = share
         self._answer, answer = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(function, items, share, answer), daemon=True)
+        self._process = context.Process(target=_work, args=(function, items, share, answer, os.getpid()), daemon=True)
         self._process.start()
         answer.close()
 
@@ -93,10 +95,11 @@ class _Fork:
         self._answer.close()
 
 
-def _work(function: Callable[[Any], Any], items: Sequence, share: list[int], answer) -> None:
+def _work(function: Callable[[Any], Any], items: Sequence, share: list[int], answer, parent: int) -> None:
     """What a fork does. It lacks the parent's threads, for which torch's kernels would wait forever."""
     import torch
 
+    die_with(parent)
     torch.set_num_threads(1)
     try:
         results: Any = _run_items(function, items, share)

@@ -1,0 +1,1 @@
+"""A child process that the operating system keeps from changing files and sending."""
