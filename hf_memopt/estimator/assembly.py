@@ -22,7 +22,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         depths: numbers of layers, rising.
         traces: of the job at each depth.
     """
-    peaks = extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)
     overheads.add_kept_logits(peaks, traces[-1].kept_logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
