@@ -5,7 +5,12 @@ from dataclasses import asdict, dataclass, field, replace
 from unittest import mock
 
 from hf_memopt.cli.output import print_json, print_table, working
-from hf_memopt.cli.settings import parse_settings, quantization_config, split_model_sizes
+from hf_memopt.cli.settings import (
+    parse_settings,
+    quantization_config,
+    refuse_second_answers,
+    split_model_sizes,
+)
 from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
 from hf_memopt.errors import InputError
 from hf_memopt.hardware import get_hardware
@@ -133,6 +138,9 @@ def resolve_job(options: JobOptions):
     preset = _resolve_preset(options)
     texts, sizes = split_model_sizes(options.settings)
     settings = parse_settings(texts)
+    refuse_second_answers(options, settings)
+    if options.strategy == "fsdp2" and (options.world_size or preset.processes) == 1:
+        raise InputError("strategy=fsdp2 shards a model over several processes: add --world-size, or leave it out")
     if preset.strategy.startswith("zero"):
         require("deepspeed", f"strategy={preset.strategy}")
     own = settings.own

@@ -43,12 +43,19 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         phase=_phase(segment),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         phases=_peaks_by_phase(peaks),
-        capacity_bytes=job.device.memory,
+        capacity_bytes=_capacity(job),
         training_arguments=job.fields,
         notes=(*overheads.notes(job, traces[-1], peaks), *notes_on_engine(job, peaks)),
         reserved_bytes=reserved,
         timeline=replayed.timeline,
     )
+
+
+def _capacity(job: Job) -> int | None:
+    """What the device offers to the job, or the limit that the job sets itself."""
+    limit = getattr(job.memory_args, "max_memory_gib", None)
+    sizes = [size for size in (job.device.memory, limit and int(limit * 2**30)) if size is not None]
+    return min(sizes, default=None)
 
 
 def missing_layers(config, depths: Sequence[int]) -> tuple[int, int]:

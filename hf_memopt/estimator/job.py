@@ -34,10 +34,13 @@ from hf_memopt.estimator.tracing.quantization import quantization_method
 from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
+    check_fields,
+    check_fsdp,
     checkpointing_period,
     engine_name,
     evaluates,
     fsdp_checkpoints,
+    fsdp_reshards,
     fsdp_version,
     peak_rank,
     read_fields,
@@ -246,6 +249,7 @@ class Job(ModelSettings):
             "engine": self.engine,
             "memory_args": self.memory_args,
             "rank": self.rank,
+            "reshards": fsdp_reshards(self.fields),
         }
 
 
@@ -282,9 +286,12 @@ def describe(
         settings["padded"] = True
     settings["frozen"] = tuple(settings.get("frozen") or ())
     settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
-    fields = with_strategy(read_fields(args, config_class), strategy)
+    fields = read_fields(args, config_class)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
+    check_fsdp(fields, strategy, world_size)
+    fields = with_strategy(fields, strategy)
     engine = engine_name(fields, strategy, world_size)
+    check_fields(fields, engine, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     _check_length(config, seq_len if video is None else video.longest(config))
     job = Job(

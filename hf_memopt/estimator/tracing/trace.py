@@ -68,6 +68,7 @@ class TracedJob:
         attention: the `attn_implementation` of the model and of its parts, where they were chosen.
         capability: CUDA compute capability of the device.
         fp8: weights are FP8.
+        reshards: FSDP frees a layer's gathered weights after its forward pass.
         real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
 
@@ -92,6 +93,7 @@ class TracedJob:
     attention: tuple[str, ...] = ()
     capability: float = 0.0
     fp8: bool = False
+    reshards: bool = True
     real_states: bool = False
 
     @property
@@ -272,7 +274,8 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
     class Sharded:
         def __new__(cls, model, **_):
             layers = [layer for stack in stacks for layer in stack]
-            fully_shard_model(model, layers, trainer.optimizer, mesh, job.fields.get("bf16"), job.fields.get("fp16"))
+            halves = job.fields.get("bf16"), job.fields.get("fp16")
+            fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, job.reshards)
             for weight in model.parameters():
                 ledger.classify(weight, "parameters")
             for layer in layers:
