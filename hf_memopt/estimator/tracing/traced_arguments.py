@@ -65,7 +65,8 @@ def make_arguments(job, folder: str):
     kind = TrainingArguments if job.trainer is None else type(job.trainer.original.args)
     known = {item.name for item in dataclasses.fields(kind) if item.init}
     fields = {**job.fields, **{name: value for name, value in NEUTRAL.items() if name in known}}
-    two = job.real_states or fields.get("optim") in STEPS_IN_BACKWARD
+    in_backward = fields.get("optim") in STEPS_IN_BACKWARD or getattr(job.memory_args, "optimizer_in_backward", False)
+    two = job.real_states or in_backward  # whose gradients never exist together
     fields["max_steps"] = 2 if two else _STEPS[job.engine]
     fields["deepspeed"] = _with_swap_folder(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
