@@ -7,6 +7,7 @@ from hf_memopt.estimator.accounting.ledger import KINDS, ROLLOUT_PHASES, WEIGHT_
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.colocation import add_engine, notes_on_engine
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.physical import check_physics
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import zero_limit, zero_stage
@@ -21,6 +22,9 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     Args:
         depths: numbers of layers, rising.
         traces: of the job at each depth.
+
+    Raises:
+        ImpossibleEstimate: what comes out contradicts itself, or the model.
     """
     peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
@@ -35,7 +39,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
     usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
-    return Estimate(
+    estimate = Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,
         device_bytes=overheads.with_paged(usual + overheads.context(job.device), peaks, job.device),
@@ -49,6 +53,8 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         reserved_bytes=reserved,
         timeline=replayed.timeline,
     )
+    check_physics(estimate, peaks, job)
+    return estimate
 
 
 def _capacity(job: Job) -> int | None:
