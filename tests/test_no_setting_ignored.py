@@ -213,3 +213,33 @@ def test_a_plan_chooses_the_engine(name):
 
     with pytest.raises(InputError, match=f"{name}=.*plan chooses"):
         plan("llama-3.2-1b", "a100_80gb", training={name: {"zero_optimization": {"stage": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "line"),
+    [
+        ([], {}, "float32 + bf16, adamw_torch_fused, checkpointing, sdpa, plain loss, 4 × 8 × 1"),
+        (
+            ["activation_checkpointing=false", "loss_chunk_size=512", "dtype=bfloat16", "optim=sgd"],
+            FSDP2,
+            "bfloat16 + bf16, sgd, no checkpointing, sdpa, loss in chunks of 512, fsdp2, 4 × 2 × 4",
+        ),
+        (
+            ["checkpoint_ratio=0.5", "activation_checkpointing=false", "use_liger_kernel=true", "adam_mini=true"],
+            {"strategy": "ddp", "world_size": 2},
+            "float32 + bf16, adam_mini, checkpointing of 50%, sdpa, fused loss, ddp, 4 × 4 × 2",
+        ),
+    ],
+)
+def test_the_header_says_what_was_estimated(settings, options, line):
+    assert resolved(*settings, **options).in_words("sdpa") == line
+
+
+def test_an_estimate_says_which_attention_the_model_took():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=500)
+    assert estimate(config, {"per_device_train_batch_size": 3}, 32, "rtx_4090").estimated == (
+        "float32, adamw_torch_fused, no checkpointing, sdpa, plain loss, 3 × 1 × 1"
+    )
+    assert ", eager, " in estimate(config, {}, 32, "rtx_4090", attn_implementation="eager").estimated

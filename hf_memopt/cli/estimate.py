@@ -258,6 +258,7 @@ def _print(job: str, estimate, savings, took=None, amount: AmountOptions = Amoun
 
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
     say(f"{job}: {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted, {verdict}")
+    say(f"estimated: {estimate.estimated}")
     print_speed(estimate, took, amount)
     if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
         rows = [(phase.replace("_", " "), size(peak)) for phase, peak in estimate.phases.items() if peak]

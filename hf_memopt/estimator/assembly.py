@@ -45,6 +45,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         device_bytes=overheads.with_paged(usual + overheads.context(job.device), peaks, job.device),
         host_bytes=overheads.host_bytes(peaks, job, usual - peak.total),
         phase=_phase(segment),
+        estimated=job.in_words(traces[-1].attention),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         phases=_peaks_by_phase(peaks),
         capacity_bytes=_capacity(job),

@@ -87,6 +87,7 @@ class TraceResult:
         moments, events, segments, layers, unquantized_experts, kept_logits: see Ledger.
         kernels: what the steps ran, where that was counted.
         steps: optimizer steps that were traced.
+        attention: the model's `attn_implementation`, its own choice where none was asked for.
     """
 
     moments: dict[Moment, Peak]
@@ -97,6 +98,7 @@ class TraceResult:
     kept_logits: int
     kernels: Counter[Kernel]
     steps: int = 1
+    attention: str = ""
 
     @property
     def peaks(self) -> dict[str, Peak]:
@@ -120,6 +122,7 @@ class Ledger(TorchDispatchMode):
         without_gradient: ids of the trained weights that backward has not reached yet.
         unquantized_experts: the model is quantized, except for its experts.
         kept_logits: bytes of one evaluation batch's logits, where they wait for metrics.
+        attention: see TraceResult.
         work: the kernels of the steps; None where they are not counted.
 
     Args:
@@ -139,6 +142,7 @@ class Ledger(TorchDispatchMode):
         self.without_gradient: set[int] = set()
         self.unquantized_experts = False
         self.kept_logits = 0
+        self.attention = ""
         self.work: Work | None = None
         self._moment = Moment("load", 0, None)
         self._runs = 0
@@ -167,6 +171,7 @@ class Ledger(TorchDispatchMode):
             self.kept_logits,
             self.work.kernels if self.work else Counter(),
             self.step,
+            self.attention,
         )
 
     @property

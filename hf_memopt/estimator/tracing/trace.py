@@ -140,6 +140,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
 def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.enter("load", "parameters")
     model = job.make_model()
+    ledger.attention = str(read_config(model)._attn_implementation or "")
     sees = job.values or job.inputs is not None
     windows = fewer_windows(read_config(model)._attn_implementation) if sees else contextlib.nullcontext()
     held = job.trainer.held if job.trainer else []
