@@ -31,6 +31,13 @@ class IncompatibleLibrary(RuntimeError):
     """
 
 
+class ImpossibleEstimate(RuntimeError):
+    """Numbers of an estimate contradict each other, or its model: a fault of this package, which gives none of them.
+
+    Programs that run() starts end with exit code 2, without a traceback.
+    """
+
+
 class TrainingOutOfMemory(RuntimeError):
     """Training cannot continue: not even one sample fits, or processes that wait for each other cannot recover.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from hf_memopt.disk import write_failure
 from hf_memopt.errors import (
+    ImpossibleEstimate,
     IncompatibleLibrary,
     InputError,
     StartAgain,
@@ -34,7 +35,7 @@ def run(main: Callable[..., object]) -> None:
     try:
         with only_plain_text(stderr=False):
             _until_it_stands(main)
-    except (InputError, IncompatibleLibrary) as error:
+    except (InputError, IncompatibleLibrary, ImpossibleEstimate) as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
         say(f"error: {_sentence(error)}", sys.stderr)

@@ -17,8 +17,10 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, list_architectures
 from hf_memopt.estimator.accounting.ledger import KINDS
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.tracing import extrapolate
 from hf_memopt.estimator.training_fields import read_fields
+from hf_memopt.levers.arguments import MemoryArguments
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 LENGTH = 128
@@ -124,6 +126,25 @@ def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, mo
     extended = estimate(_config(14), fields, LENGTH, "rtx_4090", lora)
     monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
     assert estimate(_config(14), fields, LENGTH, "rtx_4090", lora).breakdown == extended.breakdown
+
+
+@pytest.mark.parametrize(("micro", "length"), [(1, 4096), (4, 1024)])
+def test_no_line_goes_through_the_peaks_of_two_moments(micro, length, monkeypatch):
+    """The shallower model's backward has its peak in the loss, the deeper one's where all gradients exist before the
+    first step: their difference, times the missing layers, made 103.88 GiB of gradients of a model that has 14.96."""
+
+    def found(layers):
+        config = load_config("llama-3.1-8b")
+        config.num_hidden_layers = layers
+        fields = {"optim": "paged_adamw_8bit", "bf16": True, "per_device_train_batch_size": micro, **CHECKPOINTED}
+        levers = MemoryArguments(loss_chunk_size=1024)
+        return estimate(config, fields, length, "a100_80gb", dtype="bfloat16", memory_args=levers)
+
+    full = found(32)
+    assert full.breakdown["gradients"] <= full.breakdown["parameters"]
+    extended = found(8)
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert found(8).breakdown == extended.breakdown
 
 
 @pytest.mark.slow

@@ -264,7 +264,7 @@ def test_the_replayed_timeline_reaches_the_predicted_peak(fields, world_size):
     )
     depths = job.depths()
     traces = [run_trace(job.at_depth(layers)) for layers in depths]
-    peaks = extrapolate.extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    peaks = extrapolate.extrapolate_peaks(job.config, depths, [trace.moments for trace in traces])
     replayed = replay(traces[1], *missing_layers(job.config, depths), get_hardware("v100_32gb"))
     assert replayed.allocated == pytest.approx(max(peak.total for peak in peaks.values()), rel=1e-3)
     for reserved in replayed.reserved.values():

@@ -7,7 +7,8 @@ from faults import Strikes
 from test_adam_mini import stop_after
 from test_memory_trainer import llama, train, with_lora
 
-from hf_memopt import InputError, TrainingOutOfMemory
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfMemory, estimate
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.optimizer_in_backward import step_in_backward
 
 ALONE = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.1}
@@ -44,6 +45,32 @@ def test_a_gradient_is_gone_when_the_next_one_comes():
     model(input_ids=ids, labels=ids).loss.backward()
     assert max(there) == 0 and all(weight.grad is None for weight in model.parameters())
     assert len(optimizer.state) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", slow("adafactor"), slow("adamw_8bit"), slow("sgd")])
+def test_an_estimate_has_no_gradients_at_the_step(optim, tmp_path):
+    """Of a model whose weights are most of its memory: the estimate held all gradients at once, as usual steps do."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    config = AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4, vocab_size=500
+    )
+    fields = {"optim": optim, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    rows = [{"input_ids": [7] * 16, "labels": [7] * 16}] * 4
+    quiet = {"use_cpu": True, "max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+
+    def run(trainer, **more):
+        model = AutoModelForCausalLM.from_config(config)
+        args = TrainingArguments(str(tmp_path), logging_strategy="no", **fields, **quiet)
+        trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator, **more).train()
+
+    levers = MemoryArguments(**MEMORY)
+    found = estimate(config, fields, 16, "cpu", memory_args=levers)
+    measured = allocator_peak(lambda: run(MemoryTrainer, memory_args=levers))
+    assert found.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
+    assert measured < 0.9 * allocator_peak(lambda: run(Trainer))
+    weights = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    assert found.breakdown["gradients"] < weights, "less than a quarter of them"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated

@@ -15,7 +15,12 @@ from unittest import mock
 
 from hf_memopt.charts import check_path
 from hf_memopt.cli.output import print_json, print_table, working
-from hf_memopt.cli.settings import parse_settings, quantization_config, split_model_sizes
+from hf_memopt.cli.settings import (
+    parse_settings,
+    quantization_config,
+    refuse_second_answers,
+    split_model_sizes,
+)
 from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
@@ -149,6 +154,9 @@ def resolve_job(options: JobOptions):
     preset = _resolve_preset(options)
     texts, sizes = split_model_sizes(options.settings)
     settings = parse_settings(texts)
+    refuse_second_answers(options, settings)
+    if options.strategy == "fsdp2" and (options.world_size or preset.processes) == 1:
+        raise InputError("strategy=fsdp2 shards a model over several processes: add --world-size, or leave it out")
     if preset.strategy.startswith("zero"):
         require("deepspeed", f"strategy={preset.strategy}")
     own = settings.own
@@ -346,6 +354,7 @@ def _print(job: str, estimate, savings, took=None, amount: AmountOptions = Amoun
 
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
     say(f"{job}: {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted, {verdict}")
+    say(f"estimated: {estimate.estimated}")
     print_speed(estimate, took, amount)
     if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
         rows = [(phase.replace("_", " "), size(peak)) for phase, peak in estimate.phases.items() if peak]

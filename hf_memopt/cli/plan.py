@@ -8,7 +8,7 @@ from typing import Any
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import JobOptions, import_libraries, resolve_job
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.cli.settings import JobSettings, parse_settings, quantization_config
+from hf_memopt.cli.settings import JobSettings, parse_settings, quantization_config, refuse_second_answers
 from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
@@ -59,6 +59,7 @@ def run_which_card(options: PlanOptions, cards: CardOptions, as_json: bool) -> i
     from hf_memopt.estimator.tracing.tasks import TRL
 
     settings = parse_settings(options.settings)
+    refuse_second_answers(options, settings)
     _check_quantization(settings, options.method)
     if (task := _task(options, settings).get("task")) in TRL:
         raise InputError(f"task={task} is planned for one card: name it with --hardware")
@@ -94,6 +95,7 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
     from hf_memopt.planner.plan import plan
 
     settings = parse_settings(options.settings)
+    refuse_second_answers(options, settings)
     _check_quantization(settings, options.method)
     made = plan(
         options.model,
@@ -322,6 +324,7 @@ def run_lengths(options: PlanOptions, as_json: bool) -> int:
     from hf_memopt.presets import METHODS
 
     settings = parse_settings(options.settings)
+    refuse_second_answers(options, settings)
     _check_quantization(settings, options.method)
     more = _model_arguments(options.model, settings) | _task(options, settings)
     question = ask(

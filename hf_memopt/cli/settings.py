@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES, Preset
@@ -59,6 +59,23 @@ class JobSettings:
         return self.memory_args if "logits_to_keep" in self.memory_names else with_few_logits(self.memory_args, config)
 
 
+def refuse_second_answers(options, settings: JobSettings) -> None:
+    """Refuse settings that say otherwise what an option, or another setting, says: one of them would be ignored.
+
+    Args:
+        options: estimate's or plan's.
+    """
+    task, training = settings.own.get("task"), settings.training
+    if task and options.task and task != options.task:
+        raise InputError(f"--task {options.task} and --set task={task}: leave one of the two out")
+    for name in ("deepspeed", "fsdp"):
+        if options.strategy and training.get(name) and (name, options.strategy) != ("fsdp", "fsdp2"):
+            value = brief(training[name])
+            raise InputError(f"--strategy {options.strategy} and --set {name}={value}: leave one of the two out")
+    if settings.memory_args.adam_mini and "optim" in training:
+        raise InputError(f"adam_mini replaces the optimizer, and optim={training['optim']}: leave one of the two out")
+
+
 def split_model_sizes(settings: list[str]) -> tuple[list[str], dict[str, Any]]:
     """The settings without those of model.KEY, and these as fields of the model's configuration."""
     sizes = {}
@@ -86,7 +103,9 @@ def parse_settings(settings: list[str]) -> JobSettings:
             raise InputError(f"--set {setting}: only lora. and quantization. have keys of their own{hint}")
         known = {"own": _OWN, "memory": MemoryArguments.names(), "video": _VIDEO}
         group = prefix if dot else next((group for group, keys in known.items() if key in keys), "")
-        groups[group][name if dot else key] = read_yaml(text, f"--set {key}")
+        value, place = read_yaml(text, f"--set {key}"), name if dot else key
+        if groups[group].setdefault(place, value) != value:
+            raise InputError(f"--set {setting}: {key} is {brief(groups[group][place])} already; set it once")
     own = fit(_OWN, groups["own"], "--set ")
     if own.get("dtype") is not None and own["dtype"] not in (*DTYPES, "auto"):
         raise choose("dtype", own["dtype"], (*DTYPES, "auto"))

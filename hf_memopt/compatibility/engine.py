@@ -26,6 +26,8 @@ class Engine:
         deepspeed: DeepSpeed's configuration; None under other engines.
         fsdp_version: 1 or 2; None without FSDP.
         checkpointing: it checkpoints activations itself (fsdp_activation_checkpointing).
+        reshards: FSDP frees a layer's gathered weights after its forward pass (fsdp_reshard_after_forward).
+        offloads: FSDP keeps weights and states in host memory (fsdp_offload_params).
         tp_size: processes that share every layer, by accelerate's ParallelismConfig.
     """
 
@@ -34,6 +36,8 @@ class Engine:
     deepspeed: Mapping[str, Any] | None = None
     fsdp_version: int | None = None
     checkpointing: bool = False
+    reshards: bool = True
+    offloads: bool = False
     tp_size: int = 1
 
     @classmethod
@@ -41,8 +45,22 @@ class Engine:
         return cls(deepspeed_strategy(config), source, deepspeed=config)
 
     @classmethod
-    def of_fsdp(cls, version: int, checkpointing: object, source: str = "fsdp") -> "Engine":
-        return cls("fsdp2", source, fsdp_version=version, checkpointing=is_true(checkpointing))
+    def of_fsdp(
+        cls,
+        version: int,
+        checkpointing: object,
+        source: str = "fsdp",
+        reshards: object = None,
+        offloads: object = None,
+    ) -> "Engine":
+        return cls(
+            "fsdp2",
+            source,
+            fsdp_version=version,
+            checkpointing=is_true(checkpointing),
+            reshards=reshards is None or not keeps_gathered(reshards),
+            offloads=is_true(offloads),
+        )
 
     @property
     def name(self) -> str:
@@ -79,6 +97,12 @@ class Engine:
 def is_true(value: object) -> bool:
     """A switch, written as a bool or as YAML, JSON and environment variables write one (accelerate's str_to_bool)."""
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def keeps_gathered(reshards: object) -> bool:
+    """Whether a value of reshard_after_forward, which under FSDP1 is a sharding strategy, leaves weights gathered."""
+    name = str(getattr(reshards, "name", reshards)).lower()
+    return name in ("false", "0", "no", "n", "off", "f", "shard_grad_op")
 
 
 def deepspeed_strategy(config: Mapping[str, Any]) -> str:

@@ -29,7 +29,9 @@ def launched_engine() -> Engine | None:
     """The engine that accelerate takes from the environment where nothing else names one; None without any."""
     if is_true(os.environ.get("ACCELERATE_USE_FSDP")):
         version = int(os.environ.get("FSDP_VERSION", "1"))
-        return Engine.of_fsdp(version, os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"), LAUNCHER)
+        settings = ("ACTIVATION_CHECKPOINTING", "RESHARD_AFTER_FORWARD", "OFFLOAD_PARAMS")
+        checkpointing, reshards, offloads = (os.environ.get(f"FSDP_{name}") for name in settings)
+        return Engine.of_fsdp(version, checkpointing, LAUNCHER, reshards, offloads)
     if is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         return Engine.of_deepspeed(_launched_zero(), LAUNCHER)
     return None

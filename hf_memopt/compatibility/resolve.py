@@ -49,7 +49,13 @@ def _from_plugins(get, state: Any) -> list[Engine]:
         return [Engine.of_deepspeed(deepspeed.hf_ds_config.config, "accelerate's DeepSpeedPlugin")]
     fsdp = getattr(state, "fsdp_plugin", None)
     source = "accelerate's FullyShardedDataParallelPlugin"
-    return [] if fsdp is None else [Engine.of_fsdp(fsdp.fsdp_version, fsdp.activation_checkpointing, source)]
+    if fsdp is None:
+        return []
+    # A plugin makes a policy of what it was given (accelerate 1.15): FSDP2's has no switch, only a class.
+    offload = fsdp.cpu_offload
+    offloads = getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy" or offload is True)
+    version, checkpointing = fsdp.fsdp_version, fsdp.activation_checkpointing
+    return [Engine.of_fsdp(version, checkpointing, source, fsdp.reshard_after_forward, offloads)]
 
 
 def _from_arguments(get) -> list[Engine]:
@@ -59,7 +65,7 @@ def _from_arguments(get) -> list[Engine]:
         source = f"deepspeed={deepspeed}" if isinstance(deepspeed, str) else "deepspeed"
         engines.append(Engine.of_deepspeed(deepspeed_config(deepspeed), source))
     if fsdp := get("fsdp"):
-        engines.append(_of_fsdp_fields(get("fsdp_config"), f"fsdp={fsdp}"))
+        engines.append(_of_fsdp_fields(fsdp_settings(fsdp, get("fsdp_config")), f"fsdp={fsdp}"))
     return engines
 
 
@@ -75,12 +81,25 @@ def _tp_size(config: Any) -> int:
     return asked["tp"]
 
 
-def _of_fsdp_fields(config: Mapping[str, Any] | str | None, source: str) -> Engine:
-    """TrainingArguments accept keys with and without fsdp_; accelerate takes what is left out from the environment."""
-    given = read_settings(config or {}, "fsdp_config")
-    given = {key.removeprefix("fsdp_"): value for key, value in given.items()}
+def fsdp_settings(fsdp: Any, config: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """`fsdp_config`, which may be a file, under keys without fsdp_, with what the old words in `fsdp` add to it
+    (transformers 5.23, TrainingArguments._apply_legacy_fsdp_to_config)."""
+    settings = read_settings(config or {}, "fsdp_config")
+    settings = {key.removeprefix("fsdp_"): value for key, value in settings.items()}
+    for word in fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else ():
+        word = getattr(word, "value", word)
+        if word == "offload":
+            settings.setdefault("cpu_offload", True)
+        elif word not in ("auto_wrap", "true", "True"):
+            settings.setdefault("reshard_after_forward", word)
+    return settings
+
+
+def _of_fsdp_fields(given: Mapping[str, Any], source: str) -> Engine:
+    """accelerate takes what is left out from the environment."""
     checkpointing = given.get("activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
-    return Engine.of_fsdp(read_fsdp_version(given), checkpointing, source)
+    reshards, offloads = given.get("reshard_after_forward"), given.get("cpu_offload")
+    return Engine.of_fsdp(read_fsdp_version(given), checkpointing, source, reshards, offloads)
 
 
 def _configured_state(get) -> Any:

@@ -114,7 +114,25 @@ RULES = [
         strategy=ZERO | {"zero0"},
         engine_optimizer=True,
     ),
+    _rule(
+        "DeepSpeed makes it again with one group of weights where the Trainer's has two, and raises in backward",
+        "optim=adamw_torch",
+        "run; deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.initialize_optimizer_states",
+        optim="adagrad",
+        strategy=frozenset({"zero1", "zero2"}),
+        offload="none",
+        engine_optimizer=False,
+    ),
     # Optimizer × offload
+    _rule(
+        "accelerate makes DeepSpeedCPUAdagrad with `adamw_mode`, which it does not take, and raises",
+        "optim=adamw_torch",
+        "run; accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed",
+        optim="adagrad",
+        strategy=ZERO,
+        offload=OFFLOADED,
+        engine_optimizer=False,
+    ),
     _rule(
         "accelerate replaces it with DeepSpeedCPUAdam in L2 mode with fp32 states: neither 8-bit nor AdamW",
         "optim=adamw_torch (DeepSpeedCPUAdam in AdamW mode)",

@@ -7,6 +7,7 @@ from hf_memopt.estimator.accounting.ledger import KINDS, ROLLOUT_PHASES, WEIGHT_
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.colocation import add_engine, notes_on_engine
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.physical import check_physics
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import zero_limit, zero_stage
@@ -21,8 +22,11 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     Args:
         depths: numbers of layers, rising.
         traces: of the job at each depth.
+
+    Raises:
+        ImpossibleEstimate: what comes out contradicts itself, or the model.
     """
-    peaks = extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)
     overheads.add_kept_logits(peaks, traces[-1].kept_logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
@@ -35,20 +39,30 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
     usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
-    return Estimate(
+    estimate = Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,
         device_bytes=overheads.with_paged(usual + overheads.context(job.device), peaks, job.device),
         host_bytes=overheads.host_bytes(peaks, job, usual - peak.total),
         phase=_phase(segment),
+        estimated=job.in_words(traces[-1].attention),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         phases=_peaks_by_phase(peaks),
-        capacity_bytes=job.device.memory,
+        capacity_bytes=_capacity(job),
         training_arguments=job.fields,
         notes=(*overheads.notes(job, traces[-1], peaks), *notes_on_engine(job, peaks)),
         reserved_bytes=reserved,
         timeline=replayed.timeline,
     )
+    check_physics(estimate, peaks, job)
+    return estimate
+
+
+def _capacity(job: Job) -> int | None:
+    """What the device offers to the job, or the limit that the job sets itself."""
+    limit = getattr(job.memory_args, "max_memory_gib", None)
+    sizes = [size for size in (job.device.memory, limit and int(limit * 2**30)) if size is not None]
+    return min(sizes, default=None)
 
 
 def missing_layers(config, depths: Sequence[int]) -> tuple[int, int]:

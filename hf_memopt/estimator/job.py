@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine
-from hf_memopt.compatibility.mesh import Mesh, mesh_of
+from hf_memopt.compatibility.engine import Engine, deepspeed_strategy
+from hf_memopt.compatibility.mesh import Mesh, mesh_of, mesh_strategy
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
@@ -34,10 +34,13 @@ from hf_memopt.estimator.tracing.quantization import quantization_method
 from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
+    check_fields,
+    check_fsdp,
     checkpointing_period,
     engine_name,
     evaluates,
     fsdp_checkpoints,
+    fsdp_reshards,
     fsdp_version,
     peak_rank,
     read_fields,
@@ -149,6 +152,52 @@ class Job(ModelSettings):
         """The engine as people read it: FSDP1 is traced as FSDP2."""
         return f"fsdp{fsdp_version(self.fields)}" if self.engine == "fsdp2" else self.engine
 
+    def in_words(self, attention: str) -> str:
+        """The job in one line: dtype, optimizer, checkpointing, attention, loss, engine, other memory features, and
+        micro-batch × accumulation × processes.
+
+        Args:
+            attention: the model's `attn_implementation`.
+        """
+        fields, levers = self.fields, self.memory_args.levers() if self.memory_args is not None else {}
+        half = "".join(f" + {name}" for name in ("bf16", "fp16") if fields.get(name))
+        quantized = quantization_method(self.quantization_config)
+        optimizer = "adam_mini" if levers.pop("adam_mini", None) else fields.get("optim", "adamw_torch_fused")
+        checkpointing = self._checkpointing_in_words(
+            levers.pop("checkpoint_ratio", 0), levers.pop("checkpoint_keeps", "")
+        )
+        chunk = levers.pop("loss_chunk_size", None)
+        fused = fields.get("use_liger_kernel") or self.fuses_head
+        engine = self.engine_label
+        if self.engine == "deepspeed":
+            engine = deepspeed_strategy(fields["deepspeed"])
+        elif self.mesh is not None:
+            engine = str(
+                mesh_strategy(*(size if size > 1 else None for size in (self.mesh.tp_size, self.mesh.fsdp_size)))
+            )
+        budget = levers.pop("max_tokens_per_batch", None)
+        micro = f"{budget} tokens" if budget else fields["per_device_train_batch_size"]
+        return ", ".join(
+            [
+                f"{self.dtype}{half}",
+                *([quantized] if quantized else []),
+                optimizer,
+                checkpointing,
+                attention or "no attention",
+                f"loss in chunks of {chunk}" if chunk else "fused loss" if fused else "plain loss",
+                *([engine] if engine != "none" else []),
+                *(name if value is True else f"{name}={value}" for name, value in levers.items()),
+                f"{micro} × {fields['gradient_accumulation_steps']} × {self.world_size}",
+            ]
+        )
+
+    def _checkpointing_in_words(self, ratio: float, keeps: str) -> str:
+        every = checkpointing_period(self.fields)
+        if not (self.fields.get("activation_checkpointing") or fsdp_checkpoints(self.fields) or ratio or keeps):
+            return "no checkpointing"
+        share = f" of {ratio:.0%}" if ratio else f" every {every} layers" if every > 1 else ""
+        return f"checkpointing{share}" + (f" but {keeps}" if keeps else "")
+
     @property
     def runs_triton(self) -> bool:
         """Whether the device runs Triton kernels."""
@@ -246,6 +295,7 @@ class Job(ModelSettings):
             "engine": self.engine,
             "memory_args": self.memory_args,
             "rank": self.rank,
+            "reshards": fsdp_reshards(self.fields),
         }
 
 
@@ -282,9 +332,12 @@ def describe(
         settings["padded"] = True
     settings["frozen"] = tuple(settings.get("frozen") or ())
     settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
-    fields = with_strategy(read_fields(args, config_class), strategy)
+    fields = read_fields(args, config_class)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
+    check_fsdp(fields, strategy, world_size)
+    fields = with_strategy(fields, strategy)
     engine = engine_name(fields, strategy, world_size)
+    check_fields(fields, engine, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     _check_length(config, seq_len if video is None else video.longest(config))
     job = Job(

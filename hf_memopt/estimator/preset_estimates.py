@@ -10,7 +10,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 
+from hf_memopt.compatibility.engine import deepspeed_config
 from hf_memopt.compatibility.mesh import is_mesh
+from hf_memopt.compatibility.resolve import fsdp_settings
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.api import estimate_job
@@ -19,11 +21,12 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.tracing.model import count_weights, supports_checkpointing
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
+from hf_memopt.estimator.training_fields import batch_of
 from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
 from hf_memopt.files import write_whole
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.accelerate_config import FSDP2
-from hf_memopt.presets.arguments import resolve
+from hf_memopt.presets.arguments import OLD_NAMES, resolve
 from hf_memopt.presets.build import is_chosen
 from hf_memopt.presets.reference import REFERENCE_FILE
 
@@ -66,13 +69,23 @@ def preset_job(
     preset = replace(preset, seq_len=seq_len or preset.seq_len)
     world_size = preset.processes if world_size is None else world_size
     _refuse_second_engine(preset, fields)
-    deepspeed = fields.pop("deepspeed", None) or preset.deepspeed_config()
+    own = fields.pop("deepspeed", None)
+    deepspeed = deepspeed_config(own) if own else preset.deepspeed_config()
+    if own:
+        fields = batch_of(deepspeed) | fields
+    device = settings.pop("hardware", preset.hardware)
+    if fields.get("use_cpu") and device.backend != "cpu":
+        raise InputError(f"use_cpu=true trains on the CPU, and hardware is {device.label}: use hardware=cpu")
     row = TRL_TASKS.get(settings.get("task"))
     resolved = resolve(preset, world_size, fields, row and row.config_class) | (
         {"deepspeed": deepspeed} if deepspeed else {}
     )
-    if preset.strategy == "fsdp2":
-        resolved.setdefault("fsdp_config", {"activation_checkpointing": FSDP2["fsdp_activation_checkpointing"]})
+    if preset.strategy == "fsdp2" and world_size > 1:
+        # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
+        own = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
+        checkpoints = own.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
+        changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
+        resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
     if model is None:
         model = preset.reference_model
         model = builtin_model() if model == "builtin" else model
@@ -88,13 +101,20 @@ def preset_job(
         model,
         resolved,
         preset.seq_len,
-        settings.pop("hardware", preset.hardware),
+        device,
         peft_config=preset.peft_config(**(lora or {})),
         dtype=preset.dtype,
         world_size=world_size,
-        strategy=None if deepspeed or fields.get("fsdp") else preset.strategy,
+        strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
         **settings,
     )
+
+
+def _strategy(preset: Preset, world_size: int, by_fields: bool) -> str | None:
+    """The preset's, which on one process shards nothing; None where fields start the engine."""
+    if by_fields:
+        return None
+    return "none" if world_size == 1 and preset.strategy == "fsdp2" else preset.strategy
 
 
 def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:

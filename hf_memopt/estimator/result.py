@@ -23,6 +23,8 @@ class Estimate:
         capacity_bytes: what the device offers to a job; None where it is not known.
         training_arguments: as resolved.
         notes: what the numbers do and do not cover.
+        estimated: the job in one line: dtype, optimizer, checkpointing, attention, loss, engine, micro-batch ×
+            accumulation × processes.
         step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.throughput.Throughput);
             None where it is unknown, which the notes explain.
         timeline: (segment, bytes) over two steps, at equal numbers of allocations; not part of to_dict().
@@ -39,6 +41,7 @@ class Estimate:
     training_arguments: dict[str, Any] = field(repr=False)
     notes: tuple[str, ...]
     reserved_bytes: dict[str, int] = field(default_factory=dict)
+    estimated: str = ""
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None

@@ -68,7 +68,7 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
     micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
     micro, optimizer = kernel_seconds(kernels, job.device)
     again, _ = kernel_seconds(Counter({one: count for one, count in kernels.items() if one.recomputed}), job.device)
-    peaks = extrapolate_peaks(job.config, depths, [trace.peaks for trace in traces])
+    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
     micro_seconds = micro / micro_batches
     accumulation = job.fields["gradient_accumulation_steps"]
     step = Step(

@@ -19,6 +19,7 @@ from hf_memopt.estimator.tracing.segments import repeated_layers
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (
+    check_fields,
     engine_name,
     evaluates,
     fsdp_version,
@@ -146,6 +147,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     check_liger(fields, device)
     world_size = world_size or trainer.args.world_size
     engine = engine_name(fields, strategy, world_size)
+    check_fields(fields, engine, world_size)
     check_held(trainer, engine, fields)
     if generates(trainer):
         check_sharded_generation(trainer, engine, fields)

@@ -2,17 +2,37 @@
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true, read_fsdp_version, read_settings
+from hf_memopt.compatibility.engine import (
+    Engine,
+    deepspeed_config,
+    is_true,
+    keeps_gathered,
+    read_fsdp_version,
+    read_settings,
+)
 from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.compatibility.resolve import resolve_engine
-from hf_memopt.errors import choose
+from hf_memopt.compatibility.resolve import fsdp_settings, resolve_engine
+from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.levers.selective_checkpointing import period_of
 
 _PARALLEL = ("fsdp2", "ddp", "none")
+# Keys of fsdp_config: those that a trace follows or check_fields() refuses, and those of loading and communication.
+_FSDP_KEYS = {
+    *("version", "activation_checkpointing", "reshard_after_forward", "cpu_offload", "xla", "auto_wrap_policy"),
+    *("min_num_params", "transformer_layer_cls_to_wrap", "mixed_precision", "mixed_precision_policy"),
+    *("cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params", "limit_all_gathers"),
+    *("forward_prefetch", "backward_prefetch", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
+}
+# DeepSpeed's batch sizes, and the TrainingArguments fields that say the same.
+_SIZES = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 _UNLIMITED = 1e9  # elements: DeepSpeed's default of every limit of ZeRO-3 (deepspeed.runtime.zero.config)
 
 
@@ -40,8 +60,12 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
         if args.eval_delay is None:  # TrainingArguments.set_evaluate() leaves None in a field of numbers (5.23)
             del fields["eval_delay"]
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-        if value := fields.pop(old, None):
-            fields.setdefault(old.replace("gradient", "activation"), value)
+        new, value = old.replace("gradient", "activation"), fields.pop(old, None)
+        if isinstance(args, dict) and value is not None and fields.get(new, value) != value:
+            raise InputError(f"{old}={brief(value)} and {new}={brief(fields[new])}: leave the first one out")
+        if value:
+            fields.setdefault(new, value)
+    _check_accelerator(fields.get("accelerator_config"))
     if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
         fields["torch_compile"] = True  # TrainingArguments.__post_init__ does the same
     for name in ("accelerator_config", "output_dir"):
@@ -75,13 +99,82 @@ def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
     if engine.fsdp_version is None:
         return {}
     settings = {"activation_checkpointing": engine.checkpointing, "version": engine.fsdp_version}
+    settings |= {"reshard_after_forward": engine.reshards, "cpu_offload": engine.offloads}
     return {"fsdp": True, "fsdp_config": _fsdp_settings(fields) | settings}
 
 
 def _fsdp_settings(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fsdp_config`, which may be a file, under keys without fsdp_, as TrainingArguments spell them."""
-    settings = read_settings(fields.get("fsdp_config") or {}, "fsdp_config")
-    return {key.removeprefix("fsdp_"): value for key, value in settings.items()}
+    return fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
+
+
+def _check_accelerator(config: Any) -> None:
+    """Refuse what accelerate would make of batches that a trace does not follow."""
+    if config is None:
+        return
+    settings = vars(config) if dataclasses.is_dataclass(config) else read_settings(config, "accelerator_config")
+    for name in ("split_batches", "gradient_accumulation_kwargs"):
+        if value := settings.get(name):
+            instead = "per_device_train_batch_size" if name == "split_batches" else "gradient_accumulation_steps"
+            raise InputError(f"accelerator_config.{name}={brief(value)} is not modelled: set {instead} alone")
+
+
+def check_fsdp(fields: dict[str, Any], strategy: str | None, world_size: int) -> None:
+    """Refuse settings of FSDP that nothing would read, and FSDP on one process, which Trainer refuses, too.
+
+    Raises:
+        InputError: the setting, and what to do instead.
+    """
+    fsdp, config = fields.get("fsdp"), fields.get("fsdp_config")
+    if config and not fsdp and strategy != "fsdp2":
+        raise InputError(f"fsdp_config={brief(config)} is read under FSDP alone: use strategy fsdp2, or leave it out")
+    if world_size == 1 and (strategy == "fsdp2" or (fsdp and not strategy and not fields.get("deepspeed"))):
+        name = "strategy=fsdp2" if strategy else f"fsdp={brief(fsdp)}"
+        raise InputError(f"{name} shards a model over several processes: set world_size, or leave it out")
+
+
+def batch_of(deepspeed: Mapping[str, Any]) -> dict[str, int]:
+    """The batch sizes that a DeepSpeed configuration has as numbers, as TrainingArguments fields."""
+    return {name: deepspeed[key] for key, name in _SIZES.items() if deepspeed.get(key, "auto") != "auto"}
+
+
+def check_fields(fields: dict[str, Any], engine: str, world_size: int) -> None:
+    """Refuse an engine's settings that contradict TrainingArguments, or that a trace would leave out.
+
+    Raises:
+        InputError: the setting, and what to use instead.
+    """
+    if engine == "deepspeed":
+        for name, size in batch_of(fields["deepspeed"]).items():
+            if size != fields[name]:
+                raise InputError(
+                    f"the DeepSpeed JSON has {brief(size)} and TrainingArguments {fields[name]} for {name}: leave one "
+                    'out, or write "auto" in the JSON'
+                )
+        whole = fields["deepspeed"].get("train_batch_size", "auto")
+        batch = world_size * fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]
+        if whole not in ("auto", batch):
+            raise InputError(
+                f"the DeepSpeed JSON has train_batch_size={brief(whole)}, and micro-batch × accumulation × processes "
+                f'is {batch}: write "auto" in the JSON'
+            )
+    if engine != "fsdp2":
+        return
+    settings = fields.get("fsdp_config") or {}
+    for key in settings.keys() - _FSDP_KEYS:
+        raise choose("key of fsdp_config", str(key), _FSDP_KEYS)
+    if fields.get("activation_checkpointing") is False and fsdp_checkpoints(fields):
+        raise InputError(
+            "activation_checkpointing=false and fsdp_config.activation_checkpointing=true: leave one of the two out"
+        )
+    for key in ("cpu_offload", "xla"):
+        if is_true(settings.get(key)):
+            instead = "strategy zero3_offload_cpu" if key == "cpu_offload" else "FSDP of torch"
+            raise InputError(f"fsdp_config.{key}=true is not modelled: use {instead}, or leave it out")
+    if (policy := settings.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")) != "TRANSFORMER_BASED_WRAP":
+        raise InputError(f"fsdp_config.auto_wrap_policy={brief(policy)} is not modelled: use TRANSFORMER_BASED_WRAP")
+    reshards = str(settings.get("reshard_after_forward", True)).lower()
+    if "hybrid" in reshards or reshards == "no_shard":
+        raise InputError(f"fsdp={reshards} is not modelled: use strategy=hsdpN, or ddp for whole models")
 
 
 def with_strategy(fields: dict[str, Any], strategy: str | None) -> dict[str, Any]:
@@ -131,6 +224,11 @@ def traceable_fields(fields: dict[str, Any], engine: str) -> dict[str, Any]:
 def fsdp_checkpoints(fields: dict[str, Any]) -> bool:
     """Whether accelerate checkpoints the activations of the layers that it shards."""
     return is_true((fields.get("fsdp_config") or {}).get("activation_checkpointing"))
+
+
+def fsdp_reshards(fields: dict[str, Any]) -> bool:
+    """Whether FSDP frees a layer's gathered weights after its forward pass."""
+    return not keeps_gathered((fields.get("fsdp_config") or {}).get("reshard_after_forward", True))
 
 
 def fsdp_version(fields: dict[str, Any]) -> int:

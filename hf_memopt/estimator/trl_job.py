@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.job import Job, describe
@@ -131,6 +131,14 @@ def describe_task(
     if (args if isinstance(args, dict) else vars(args)).get("activation_offloading"):
         # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
         raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")
+    fields = args if isinstance(args, dict) else vars(args)
+    if kwargs := fields.get("model_init_kwargs"):
+        raise InputError(
+            f"model_init_kwargs={brief(kwargs)} is for models that TRL loads: set dtype, attn_implementation and "
+            "quantization_config instead"
+        )
+    if isinstance(args, dict) and (longest := args.get("max_length")) not in (None, seq_len):
+        raise InputError(f"max_length={longest} and seq_len={seq_len} differ: set the latter alone")
     job = describe(config, args, seq_len, hardware, task=row.model, config_class=row.config_class, **settings)
     if job.mesh is not None:
         raise InputError(f"task={task} is not modelled where transformers shards the model: use ddp, fsdp2 or zero3")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError, MethodRefused, choose, one_line
+from hf_memopt.errors import InputError, MethodRefused, brief, choose, one_line
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.colocation import engine_weights
 from hf_memopt.estimator.job import Job, longest_sample
@@ -385,6 +385,12 @@ def ask(model, method: str, *, training=None, lora=None, memory_args=None, more=
         raise choose("method", method, [*METHODS, "any"])
     if lora and method == "full":
         raise InputError("lora.* applies to method=lora only, and to its 4-bit form qlora")
+    for name in ("deepspeed", "fsdp", "fsdp_config"):
+        if value := (training or {}).get(name):
+            raise InputError(
+                f"{name}={brief(value)}: plan chooses the engine's settings: name the engine with strategy, or ask "
+                "`hf-memopt estimate` about this one"
+            )
     config, more = load_config(model), dict(more or {})
     dtype = more.pop("dtype", None)
     return Question(
@@ -609,7 +615,7 @@ class Question:
             model=self.model,
             config=self.config,
             preset=preset,
-            memory=self.memory or preset.hardware.memory,
+            memory=min(filter(None, (self.memory or preset.hardware.memory, self._own_limit()))),
             seq_len=self.seq_len or longest_sample(self.config, preset.seq_len),
             effective_batch_size=batch,
             fields=fields,
@@ -619,6 +625,11 @@ class Question:
             quantization=self.quantization,
             host_memory=host_memory,
         )
+
+    def _own_limit(self) -> int | None:
+        """Bytes that the run's processes allow themselves."""
+        limit = self.memory_args.max_memory_gib
+        return None if limit is None else int(limit * GIB)
 
     def _check_memory(self, device: Hardware) -> None:
         """Refuse more than a named card has. A CPU stands for any machine, a Preset for what is free on this one."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_memopt.estimator import overheads
-from hf_memopt.estimator.accounting.ledger import GENERATION, Peak
+from hf_memopt.estimator.accounting.ledger import GENERATION, Peak, TraceResult
 from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.colocation import colocates, engine_share
@@ -75,23 +75,23 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
     return [found[number] for number in range(len(alone))]
 
 
-def _counted(trace_of: tuple[Job, int]) -> tuple[dict[str, Peak], Counter[Kernel]]:
+def _counted(trace_of: tuple[Job, int]) -> TraceResult:
     job, depth = trace_of
-    trace = run_trace(dataclasses.replace(job.at_depth(depth), counted=True))
-    return trace.peaks, trace.kernels
+    return run_trace(dataclasses.replace(job.at_depth(depth), counted=True))
 
 
-def _at_full_depth(config, depths: tuple[int, ...], books: list) -> Traced:
-    (low, low_kernels), (high, high_kernels) = books[0], books[-1]
-    peaks = extrapolate_peaks(config, depths, (low, high))
+def _at_full_depth(config, depths: tuple[int, ...], traces: list[TraceResult]) -> Traced:
+    peaks = extrapolate_peaks(config, depths, [trace.moments for trace in traces])
+    kernels = traces[0].kernels
     if len(depths) == 1:  # a shallow model, traced whole: all but a little is its layers'
-        return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, low_kernels)
+        return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, kernels)
+    low, high = (trace.peaks for trace in traces)
     apart, depth = depths[1] - depths[0], count_layers(config)
     growing = {}
     for name in peaks:
         less, more = (found[name].by_kind.get("activations", 0) for found in (low, high))
         growing[name] = max(0, more - less) * depth // apart
-    return Traced(peaks, growing, extended(low_kernels, high_kernels, (depth - depths[0]) // apart))
+    return Traced(peaks, growing, extended(kernels, traces[1].kernels, (depth - depths[0]) // apart))
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,9 @@ def resolve(
         InputError: an unknown field, or batch settings without a solution in whole numbers.
     """
     kind = check_config_class(config_class)
+    for old in OLD_NAMES.keys() & overrides.keys():
+        if overrides.get(OLD_NAMES[old], overrides[old]) != overrides[old]:
+            raise InputError(f"{old}={overrides[old]} is {OLD_NAMES[old]}'s old name: leave one of the two out")
     overrides = {OLD_NAMES.get(name, name): value for name, value in overrides.items()}
     hints = {**hints_of(kind), "effective_batch_size": int | None}
     for name in overrides.keys() - hints.keys():

@@ -8,10 +8,10 @@ import functools
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +28,7 @@ HOST, PAGED = "host", "paged"
 GENERATION, LOG_PROBS, REWARDS = ROLLOUT_PHASES = ("generation", "log_probs", "rewards")
 WEIGHT_SYNC = "weight_sync"  # the policy's weights are copied to vLLM
 BLOCK = 512  # bytes; the CUDA caching allocator rounds every request up (c10/cuda/CUDACachingAllocator.cpp)
+_BEFORE = ("load", "start")  # segments before the first step
 STACK = 10_000  # layer numbers of a second stack (a decoder beside an encoder) begin here
 
 
@@ -46,6 +47,20 @@ class Peak:
     by_kind: dict[str, int] = field(default_factory=dict)
     host: int = 0
     paged: int = 0
+
+
+class Moment(NamedTuple):
+    """Where in the job a peak was: what of one is the same whatever the number of layers.
+
+    Attributes:
+        segment: its name.
+        run: how many phases had begun: which of the forward passes, of the optimizer's steps, and so on.
+        layer: number of the layer; None outside the layers.
+    """
+
+    segment: str
+    run: int
+    layer: int | None
 
 
 class Event(NamedTuple):
@@ -69,12 +84,13 @@ class TraceResult:
     """What a ledger recorded; unlike the ledger it can be pickled.
 
     Attributes:
-        peaks, events, segments, layers, unquantized_experts, kept_logits: see Ledger.
+        moments, events, segments, layers, unquantized_experts, kept_logits: see Ledger.
         kernels: what the steps ran, where that was counted.
         steps: optimizer steps that were traced.
+        attention: the model's `attn_implementation`, its own choice where none was asked for.
     """
 
-    peaks: dict[str, Peak]
+    moments: dict[Moment, Peak]
     events: list[Event]
     segments: list[str]
     layers: dict[int, int]
@@ -82,6 +98,12 @@ class TraceResult:
     kept_logits: int
     kernels: Counter[Kernel]
     steps: int = 1
+    attention: str = ""
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        """Segment -> its highest Peak."""
+        return highest(((moment.segment, peak) for moment, peak in self.moments.items()))
 
 
 class Ledger(TorchDispatchMode):
@@ -91,7 +113,7 @@ class Ledger(TorchDispatchMode):
         phase: load, forward, backward, optimizer, eval, between, or one of ROLLOUT_PHASES; the head of every segment's
             name.
         step: optimizer steps begun.
-        peaks: segment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
+        moments: Moment -> Peak. Of equal peaks the later one counts: by then every tensor's kind is known.
         events: all allocations and frees on the device, in order.
         segments: the segment's name of each visit.
         layers: allocation -> number of the layer whose weight, gradient or optimizer state it holds.
@@ -100,6 +122,7 @@ class Ledger(TorchDispatchMode):
         without_gradient: ids of the trained weights that backward has not reached yet.
         unquantized_experts: the model is quantized, except for its experts.
         kept_logits: bytes of one evaluation batch's logits, where they wait for metrics.
+        attention: see TraceResult.
         work: the kernels of the steps; None where they are not counted.
 
     Args:
@@ -110,7 +133,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.phase = "load"
         self.step = 0
-        self.peaks: dict[str, Peak] = {}
+        self.moments: dict[Moment, Peak] = {}
         self.events: list[Event] = []
         self.segments: list[str] = ["load"]
         self.layers: dict[int, int] = {}
@@ -119,9 +142,10 @@ class Ledger(TorchDispatchMode):
         self.without_gradient: set[int] = set()
         self.unquantized_experts = False
         self.kept_logits = 0
+        self.attention = ""
         self.work: Work | None = None
-        self._segment = "load"
-        self._layer: int | None = None
+        self._moment = Moment("load", 0, None)
+        self._runs = 0
         self._visit = 0
         self._kind = "other"
         self._total = 0
@@ -139,7 +163,7 @@ class Ledger(TorchDispatchMode):
     def result(self) -> TraceResult:
         """What was recorded until now: what garbage collection frees later is the trace's own end."""
         return TraceResult(
-            self.peaks,
+            self.moments,
             list(self.events),
             self.segments,
             self.layers,
@@ -147,17 +171,23 @@ class Ledger(TorchDispatchMode):
             self.kept_logits,
             self.work.kernels if self.work else Counter(),
             self.step,
+            self.attention,
         )
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        """Segment -> its highest Peak until now."""
+        return highest(((moment.segment, peak) for moment, peak in self.moments.items()))
 
     def begin(self, phase: str, kind: str) -> None:
         """Begin a phase; new storages are of the given kind."""
         self.phase = phase
+        self._runs += 1
         self.enter(phase, kind)
 
     def enter(self, segment: str, kind: str | None = None, layer: int | None = None) -> None:
         """Begin a segment; its peak starts at what is alive now."""
-        self._segment = segment
-        self._layer = layer
+        self._moment = Moment(segment, self._runs, layer)
         self._visit += 1
         self.segments.append(segment)
         self._kind = kind or self._kind
@@ -206,8 +236,8 @@ class Ledger(TorchDispatchMode):
         """Discard what was recorded of load and start, and begin them with what is alive now."""
         alive = sorted((number, size) for size, kind, number in self._live.values() if _counts(kind))
         self.events = [Event(number, size, self._visit, None) for number, size in alive]
-        for segment in ("load", "start"):
-            self.peaks.pop(segment, None)
+        self.moments = {moment: peak for moment, peak in self.moments.items() if moment.segment not in _BEFORE}
+        for segment in _BEFORE:
             self.enter(segment)
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -250,7 +280,7 @@ class Ledger(TorchDispatchMode):
         self._totals[kind] += size
         if _counts(kind):
             self._total += size
-            self.events.append(Event(self._allocations, size, self._visit, self._layer))
+            self.events.append(Event(self._allocations, size, self._visit, self._moment.layer))
         self._note_peak()
 
     def _is_logits(self, tensor: torch.Tensor) -> bool:
@@ -266,14 +296,14 @@ class Ledger(TorchDispatchMode):
         self._totals[kind] -= size
         if _counts(kind):
             self._total -= size
-        self.events.append(Event(allocation, 0, self._visit, self._layer))
+        self.events.append(Event(allocation, 0, self._visit, self._moment.layer))
 
     def _note_peak(self) -> None:
-        peak, host, paged = self.peaks.get(self._segment), self._totals[HOST], self._totals[PAGED]
+        peak, host, paged = self.moments.get(self._moment), self._totals[HOST], self._totals[PAGED]
         host, paged = (max(host, peak.host), max(paged, peak.paged)) if peak else (host, paged)
         if peak is None or self._total >= peak.total:
             by_kind = {kind: size for kind, size in self._totals.items() if size and _counts(kind)}
-            self.peaks[self._segment] = Peak(self._total, by_kind, host, paged)
+            self.moments[self._moment] = Peak(self._total, by_kind, host, paged)
         else:
             peak.host, peak.paged = host, paged
 
@@ -300,6 +330,18 @@ class Ledger(TorchDispatchMode):
             tree_map_only(torch.Tensor, self.add, out)
         if self.work is not None and self.step and (self._allocations > before or func._schema.is_mutable):
             self.work.note(func, args, kwargs, out, self.phase, shapes)
+
+
+def highest(peaks: Iterable[tuple[Hashable, Peak]]) -> dict[Any, Peak]:
+    """The highest Peak of each name, of equal ones the last; host and paged bytes are each the most of any."""
+    result: dict[Any, Peak] = {}
+    for name, peak in peaks:
+        before = result.get(name)
+        if before is not None:
+            top = peak if peak.total >= before.total else before
+            peak = Peak(top.total, top.by_kind, max(before.host, peak.host), max(before.paged, peak.paged))
+        result[name] = peak
+    return result
 
 
 def _counts(kind: str) -> bool:

@@ -266,7 +266,9 @@ class HostAdam(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
-def fully_shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], optimizer, mesh, bf16, fp16) -> None:
+def fully_shard_model(
+    model: torch.nn.Module, layers: list[torch.nn.Module], optimizer, mesh, bf16, fp16, reshards: bool = True
+) -> None:
     """Shard a model as accelerate does under FSDP2: layers, embedding, norm with head, then the rest.
 
     Repeats accelerate.utils.fsdp_utils.fsdp2_prepare_model (1.15), which runs on accelerators only; it can go when
@@ -284,11 +286,11 @@ def fully_shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], opt
     names = {id(weight): name for name, weight in model.named_parameters()}
     kept = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     for layer in layers:
-        fully_shard(layer, **settings)
+        fully_shard(layer, reshard_after_forward=reshards, **settings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     if not tied:
-        fully_shard(embedding, **settings)
+        fully_shard(embedding, reshard_after_forward=reshards, **settings)
     tail = [module for module in ([embedding, head] if tied else [head]) if module is not None]
     if tail:
         fully_shard(tail, reshard_after_forward=False, **settings)

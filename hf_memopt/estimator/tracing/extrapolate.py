@@ -1,11 +1,11 @@
 """A deep model's peaks from two shallow ones: what a step needs grows linearly with the number of layers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
 
 from hf_memopt.errors import as_input_error
-from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.accounting.ledger import STACK, Moment, Peak, highest
 
 _TRACED_WHOLE = 6  # layers; models up to this depth are not made shallower
 # Layers of the shallower model, at least: first, last and one between; a second one for engines that prefetch.
@@ -110,19 +110,50 @@ def with_depth(config, depth: int):
     return config
 
 
-def extrapolate_peaks(config, depths: Sequence[int], peaks: Sequence[dict[str, Peak]]) -> dict[str, Peak]:
-    """Peaks per segment at the model's own depth.
+def extrapolate_peaks(
+    config, depths: Sequence[int], moments: Sequence[dict[Moment, Peak]], by_layer: bool = True
+) -> dict[str, Peak]:
+    """Peaks per segment at the model's own depth: of every moment's line through both depths, the highest. A line
+    through the peaks of two moments would be neither's.
 
     Args:
         depths: the model's own, or two shallow ones.
-        peaks: segment -> Peak at each depth.
+        moments: Moment -> Peak at each depth.
+        by_layer: a layer is a moment of its own. Not where buckets fill across layers, as DeepSpeed's do.
     """
     if len(depths) == 1:
-        return peaks[0]
-    low, high = peaks
+        return highest((moment.segment, peak) for moment, peak in moments[0].items())
+    prefix, _ = _pattern(config.get_text_config(), count_layers(config))
+    low, high = (
+        highest(_placed(found, depth, depths[0], max(1, prefix), by_layer))
+        for found, depth in zip(moments, depths, strict=True)
+    )
     steps = (count_layers(config) - depths[0]) // (depths[1] - depths[0])
     # In the order of the trace, not of a set: of segments with equal peaks the first decides the breakdown.
-    return {name: _extrapolate(low[name], high[name], steps) for name in low if name in high}
+    return highest((place[0], _extrapolate(low[place], high[place], steps)) for place in low if place in high)
+
+
+def _placed(
+    moments: dict[Moment, Peak], depth: int, lowest: int, prefix: int, by_layer: bool
+) -> Iterator[tuple[tuple, Peak]]:
+    """Peaks with a name that the same moment has at another depth. A layer's is its number as far as the shallower
+    model has it, and how far it is from the last one, behind the first ones of their own kind: what all layers hold
+    rises or falls from one to the next, so one of those nearest to the ends has the most.
+
+    Args:
+        lowest: layers of the shallower model.
+        prefix: layers that come before the pattern of layer kinds; at least the first.
+    """
+    for (segment, run, layer), peak in moments.items():
+        if layer is None or not by_layer:
+            yield (segment, run), peak
+            continue
+        stack, number = divmod(layer, STACK)
+        from_last = depth - 1 - number
+        if number < lowest - 1:
+            yield (segment, run, stack, "from first", number), peak
+        if lowest - 1 - from_last >= prefix:
+            yield (segment, run, stack, "from last", from_last), peak
 
 
 def _extrapolate(low: Peak, high: Peak, steps: int) -> Peak:

@@ -128,8 +128,10 @@ def make_phase_callback(ledger: Ledger, trainer):
                 self._create_states(optimizer, args, state, control)
 
         def _create_states(self, optimizer, *state) -> None:
-            """Step once with empty gradients."""
+            """Step once with empty gradients, which all exist before there are states: a segment of its own, because
+            a backward pass begins with none."""
             ledger.begin("backward", "gradients")
+            ledger.enter("backward: before the first step")
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     if not weight.requires_grad:  # an optimizer of the user's own may hold frozen weights, too

@@ -68,6 +68,7 @@ class TracedJob:
         attention: the `attn_implementation` of the model and of its parts, where they were chosen.
         capability: CUDA compute capability of the device.
         fp8: weights are FP8.
+        reshards: FSDP frees a layer's gathered weights after its forward pass.
         real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
 
@@ -92,6 +93,7 @@ class TracedJob:
     attention: tuple[str, ...] = ()
     capability: float = 0.0
     fp8: bool = False
+    reshards: bool = True
     real_states: bool = False
 
     @property
@@ -138,6 +140,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
 def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.enter("load", "parameters")
     model = job.make_model()
+    ledger.attention = str(read_config(model)._attn_implementation or "")
     sees = job.values or job.inputs is not None
     windows = fewer_windows(read_config(model)._attn_implementation) if sees else contextlib.nullcontext()
     held = job.trainer.held if job.trainer else []
@@ -272,7 +275,8 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
     class Sharded:
         def __new__(cls, model, **_):
             layers = [layer for stack in stacks for layer in stack]
-            fully_shard_model(model, layers, trainer.optimizer, mesh, job.fields.get("bf16"), job.fields.get("fp16"))
+            halves = job.fields.get("bf16"), job.fields.get("fp16")
+            fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, job.reshards)
             for weight in model.parameters():
                 ledger.classify(weight, "parameters")
             for layer in layers:

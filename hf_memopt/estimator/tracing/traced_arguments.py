@@ -12,37 +12,43 @@ from hf_memopt.errors import as_input_error
 # traced: the optimizer's states are created from empty gradients (segments), without the first forward and backward.
 _STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "mesh": 2, "deepspeed": 2}
 _MICRO_BATCHES = 2  # further ones change only the number of prefetched batches (overheads.add_prefetched)
-# What has no effect on a step's memory, or cannot run without a device or files.
-_NEUTRAL: dict[str, Any] = {
-    "use_cpu": True,
+# What a trace has in place of a field that has no effect on a step's memory there, or is counted elsewhere.
+NEUTRAL: dict[str, Any] = {
+    # How long training takes, what is logged, saved and resumed: a step is the same.
     "num_train_epochs": 1,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
+    "warmup_steps": 0,
     "logging_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "resume_from_checkpoint": None,
+    "ignore_data_skip": False,
+    "skip_memory_metrics": True,
+    "include_num_input_tokens_seen": "no",
+    # Which samples come: the batch is made.
+    "dataloader_drop_last": False,
+    "remove_unused_columns": False,
+    # Host memory, by arithmetic (overheads.host_bytes).
     "dataloader_num_workers": 0,
     "dataloader_prefetch_factor": None,
     "dataloader_persistent_workers": False,
     "dataloader_pin_memory": False,
-    "dataloader_drop_last": False,
-    "remove_unused_columns": False,
+    # Evaluation is traced by itself (trace._evaluate), sharding by the engine's stand-in.
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "fsdp": None,
+    "fsdp_config": None,
+    # The device's own: tensors are as large in TF32. What is compiled a note says.
+    "use_cpu": True,
+    "tf32": None,
     "torch_compile": False,
     "torch_compile_backend": None,
     "torch_compile_mode": None,
-    "tf32": None,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "resume_from_checkpoint": None,
+    # Less than is predicted: after an OOM, or of what the allocator keeps.
     "auto_find_batch_size": False,
-    "fsdp": None,
-    "fsdp_config": None,
-    "include_num_input_tokens_seen": "no",
-    "skip_memory_metrics": True,
     "torch_empty_cache_steps": None,
-    "warmup_steps": 0,
-    "ignore_data_skip": False,
 }
 
 
@@ -58,8 +64,9 @@ def make_arguments(job, folder: str):
 
     kind = TrainingArguments if job.trainer is None else type(job.trainer.original.args)
     known = {item.name for item in dataclasses.fields(kind) if item.init}
-    fields = {**job.fields, **{name: value for name, value in _NEUTRAL.items() if name in known}}
-    two = job.real_states or fields.get("optim") in STEPS_IN_BACKWARD
+    fields = {**job.fields, **{name: value for name, value in NEUTRAL.items() if name in known}}
+    in_backward = fields.get("optim") in STEPS_IN_BACKWARD or getattr(job.memory_args, "optimizer_in_backward", False)
+    two = job.real_states or in_backward  # whose gradients never exist together
     fields["max_steps"] = 2 if two else _STEPS[job.engine]
     fields["deepspeed"] = _with_swap_folder(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large

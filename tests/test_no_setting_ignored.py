@@ -1,0 +1,245 @@
+"""Whatever a user sets is in the traced job, or refused with its reason: nothing is dropped without a word."""
+
+import dataclasses
+import tempfile
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_memopt import MemoryArguments
+from hf_memopt.cli.estimate import JobOptions, resolve_job
+from hf_memopt.errors import InputError
+from hf_memopt.estimator import estimate
+from hf_memopt.estimator.tracing.process_state import process_state_kept
+from hf_memopt.estimator.tracing.traced_arguments import NEUTRAL, make_arguments
+
+MODEL = "llama-3.2-1b"
+# Values of fields whose type alone does not say one that differs from the default.
+VALUES = {
+    "output_dir": "out",
+    "per_device_train_batch_size": "2",
+    "per_device_eval_batch_size": "2",
+    "gradient_accumulation_steps": "4",
+    "max_steps": "7",
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": "{num_cycles: 2}",
+    "optim": "adafactor",
+    "optim_args": "rank=4",
+    "optim_target_modules": "all-linear",
+    "activation_checkpointing_kwargs": "{every_n_layers: 2}",
+    "gradient_checkpointing_kwargs": "{use_reentrant: true}",
+    "torch_compile_mode": "default",
+    "liger_kernel_config": "{rope: false}",
+    "logging_strategy": "epoch",
+    "save_strategy": "epoch",
+    "eval_strategy": "epoch",
+    "hub_strategy": "end",
+    "debug": "underflow_overflow",
+    "log_level": "info",
+    "log_level_replica": "info",
+    "train_sampling_strategy": "sequential",
+    "dataloader_multiprocessing_context": "spawn",
+    "ddp_backend": "gloo",
+    "deepspeed": "zero2",
+    "fsdp_config": "{reshard_after_forward: false}",
+    "accelerator_config": "{split_batches: true}",
+    "parallelism_config": "{cp_size: 2}",
+    "include_for_metrics": "[loss]",
+}
+# Under another name: what it becomes, and fields of the traced Trainer that say so.
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+# Where files go, how many steps and micro-batches are traced, and what the processes of a trace talk through.
+OF_THE_TRACE = ("output_dir", "max_steps", "gradient_accumulation_steps", "ddp_backend")
+
+
+def resolved(*settings, **options):
+    return resolve_job(
+        JobOptions(**{"model": MODEL, "hardware": "a100_80gb", "seq_len": 64, **options}, settings=[*settings])
+    )[1]
+
+
+def text_of(field) -> str:
+    """A value that is not the field's default."""
+    if field.name in VALUES:
+        return VALUES[field.name]
+    if isinstance(field.default, bool) or "bool" in str(field.type):
+        return "false" if field.default is True else "true"
+    if isinstance(field.default, int | float):
+        return str(field.default + 1 if isinstance(field.default, int) else (field.default / 2 or 0.5))
+    return "3"
+
+
+@pytest.mark.parametrize(
+    "field", [field for field in dataclasses.fields(TrainingArguments) if field.init], ids=lambda field: field.name
+)
+def test_every_field_of_training_arguments(field):
+    name = RENAMED.get(field.name, field.name)
+    try:
+        job = resolved(f"{field.name}={text_of(field)}")
+    except InputError as refused:
+        assert field.name in str(refused) or field.name in ("deepspeed", "fp16")
+        return
+    if name in OF_THE_TRACE:
+        return
+    with process_state_kept(), tempfile.TemporaryDirectory() as folder:
+        traced = make_arguments(job.at_depth(1), folder)
+    wanted = job.fields[name]
+    assert wanted != field.default or name in RENAMED.values()
+    if name == "fp16":  # as large, and what a CPU can trace
+        assert traced.bf16
+    elif name == "deepspeed":
+        assert traced.deepspeed["zero_optimization"] == wanted["zero_optimization"]
+    elif name not in NEUTRAL:
+        found = getattr(traced, name)
+        assert str(getattr(wanted, "value", wanted)) in str(getattr(found, "value", found))
+
+
+def test_every_field_of_memory_arguments():
+    """They reach the traced job as one object."""
+    for field in dataclasses.fields(MemoryArguments):
+        choice = {"activation_compression": "int8", "checkpoint_keeps": "matmuls", "memory_profile": "aggressive"}
+        text = choice.get(field.name, "2-4" if field.name == "snapshot_steps" else text_of(field))
+        text = "0.93" if field.name.endswith(("threshold", "utilization")) else text
+        text = "0.5" if "ratio" in field.name or "budget" in field.name else text
+        try:
+            job = resolved("max_grad_norm=0", "gradient_accumulation_steps=1", f"{field.name}={text}")
+        except InputError as refused:
+            assert field.name in str(refused)
+            continue
+        traced = job.at_depth(1).memory_args
+        assert getattr(traced, field.name) != field.default
+        assert traced == job.memory_args
+
+
+def test_a_limit_of_its_own_is_the_capacity():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=500)
+    found = estimate(config, {}, 32, "rtx_4090", memory_args=MemoryArguments(max_memory_gib=0.5))
+    assert found.capacity_bytes == 2**29 and found.fits is False
+    assert estimate(config, {}, 32, "rtx_4090", memory_args=MemoryArguments(max_memory_gib=900)).fits
+
+
+FSDP2 = {"strategy": "fsdp2", "world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "checkpoints"),
+    [
+        ([], True),
+        (["activation_checkpointing=false"], False),
+        (["gradient_checkpointing=false"], False),
+        (["fsdp_config={activation_checkpointing: false}"], False),
+        (["fsdp_config={fsdp_activation_checkpointing: false}"], False),
+        (["fsdp_config={reshard_after_forward: false}"], True),
+    ],
+)
+def test_the_users_checkpointing_replaces_the_presets(settings, checkpoints):
+    """`activation_checkpointing=false` was ignored, since a preset's fsdp_config says otherwise."""
+    assert bool(resolved(*settings, **FSDP2).at_depth(1).fields.get("activation_checkpointing")) is checkpoints
+
+
+def test_weights_that_stay_gathered_take_more():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=500)
+
+    def peak(**settings):
+        return estimate(
+            config, settings, 32, "rtx_4090", world_size=4, strategy=None if "fsdp" in settings else "fsdp2"
+        )
+
+    usual = peak().peak_allocated_bytes
+    kept = peak(fsdp_config={"reshard_after_forward": False}).peak_allocated_bytes
+    assert kept > 1.05 * usual
+    assert peak(fsdp="shard_grad_op").peak_allocated_bytes == kept
+    assert peak(fsdp="full_shard").peak_allocated_bytes == usual
+
+
+def test_the_batch_of_a_deepspeed_json_is_the_jobs():
+    """The JSON is the user's, the micro-batch the preset's."""
+    job = resolved("deepspeed={zero_optimization: {stage: 2}, train_micro_batch_size_per_gpu: 2}", world_size=4)
+    assert job.fields["per_device_train_batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "reason"),
+    [
+        (["activation_checkpointing=false", "fsdp_config={activation_checkpointing: true}"], FSDP2, "leave one"),
+        (["gradient_checkpointing=true", "activation_checkpointing=false"], {}, "activation_checkpointing"),
+        (["optim=adafactor", "optim=sgd"], {}, "set it once"),
+        (["optim=adafactor", "adam_mini=true"], {}, "adam_mini replaces"),
+        (["task=sft"], {"task": "dpo"}, "--task dpo"),
+        (["deepspeed=zero3"], {"strategy": "zero2", "world_size": 2}, "leave one of the two out"),
+        (["deepspeed=zero3"], {"strategy": "ddp", "world_size": 2}, "leave one of the two out"),
+        (["fsdp=true"], {"strategy": "ddp", "world_size": 2}, "leave one of the two out"),
+        (["fsdp=true"], {"world_size": 1}, "several processes"),
+        ([], {"strategy": "fsdp2", "world_size": 1}, "several processes"),
+        (["fsdp=full_shard offload"], {"world_size": 2}, "cpu_offload"),
+        (["fsdp=hybrid_shard"], {"world_size": 2}, "hsdpN"),
+        (["fsdp_config={reshard_after_foward: false}"], FSDP2, "reshard_after_forward"),
+        (["fsdp_config={auto_wrap_policy: SIZE_BASED_WRAP}"], FSDP2, "auto_wrap_policy"),
+        (["fsdp_config={reshard_after_forward: false}"], {"strategy": "ddp", "world_size": 2}, "under FSDP alone"),
+        (["accelerator_config={gradient_accumulation_kwargs: {num_steps: 4}}"], {}, "gradient_accumulation_steps"),
+        (["use_cpu=true"], {}, "hardware=cpu"),
+        (["max_length=32"], {"task": "sft"}, "max_length=32"),
+        (["model_init_kwargs={dtype: float32}"], {"task": "sft"}, "set dtype"),
+        (
+            ["per_device_train_batch_size=4", "deepspeed={train_micro_batch_size_per_gpu: 2}"],
+            {"world_size": 2},
+            "for per_device_train_batch_size",
+        ),
+        (["deepspeed={train_batch_size: 7}"], {"world_size": 2}, "train_batch_size=7"),
+        (["deepspeed={gradient_clipping: 0.5}", "max_grad_norm=2"], {"world_size": 2}, "gradient_clipping"),
+        (["deepspeed={bf16: {enabled: false}}", "bf16=true"], {"world_size": 2}, "bf16"),
+        (["deepspeed={optimizer: {type: Adam}}", "optim=adafactor"], {"world_size": 2}, "optim=adafactor"),
+    ],
+)
+def test_two_answers_to_one_question_are_refused(settings, options, reason):
+    from hf_memopt.estimator.api import run_trace
+
+    with pytest.raises(InputError) as refused:
+        job = resolved(*settings, **options)
+        run_trace(job.at_depth(1))
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fsdp_config"])
+def test_a_plan_chooses_the_engine(name):
+    from hf_memopt.planner.plan import plan
+
+    with pytest.raises(InputError, match=f"{name}=.*plan chooses"):
+        plan("llama-3.2-1b", "a100_80gb", training={name: {"zero_optimization": {"stage": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "line"),
+    [
+        ([], {}, "float32 + bf16, adamw_torch_fused, checkpointing, sdpa, plain loss, 4 × 8 × 1"),
+        (
+            ["activation_checkpointing=false", "loss_chunk_size=512", "dtype=bfloat16", "optim=sgd"],
+            FSDP2,
+            "bfloat16 + bf16, sgd, no checkpointing, sdpa, loss in chunks of 512, fsdp2, 4 × 2 × 4",
+        ),
+        (
+            ["checkpoint_ratio=0.5", "activation_checkpointing=false", "use_liger_kernel=true", "adam_mini=true"],
+            {"strategy": "ddp", "world_size": 2},
+            "float32 + bf16, adam_mini, checkpointing of 50%, sdpa, fused loss, ddp, 4 × 4 × 2",
+        ),
+    ],
+)
+def test_the_header_says_what_was_estimated(settings, options, line):
+    assert resolved(*settings, **options).in_words("sdpa") == line
+
+
+def test_an_estimate_says_which_attention_the_model_took():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=500)
+    assert estimate(config, {"per_device_train_batch_size": 3}, 32, "rtx_4090").estimated == (
+        "float32, adamw_torch_fused, no checkpointing, sdpa, plain loss, 3 × 1 × 1"
+    )
+    assert ", eager, " in estimate(config, {}, 32, "rtx_4090", attn_implementation="eager").estimated

@@ -1,0 +1,86 @@
+"""Every estimate is checked against itself and its model: what contradicts itself is an error, never a number."""
+
+import dataclasses
+
+import pytest
+
+from hf_memopt.errors import ImpossibleEstimate
+from hf_memopt.estimator import assembly
+from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.job import describe
+from hf_memopt.estimator.physical import check_physics
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """A job's estimate, its peaks, and the job."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=8, num_attention_heads=4, vocab_size=500)
+    job = describe(config, {"per_device_train_batch_size": 2, "optim": "adamw_torch"}, 64, "rtx_4090")
+    kept = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(assembly, "check_physics", lambda *all_of_it: kept.append(all_of_it))
+    assembly.assemble(job, job.depths(), [run_trace(job.at_depth(depth)) for depth in job.depths()])
+    patch.undo()
+    return kept[0]
+
+
+def test_what_is_right_passes(judged):
+    check_physics(*judged)
+
+
+def _moved(breakdown: dict, to: str, size: int) -> dict:
+    """With `size` bytes of one kind and the rest of the peak as another's: the sum stays."""
+    rest = "other" if to != "other" else "workspace"
+    return {kind: 0 for kind in breakdown} | {to: size, rest: sum(breakdown.values()) - size}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda it: {"breakdown": it.breakdown | {"gradients": it.breakdown["gradients"] + 1}}, "parts of the peak"),
+        (lambda it: {"breakdown": _moved(it.breakdown, "gradients", 2 * it.breakdown["parameters"])}, "gradients are"),
+        (
+            lambda it: {"breakdown": _moved(it.breakdown, "parameters", 2 * it.breakdown["parameters"])},
+            "parameters are",
+        ),
+        (
+            lambda it: {"breakdown": _moved(it.breakdown, "optimizer_states", 3 * it.breakdown["parameters"])},
+            "adamw_torch and",
+        ),
+        (lambda it: {"breakdown": _moved(it.breakdown, "workspace", -1)}, "workspace at the peak is -1"),
+        (lambda it: {"host_bytes": float("nan")}, "host is nan"),
+        (lambda it: {"phases": it.phases | {"load": 2 * it.peak_allocated_bytes}}, "none of its phase"),
+        (lambda it: {"reserved_bytes": it.reserved_bytes | {"segments": 1}}, "are reserved"),
+        (lambda it: {"device_bytes": it.peak_allocated_bytes - 1}, "the device holds"),
+    ],
+)
+def test_a_contradiction_is_an_error(judged, change, says):
+    estimate, peaks, job = judged
+    with pytest.raises(ImpossibleEstimate, match=says) as error:
+        check_physics(dataclasses.replace(estimate, **change(estimate)), peaks, job)
+    assert "\n" not in str(error.value) and "please report it" in str(error.value)
+
+
+def test_weights_that_were_not_counted_are_missed(judged):
+    estimate, peaks, job = judged
+    halved = Peak(1, {"parameters": peaks["load"].by_kind["parameters"] // 2})
+    with pytest.raises(ImpossibleEstimate, match="weights are loaded, and the configuration has"):
+        check_physics(
+            dataclasses.replace(estimate, breakdown=_moved(estimate.breakdown, "parameters", 1)),
+            peaks | {"load": halved},
+            job,
+        )
+
+
+def test_a_command_ends_with_a_sentence(monkeypatch, capsys):
+    from hf_memopt.program import run
+
+    def fails():
+        raise ImpossibleEstimate("no estimate, as its numbers contradict each other: …")
+
+    with pytest.raises(SystemExit) as end:
+        run(fails)
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: no estimate")
