@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import slow
 from faults import Strikes, struck
-from own_losses import CASES, KNOWN, MEANS
+from own_losses import CASES, KNOWN, MEANS, Net
 from transformers import Trainer, TrainingArguments, set_seed
 
-from hf_memopt import MemoryArguments, MemoryTrainer, TrainingOutOfMemory
+from hf_memopt import MemoryArguments, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
 
 STAGES = ("forward", "loss", "backward", "clipping", "optimizer", "eval", "save")
 
@@ -172,6 +172,30 @@ def test_declared_means_are_split(name, plain, tmp_path):
 def test_what_is_known_is_never_refused(name, plain, tmp_path):
     for stage in ("forward", "backward", "eval"):
         assert not check(name, stage, plain, tmp_path, {}).refused
+
+
+@pytest.mark.parametrize("stage", ["eval", "clipping"])
+def test_a_method_below_the_mixin_is_ones_own_too(stage, plain, tmp_path, monkeypatch):
+    """`class T(MemoryTrainerMixin, Mine)`: the mixin's method comes first, and calls the other."""
+
+    class Mine(Trainer):
+        calls = 0
+
+        def prediction_step(self, model, inputs, *args, **kwargs):
+            self.calls += 1
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+            return loss * self.calls, logits, labels
+
+        def _clip_grad_norm(self, model):
+            self.calls += 1
+            for weight in model.parameters():
+                weight.grad.mul_(1 / self.calls)
+            return super()._clip_grad_norm(model)
+
+    both = type("Both", (MemoryTrainerMixin, Mine), {})
+    monkeypatch.setitem(CASES, "mine", lambda base, common: (Mine if base is Trainer else both)(Net(), **common))
+    found = check("mine", stage, plain, tmp_path, {"loss_reduction": "sample_mean"})
+    assert found.refused
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "batch norm", "own training_step that counts"])

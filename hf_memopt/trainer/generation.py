@@ -4,6 +4,7 @@ import traceback
 from itertools import chain
 
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
+from hf_memopt.trainer.known_code import defined_by_user
 from hf_memopt.trainer.recoverability import holds_whole_model
 
 
@@ -41,8 +42,10 @@ class GenerationRecovery:
         return _join(groups)
 
     def _splits_generation(self, images, multimodal_fields) -> bool:
-        """Whether prompts may be completed in groups: each process by itself, by transformers' generate()."""
-        engines = (self.use_vllm, getattr(self, "use_transformers_continuous_batching", False))
+        """Whether prompts may be completed in groups: each process by itself, by transformers' generate(), in
+        code that keeps nothing between two calls."""
+        own = defined_by_user(type(self), "_generate_single_turn"), getattr(self, "rollout_func", None)
+        engines = (self.use_vllm, getattr(self, "use_transformers_continuous_batching", False), *own)
         whole = holds_whole_model(self) and images is None and not multimodal_fields
         return self.memory_args.oom_recovery and whole and not any(engines)
 

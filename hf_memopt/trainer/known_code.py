@@ -105,9 +105,8 @@ def _is_part_of_loss(trainer, name: str) -> bool:
 
 
 def defined_by_user(kind: type, name: str) -> bool:
-    """True if the class that a method or attribute comes from is not of a known library."""
-    owner = next((base for base in kind.__mro__ if name in vars(base)), object)
-    return owner is not object and not is_known(owner)
+    """True if a class of a user's defines a method, above or below MemoryTrainerMixin."""
+    return any(name in vars(base) and not is_known(base) for base in kind.__mro__ if base is not object)
 
 
 def _own_model(model: torch.nn.Module) -> str:
