@@ -191,12 +191,24 @@ def folder_for(directory: str | Path) -> Path:
     return folder
 
 
-def write_folder(folder: Path, files: dict[str, str]) -> None:
+def _says_else(file: Path, text: str) -> bool:
+    return is_there(file) and (not file.is_file() or file.read_bytes() != text.encode("utf-8"))
+
+
+def write_folder(folder: Path, files: dict[str, str], overwrite: bool = False) -> None:
     """Write files, name -> text, into a folder; scripts (*.sh) can be run.
 
+    Args:
+        overwrite: replace files that say something else.
+
     Raises:
-        InputError: the folder cannot be written to.
+        InputError: the folder cannot be written to, or has files of these names that say something else.
     """
+    others = [] if overwrite else [name for name, text in sorted(files.items()) if _says_else(folder / name, text)]
+    if others:
+        raise InputError(
+            f"{folder} has another {' and '.join(others)}: name another folder, or replace with --overwrite"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():

@@ -35,6 +35,7 @@ from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, PlanRequest, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
+from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.video.model_parts import not_quantized, train_parts
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
     recipe, training = _with_defaults(parsed, defaults, own_model)
     _check_recipe(recipe, training)
+    training = keep_finished_run(recipe, training)
 
     engine = resolve_engine(training)
     require(("datasets", "matplotlib"), "a recipe", "train")
