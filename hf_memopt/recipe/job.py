@@ -22,6 +22,7 @@ from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.files import check_links
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
@@ -418,6 +419,8 @@ def load_tokenizer(job: Job):
     from transformers import AutoTokenizer
 
     name = job.recipe.tokenizer_name or job.model_name
+    if Path(name).is_dir():
+        check_links(Path(name))
     with as_input_error(f"tokenizer {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=job.recipe.trust_remote_code)
     if not tokenizer.is_fast:
