@@ -30,8 +30,8 @@ help:
 	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
 
 train: $(INSTALLED)
-	hf-memopt export auto out/setup --recipe pretrain
-	sh out/setup/launch.sh --output_dir out/pretrain
+	hf-memopt export auto out/setup --recipe pretrain --overwrite
+	sh out/setup/launch.sh --output_dir out/pretrain --overwrite
 
 test: $(TESTABLE)
 	python -m pytest

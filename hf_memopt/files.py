@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,31 @@ def is_there(path: Path) -> bool:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"{path} cannot be read: {reason}: give another path, or change its permissions") from None
     return True
+
+
+def check_links(folder: Path, names: Collection[str] | None = None) -> Path:
+    """A folder of others whose files lie in it: a link could name any file of this machine, which would be read, shown
+    or copied.
+
+    The hub's cache keeps a snapshot's files in the blobs folder of the same repository (huggingface_hub's
+    file_download).
+
+    Args:
+        names: of the files that are read; by default any.
+
+    Raises:
+        InputError: names the first file that is a link to elsewhere.
+    """
+    try:
+        whole = folder.resolve()
+        links = sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_symlink() and not entry.is_dir())
+        allowed = [whole, *([whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [])]
+        for link in links if names is None else [link for link in links if link.name in names]:
+            if not any(link.resolve().is_relative_to(place) for place in allowed):
+                raise InputError(f"{link} is a link that leaves its folder: put the file itself there")
+    except (OSError, RuntimeError) as error:  # a link to itself
+        raise InputError(f"{folder} cannot be read: {one_line(error)}") from error
+    return folder
 
 
 def read_bytes(path: str | Path, largest: int, tail: bool = False) -> bytes:
@@ -191,12 +216,24 @@ def folder_for(directory: str | Path) -> Path:
     return folder
 
 
-def write_folder(folder: Path, files: dict[str, str]) -> None:
+def _says_else(file: Path, text: str) -> bool:
+    return is_there(file) and (not file.is_file() or file.read_bytes() != text.encode("utf-8"))
+
+
+def write_folder(folder: Path, files: dict[str, str], overwrite: bool = False) -> None:
     """Write files, name -> text, into a folder; scripts (*.sh) can be run.
 
+    Args:
+        overwrite: replace files that say something else.
+
     Raises:
-        InputError: the folder cannot be written to.
+        InputError: the folder cannot be written to, or has files of these names that say something else.
     """
+    others = [] if overwrite else [name for name, text in sorted(files.items()) if _says_else(folder / name, text)]
+    if others:
+        raise InputError(
+            f"{folder} has another {' and '.join(others)}: name another folder, or replace with --overwrite"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():

@@ -81,6 +81,7 @@ def _length(value: str | None) -> int | str | None:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of another export.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
     str | None,
@@ -277,6 +278,7 @@ def plan(
     export: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write a profile's files into a folder, as `export` does.")
     ] = None,
+    overwrite: Overwrite = False,
     profile: Annotated[
         str,
         typer.Option(
@@ -333,6 +335,7 @@ def plan(
         host_memory_gib=host_memory,
         settings=settings,
         export=export,
+        overwrite=overwrite,
         profile=profile,
         amount=amount,
         task=task,
@@ -430,6 +433,7 @@ def export(
     yaml_only: Annotated[
         bool, typer.Option("--yaml-only", help="Write accelerate.yaml alone, with DeepSpeed's settings inside.")
     ] = False,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Write a preset as files: training_arguments.json, accelerate.yaml, deepspeed.json (if used) and launch.sh."""
@@ -446,6 +450,7 @@ def export(
         machines=machines,
         sequence_parallel=sequence_parallel,
         yaml_only=yaml_only,
+        overwrite=overwrite,
         target=target,
         arguments=arguments or [],
     )

@@ -30,6 +30,7 @@ class ExportOptions:
         machines: each with the preset's devices; also writes slurm.sbatch.
         sequence_parallel: devices that split each sequence.
         yaml_only: accelerate.yaml alone, which holds DeepSpeed's settings itself.
+        overwrite: replace the files of another export.
         target: slurm | skypilot | hf-jobs | kubernetes: the files of a job there; None for this machine's.
         arguments: more arguments of the recipe.
     """
@@ -44,12 +45,13 @@ class ExportOptions:
     machines: int | None = None
     sequence_parallel: int | None = None
     yaml_only: bool = False
+    overwrite: bool = False
     target: str | None = None
     arguments: list[str] = field(default_factory=list)
 
 
 def export_preset(options: ExportOptions, as_json: bool) -> None:
-    """Write the files, all or none; files of the same names are replaced."""
+    """Write the files, all or none; those of another export are replaced only with overwrite."""
     preset = preset_by_name(options.preset, options.method, options.strategy, options.precision)
     if options.machines is not None:
         preset = on_machines(preset, options.machines)
@@ -64,7 +66,7 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
         raise InputError(f"target={options.target} and yaml_only exclude each other: leave one out")
     folder = folder_for(options.directory)
     files = _files(preset, folder, options)
-    write_folder(folder, files)
+    write_folder(folder, files, options.overwrite)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
     elif options.target:

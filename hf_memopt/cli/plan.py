@@ -29,6 +29,7 @@ class PlanOptions:
         memory_gib, host_memory_gib: that may be used of each device, and of the host for each device.
         settings: KEY=VALUE, as `--set` takes them.
         export: folder to write a profile's files to.
+        overwrite: replace the files of another export there.
         profile: the one to write: safe, balanced, aggressive or maximum.
         amount: how much is trained, for time and cost.
         task: None for what the model is for.
@@ -44,6 +45,7 @@ class PlanOptions:
     host_memory_gib: float | None = None
     settings: list[str] = field(default_factory=list)
     export: str | None = None
+    overwrite: bool = False
     profile: str = "balanced"
     amount: AmountOptions = field(default_factory=AmountOptions)
     task: str | None = None
@@ -111,7 +113,7 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
         say=_log,
         **_model_arguments(options.model, settings) | _task(options, settings),
     )
-    written = _export(made, options.export, options.profile) if options.export and made.ladder else []
+    written = _export(made, options) if options.export and made.ladder else []
     if as_json:
         print_json(made.to_dict() | {"exported": written, "durations": _durations(made, options.amount)})
     else:
@@ -154,14 +156,14 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _export(made, directory: str, name: str) -> list[str]:
+def _export(made, options: PlanOptions) -> list[str]:
     """Write a profile's files; where it does not fit, the next safer one's that does."""
     from hf_memopt.planner.launch import write_files
 
-    profile = next((rung for rung in made.ladder if rung.name == name), made.ladder[0])
-    if profile.name != name:
-        _log(f"nothing fits the profile {name}: writing {profile.name}")
-    return write_files(made.request, profile, directory)
+    profile = next((rung for rung in made.ladder if rung.name == options.profile), made.ladder[0])
+    if profile.name != options.profile:
+        _log(f"nothing fits the profile {options.profile}: writing {profile.name}")
+    return write_files(made.request, profile, options.export, options.overwrite)
 
 
 def _durations(made, amount: AmountOptions) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
         if number == 1 and line.startswith("["):
             yield from _json_list(path)
             return
-        row = _parsed(path, number, line)
+        row = _parsed(path, number, line.rstrip())  # behind its newline an error would be of the next line
         if not isinstance(row, dict | None):
             raise InputError(f"{path}: line {number} holds {brief(row)}, not an object: {_EXAMPLE}")
         yield number, row or {}
@@ -99,9 +99,26 @@ def _json_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 def _json_list(path: Path) -> Iterator[tuple[None, Row]]:
     """The rows of a file that is one JSON list, whose line numbers are unknown; a bare string is a text."""
-    text = "".join(line for _, line in _lines(path))
-    for row in _parsed(path, 1, text):
+    lines = [line for _, line in _lines(path)]
+    try:
+        rows = _parsed(path, 1, "".join(lines).rstrip())
+    except InputError:
+        # Of rows that stand on a line each, an unfinished one swallows those that follow: look at each alone.
+        for number, line in enumerate(lines, 1):
+            row = line.strip().removeprefix("[").strip().removesuffix("]").rstrip().removesuffix(",")
+            if row and (number == len(lines) or row.startswith("{")) and not _is_json(row):
+                _parsed(path, number, row)
+        raise
+    for row in rows:
         yield None, row if isinstance(row, dict) else {"text": row}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+        return True
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parsed(path: Path, number: int, text: str) -> Any:
@@ -133,21 +150,23 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(2**31 - 1)  # cells hold whole documents; the default is 128 KiB
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     header: list[str] = []
+    first = end = 0  # lines of a row, which quotes may spread over several
     try:
         for cells in reader:
+            first, end = end + 1, reader.line_num
             if not cells:
                 continue
             if not header:
                 header = cells
             elif len(cells) > len(header):
                 raise InputError(
-                    f"{path}: line {reader.line_num} has {len(cells)} cells, and the first line names {len(header)} "
+                    f"{path}: line {first} has {len(cells)} cells, and the first line names {len(header)} "
                     "columns: put quotes around a cell that holds a comma"
                 )
             else:
-                yield reader.line_num, {**dict.fromkeys(header, ""), **dict(zip(header, cells, strict=False))}
+                yield first, {**dict.fromkeys(header, ""), **dict(zip(header, cells, strict=False))}
     except csv.Error as error:
-        raise InputError(f"{path}: line {reader.line_num} is not CSV ({error}): close every quote") from error
+        raise InputError(f"{path}: line {end + 1} is not CSV ({error}): close every quote") from error
 
 
 def _text_rows(path: Path) -> Iterator[tuple[int, Row]]:

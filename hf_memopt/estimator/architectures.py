@@ -7,6 +7,7 @@ from pathlib import Path
 from hf_memopt.errors import InputError, as_input_error, brief, one_line
 from hf_memopt.estimator.model_sizes import check_sizes
 from hf_memopt.field_values import check_value
+from hf_memopt.files import check_links
 
 _FOLDER = Path(__file__).parent / "architectures"
 
@@ -71,6 +72,8 @@ def read_config(model, trust_remote_code: bool = False):
 
     where = f"model {brief(str(model))}"
     try:
+        if Path(model).is_dir():
+            check_links(Path(model))
         content, _ = PretrainedConfig.get_config_dict(model)
         kind = content.get("model_type")
         if "AutoConfig" in (content.get("auto_map") or {}) and kind not in CONFIG_MAPPING and not trust_remote_code:

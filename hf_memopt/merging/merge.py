@@ -13,7 +13,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.errors import InputError, as_input_error, choose
-from hf_memopt.files import write_whole
+from hf_memopt.files import check_links, write_whole
 from hf_memopt.merging.adapter import Adapted, check_adapter
 from hf_memopt.merging.base import Base
 from hf_memopt.merging.layout import Output, lay_out, split_into_files
@@ -149,7 +149,7 @@ def find_folder(name: str | Path, revision: str | None = None) -> Path:
     """
     path = Path(name).expanduser()
     if path.exists():
-        return path
+        return check_links(path) if path.is_dir() else path
     from huggingface_hub import snapshot_download
 
     with as_input_error(f"{name} is neither a folder nor a model on the hub", OSError, ValueError):

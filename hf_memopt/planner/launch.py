@@ -101,9 +101,12 @@ def launcher_command(rung) -> list[str]:
     return argv + machine_words(preset)
 
 
-def write_files(request, rung, directory: str) -> list[str]:
+def write_files(request, rung, directory: str, overwrite: bool = False) -> list[str]:
     """Write training_arguments.json, accelerate.yaml, deepspeed.json (if used), plan.json, launch.sh and, for several
     devices, slurm.sbatch.
+
+    Args:
+        overwrite: replace the files of another export.
 
     Returns:
         The files' paths.
@@ -130,7 +133,7 @@ def write_files(request, rung, directory: str) -> list[str]:
     argv = recipe_command(request, rung)
     argv[0] = shlex.quote(str(_recipe_file(request)))
     files |= scripts(rung.preset, folder, argv)
-    write_folder(folder, files)
+    write_folder(folder, files, overwrite)
     return [str(folder / file) for file in sorted(files)]
 
 

@@ -80,6 +80,9 @@ class RecipeArguments:
     streaming: bool = field(default=False, metadata={"help": "Read data while training (needs --max_steps)."})
     shuffle_buffer_size: int = field(default=10_000, metadata={"help": "Rows of a stream's shuffle buffer."})
     samples: int = field(default=3, metadata={"help": "Generated samples to print at the end."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace a finished run in output_dir, with its checkpoints."}
+    )
     dry_run: bool = field(default=False, metadata={"help": "Stop before training; write nothing."})
 
 

@@ -22,6 +22,7 @@ from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.files import check_links
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
@@ -35,6 +36,7 @@ from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, PlanRequest, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
+from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.video.model_parts import not_quantized, train_parts
 
 logger = logging.getLogger(__name__)
@@ -167,6 +169,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
     recipe, training = _with_defaults(parsed, defaults, own_model)
     _check_recipe(recipe, training)
+    training = keep_finished_run(recipe, training)
 
     engine = resolve_engine(training)
     require(("datasets", "matplotlib"), "a recipe", "train")
@@ -416,6 +419,8 @@ def load_tokenizer(job: Job):
     from transformers import AutoTokenizer
 
     name = job.recipe.tokenizer_name or job.model_name
+    if Path(name).is_dir():
+        check_links(Path(name))
     with as_input_error(f"tokenizer {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=job.recipe.trust_remote_code)
     if not tokenizer.is_fast:

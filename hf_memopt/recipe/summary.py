@@ -21,6 +21,7 @@ from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch
+from hf_memopt.recipe.resume import remove_finished_run
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.run_report import write_run_report
 from hf_memopt.terminal import console
@@ -155,6 +156,8 @@ def train(job: Job, trainer, resume: str | None, estimate, show: Callable | None
         show: prints samples at the end in place of sample(), with the same arguments.
     """
     with claimed(job.args.output_dir) if job.args.process_index == 0 else contextlib.nullcontext():
+        if job.recipe.overwrite and job.args.process_index == 0:
+            remove_finished_run(job.args.output_dir)
         _train(job, trainer, resume, estimate)
         (show or sample)(job, trainer)
 

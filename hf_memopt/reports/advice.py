@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.files import is_there, read_bytes
+from hf_memopt.files import check_links, is_there, read_bytes
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
 from hf_memopt.monitor.growth import ADVICE
@@ -149,12 +149,13 @@ def decode_log(content: bytes) -> str:
 
 def _advise_on_folder(folder: Path) -> Advice | None:
     """Advice from oom_report.json; else from recovered failures; else from the newest log; else on a slow run."""
+    logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
+    check_links(folder, {REPORT_FILE, LOG, OOM, *(log.name for log in logs)})
     if ended := read_oom_report(folder):
         return _advise_on_report(ended)
     events = _events(folder)
     if events:
         return _advise_on_event(events[-1])
-    logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
         if advice := advise_on_text(_read_end(log)):
             return advice

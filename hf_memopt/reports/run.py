@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.files import is_there, read_json, user_path
+from hf_memopt.files import check_links, is_there, read_json, user_path
 from hf_memopt.redaction import redact
 from hf_memopt.reports.fields import EVENT, REPORT, Check
 from hf_memopt.reports.log import LARGEST_LOG, Events, Readings, read_log
@@ -59,6 +59,7 @@ def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
             f"{folder} has none of {REPORT_FILE}, {LOG} and {OOM}: give the output_dir of a recipe, of "
             "MemoryTrainer, or of a Trainer with MemoryCallback"
         )
+    check_links(folder, (REPORT_FILE, LOG, OOM))
     report = read_report(folder)
     log = folder / LOG
     readings, logged = read_log(log, largest_log) if is_there(log) else (Readings(), Events())

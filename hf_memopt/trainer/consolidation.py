@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.files import check_links
 from hf_memopt.packages import require
 from hf_memopt.trainer import manifest
 
@@ -48,6 +49,7 @@ def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = F
     """
     source, target = Path(checkpoint).expanduser(), Path(directory).expanduser().resolve()
     merge = _choose_merge(source)
+    check_links(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} is not an empty folder: name an empty or new one")
     if not trusted:

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.files import check_links
 from hf_memopt.trainer.manifest import manifest_fault
 from hf_memopt.trainer.sharded_states import STATES_FOLDER
 
@@ -58,6 +59,10 @@ def checkpoint_fault(checkpoint: Path, save_only_model: bool = False) -> str:
 
     A checkpoint of plain Trainer has no manifest, so its files are opened instead.
     """
+    try:
+        check_links(checkpoint)
+    except InputError as error:
+        return str(error)
     fault = manifest_fault(checkpoint)
     return _fault_of_files(checkpoint, save_only_model) if fault is None else fault
 
