@@ -327,3 +327,31 @@ def test_cached_segments_are_given_back_before_the_limit():
     cache.release(cache.allocate(80 * MIB))
     cache.allocate(90 * MIB)
     assert cache.reserved == 90 * MIB
+
+
+@pytest.mark.parametrize(("offload", "fused"), [({}, "AdamW"), ({"offload_optimizer": {"device": "cpu"}}, "AdamW")])
+def test_an_optimizer_of_the_deepspeed_json_is_traced(offload, fused):
+    """DeepSpeed's own fused kernels read bytes, which fake tensors have none of: they ended the process."""
+    engine = {"zero_optimization": {"stage": 2, **offload}, "bf16": {"enabled": True}}
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    states = [
+        estimate(config, {"deepspeed": engine | more, "bf16": True}, seq_len=32, hardware="a100_80gb", world_size=2)
+        for more in ({}, {"optimizer": {"type": fused, "params": {"lr": "auto"}}})
+    ]
+    own, theirs = (found.breakdown["optimizer_states"] for found in states)
+    assert theirs == pytest.approx(own, rel=0.01)
+
+
+def test_an_optimizer_of_deepspeeds_that_cannot_be_traced_is_refused():
+    engine = {
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lion", "params": {}},
+    }
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    with pytest.raises(InputError, match="FusedLion, whose kernels cannot be traced"):
+        estimate(config, {"deepspeed": engine, "bf16": True}, seq_len=32, hardware="a100_80gb", world_size=2)

@@ -176,13 +176,16 @@ def test_every_replaced_name_is_called(part, calls, monkeypatch):
     assert uncalled(part, calls) == []
 
 
+OTHER_OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb", "FusedLion")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "idle"),
     [
-        ("zero1", ("assert_ints", "DeepSpeedCPUAdam", "AsyncIOBuilder")),
-        ("zero2", ("assert_ints", "DeepSpeedCPUAdam", "AsyncIOBuilder")),
-        ("zero3", ("DeepSpeedCPUAdam", "AsyncIOBuilder", "functional:linear")),  # ZeRO-3 calls a linear of its own
+        ("zero1", ("assert_ints", *OTHER_OPTIMIZERS, "AsyncIOBuilder")),
+        ("zero2", ("assert_ints", *OTHER_OPTIMIZERS, "AsyncIOBuilder")),
+        ("zero3", (*OTHER_OPTIMIZERS, "AsyncIOBuilder", "functional:linear")),  # ZeRO-3 calls a linear of its own
     ],
 )
 def test_what_zero_needs_without_offloading(strategy, idle, calls):

@@ -17,6 +17,7 @@ from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.compatibility.mesh import Mesh
+from hf_memopt.errors import InputError
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
 from hf_memopt.estimator.patches.table import Part
@@ -101,6 +102,7 @@ def _deepspeed(ledger) -> Iterator[None]:
 
     check(Part.DEEPSPEED)
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS as supported
     from deepspeed.utils import groups, logger
 
     zero = "deepspeed.runtime.zero"
@@ -109,7 +111,10 @@ def _deepspeed(ledger) -> Iterator[None]:
         "deepspeed.comm.comm:cdb": None,
         "deepspeed.comm.torch:build_shm_op": lambda: None,
         f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
-        "deepspeed.ops.adam:DeepSpeedCPUAdam": HostAdam,
+        "deepspeed.ops.adam:DeepSpeedCPUAdam": KernelAdam,
+        "deepspeed.ops.adam:FusedAdam": KernelAdam,
+        f"{zero}.utils:ZERO_SUPPORTED_OPTIMIZERS": [*supported, KernelAdam],
+        **{name: _untraceable(name) for name in ("deepspeed.ops.lamb:FusedLamb", "deepspeed.ops.lion:FusedLion")},
         "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
         # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
         f"{zero}.partition_parameters:Init.param_id": 0,
@@ -259,11 +264,21 @@ def spread(model, mesh: Mesh, bf16: bool):
     return model.maybe_distribute_model(model, config, TransformersDeviceMesh(dense, expert))
 
 
-class HostAdam(torch.optim.AdamW):
-    """Stands in for DeepSpeedCPUAdam, whose C++ reads bytes: fp32 states in host memory, no temporaries."""
+class KernelAdam(torch.optim.AdamW):
+    """Stands in for DeepSpeedCPUAdam and FusedAdam, whose C++ reads bytes: no temporaries."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+
+def _untraceable(name: str):
+    def refuse(*_, **__):
+        raise InputError(
+            f"the DeepSpeed JSON's optimizer is {name.split(':')[1]}, whose kernels cannot be traced: leave "
+            "`optimizer` out and set optim"
+        )
+
+    return refuse
 
 
 def fully_shard_model(

@@ -370,8 +370,26 @@ _DEEPSPEED = (
     ),
     Names(
         owner="deepspeed.ops.adam",
-        names={"DeepSpeedCPUAdam": "model_params, lr"},
-        why="its C++ reads bytes",
+        names={"DeepSpeedCPUAdam": "model_params, lr", "FusedAdam": "params, lr"},
+        why="their C++ reads bytes",
+        until="never",
+    ),
+    Names(
+        owner=f"{_ZERO}.utils",
+        names={"ZERO_SUPPORTED_OPTIMIZERS": None},
+        why="the stand-in for these optimizers is not in the list",
+        until="they need none",
+    ),
+    Names(
+        owner="deepspeed.ops.lamb",
+        names={"FusedLamb": "params, lr"},
+        why="its C++ reads bytes; refused",
+        until="never",
+    ),
+    Names(
+        owner="deepspeed.ops.lion",
+        names={"FusedLion": "params, lr"},
+        why="its C++ reads bytes; refused",
         until="never",
     ),
     Names(
