@@ -419,12 +419,14 @@ def frames_job(options: FramesOptions):
     from hf_memopt.planner.devices import split_count
 
     name, devices = split_count(options.hardware)
+    usual = ("max_frames=1", "per_device_train_batch_size=1")
+    named = {setting.partition("=")[0] for setting in options.settings}
     asked = JobOptions(
         model=options.model,
         preset=name,
         method="full" if options.method == "any" else options.method,
         world_size=devices,
-        settings=["max_frames=1", "per_device_train_batch_size=1", *options.settings],
+        settings=[setting for setting in usual if setting.split("=")[0] not in named] + options.settings,
     )
     _, job = resolve_job(asked)
     return job

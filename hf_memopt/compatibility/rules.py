@@ -123,6 +123,13 @@ RULES = [
         offload="none",
         engine_optimizer=False,
     ),
+    _rule(
+        "it makes its states for whole weights, before FSDP2 puts shards in their place, and raises at the first step",
+        "optim=adamw_torch",
+        "source: torch.optim.Adagrad.__init__, accelerate.Accelerator._prepare_fsdp2",
+        optim="adagrad",
+        strategy="fsdp2",
+    ),
     # Optimizer × offload
     _rule(
         "accelerate makes DeepSpeedCPUAdagrad with `adamw_mode`, which it does not take, and raises",

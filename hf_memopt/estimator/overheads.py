@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hf_memopt.compatibility.rules import CUDA_GRAPHS, PACKAGES
 from hf_memopt.compatibility.setup import compile_mode
-from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
+from hf_memopt.estimator.accounting.ledger import BLOCK, Peak, TraceResult
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import describe_liger
 from hf_memopt.estimator.quantized_checkpoints import quantization_notes
@@ -49,14 +49,15 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     MemoryTrainer moves one at a time."""
     accumulation = job.fields["gradient_accumulation_steps"]
     more = (1 if _one_at_a_time(job) else accumulation) - min(2, accumulation)
-    size = more * batch_bytes(job)
-    joined = batch_bytes(job) if _joins(job) else 0  # of which pixels are all but nothing
+    batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
+    size = more * batch
+    joined = batch if _joins(job) else 0  # of which pixels are all but nothing
     for name, peak in peaks.items():
         if not name.startswith(("load", "start")):
             grow(peak, "other", size + (joined if _sees(job, name) else 0))
     if not _one_at_a_time(job):  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
-        grow(fetching, "other", accumulation * batch_bytes(job))
+        grow(fetching, "other", accumulation * batch)
         if job.engine in ("none", "ddp"):  # gradients are gone by then
             grow(fetching, "gradients", -fetching.by_kind.get("gradients", 0))
 
@@ -77,14 +78,14 @@ def _sees(job, segment: str) -> bool:
     return segment.startswith("forward") or (segment.startswith("backward") and "vision" not in job.frozen)
 
 
-def batch_bytes(job) -> int:
-    """Bytes of one micro-batch."""
+def batch_bytes(job, block: int = 1) -> int:
+    """Bytes of one micro-batch, each tensor in whole blocks."""
     total = 0
     for shape, dtype in job.batch.values():
         count = 1
         for length in shape:
             count *= length
-        total += count * dtype.itemsize
+        total += -(-count * dtype.itemsize // block) * block
     return total
 
 
