@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
-from hf_memopt import MemoryArguments
+from hf_memopt import InputError, MemoryArguments
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.allocator.caching import CachingAllocator
 from hf_memopt.estimator.allocator.replay import replay
