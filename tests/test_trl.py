@@ -169,6 +169,31 @@ def test_losses_over_the_whole_batch_are_not_split(case, fields, reason, tmp_pat
     assert f"micro-batches run whole: {reason}" in caplog.text
 
 
+class OwnSFTTrainer(trl.SFTTrainer):
+    """A loss that is not TRL's alone."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = 2 * loss
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnDPOTrainer(trl.DPOTrainer):
+    """A part of TRL's own loss replaced."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        return super()._compute_loss(model, inputs, return_outputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "own"), [("SFT", OwnSFTTrainer, "compute_loss"), ("DPO", OwnDPOTrainer, "_compute_loss")]
+)
+def test_what_is_ones_own_over_trl_is_asked_about(case, kind, own, tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, case, (kind, *CASES[case][1:]))
+    with pytest.raises(TrainingOutOfMemory, match=f"has its own {own}: .* set loss_reduction"):
+        train(tmp_path, case, strikes=Strikes({"backward": {40}}))
+
+
 @pytest.mark.parametrize("fields", [{"loss_chunk_size": 16}, {"logits_to_keep": True}])
 def test_features_of_the_loss_are_refused(fields, tmp_path):
     """TRL's own head takes the place of the model's forward: they would do nothing, or mix up positions."""
