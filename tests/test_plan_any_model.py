@@ -70,3 +70,9 @@ def test_every_plan_ends_in_an_answer_or_advice(model, card, method, command):
 def test_what_no_recipe_trains_is_not_exported(command, tmp_path):
     code, _, errors = command("plan", "bert-base", "--hardware", "t4", "--export", tmp_path / "out")
     assert code == 2 and "task=masked-lm has no recipe to export" in errors
+
+
+@pytest.mark.slow
+def test_a_plan_that_no_recipe_runs_is_printed(command):
+    code, out, _ = command("plan", "bert-base", "--hardware", "t4")
+    assert code == 0 and "  TrainingArguments(" in out

@@ -225,7 +225,7 @@ def _print_start(request, rung) -> None:
         return
     print(f"{rung.name}, for your own script:")
     for name, fields in (
-        (request.trl.row.config, training_arguments(request, rung)),
+        (request.trl.row.config if request.trl else "TrainingArguments", training_arguments(request, rung)),
         ("MemoryArguments", memory_settings(rung)),
     ):
         values = ", ".join(f"{key}={value!r}" for key, value in sorted(fields.items()))
