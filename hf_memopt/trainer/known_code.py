@@ -12,7 +12,8 @@ import torch
 
 PACKAGES = {
     *("transformers", "peft", "trl", "torch", "accelerate", "hf_memopt"),
-    *("bitsandbytes", "torchao", "liger_kernel", "deepspeed"),
+    *("bitsandbytes", "torchao", "gptqmodel", "awq", "hqq", "optimum", "compressed_tensors"),
+    *("liger_kernel", "deepspeed", "timm"),
 }
 # Methods that a Trainer's subclass may override: called outside of a micro-batch, never again for a retry. Any other
 # method of a known trainer may be part of its step.
