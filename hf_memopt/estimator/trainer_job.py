@@ -9,7 +9,7 @@ import torch
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.largest_batch import largest_batch, largest_eval_batch
+from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
 from hf_memopt.estimator.tracing.batches import tensors_in_batch
@@ -166,7 +166,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         fields=fields,
         seq_len=max((tensor.shape[1] for tensor in tensors if tensor.dim() == 2), default=1),
         device=device,
-        padded=generates(trainer) or _is_padded(inputs),
+        padded=generates(trainer) or is_padded(inputs),
         video=VideoInputs(sample=inputs) if sees else None,
         engine=engine,
         world_size=world_size,
@@ -231,11 +231,3 @@ def _layer_lists(model) -> list[torch.nn.ModuleList]:
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = [module for module in lists if {id(layer) for layer in module} in stacks]
     return layers if all(len(module) == depth for module in layers) else []
-
-
-def _is_padded(inputs) -> bool:
-    """Whether a batch is padded or packed."""
-    tensors = inputs if isinstance(inputs, Mapping) else {}
-    positions, mask = tensors.get("position_ids"), tensors.get("attention_mask")
-    packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) < 0).any())  # they start again
-    return packed or (isinstance(mask, torch.Tensor) and not bool(mask.all()))
