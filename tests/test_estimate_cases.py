@@ -1,11 +1,15 @@
 """Jobs whose memory is decided by what a plain look misses: padding, kept logits, the allocator's setting."""
 
+import os
+
 import pytest
 import torch
 
 from hf_memopt.estimator import estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
+from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
 
 
 def _collate(rows):
@@ -79,3 +83,54 @@ def test_rows_of_text_that_differ_in_characters_alone(tmp_path):
         trainer.train_dataset = Dataset.from_dict({"text": texts})
         mask = largest_batch(trainer)["attention_mask"]
         assert mask.shape == (4, 8) and bool(mask.all()) is not padded
+
+
+@pytest.fixture
+def plain_environment(monkeypatch):
+    for name in SPELLINGS:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(None, "segments"), ("max_split_size_mb:64", "segments"), ("expandable_segments:True", "expandable")],
+)
+def test_reserved_memory_is_by_the_segments_that_the_environment_asks_for(value, kind, tmp_path, plain_environment):
+    if value:
+        plain_environment.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+    found = estimate_trainer(_trainer(tmp_path, [1300] * 8), "a100_80gb")
+    assert found.reserved_bytes["expandable"] < found.reserved_bytes["segments"]
+    assert found.peak_reserved_bytes == found.reserved_bytes[kind]
+    words = {"segments": "ordinary segments", "expandable": "expandable segments"}[kind]
+    assert any(words in note for note in found.notes)
+
+
+SCRIPT = """
+import os, sys
+{setting}
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+Trainer(model, TrainingArguments(sys.argv[1]), train_dataset=[{{"input_ids": [1] * 8, "labels": [1] * 8}}]).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "expandable"),
+    [
+        ("", False),
+        ("os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'", True),
+        ("import hf_memopt.hardware; hf_memopt.hardware.configure_allocator()", True),
+        ("os.environ.update(PYTORCH_ALLOC_CONF='', PYTORCH_CUDA_ALLOC_CONF='expandable_segments:False')", False),
+    ],
+)
+def test_what_a_script_sets_decides(setting, expandable, tmp_path, plain_environment):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(setting=setting))
+    before = dict(os.environ)
+    with caught_trainer(str(script), [str(tmp_path / "out")], "a100_80gb"):
+        assert expands_segments() is expandable
+    assert dict(os.environ) == before

@@ -38,7 +38,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
-    usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
+    usual = reserved["expandable" if job.expandable and job.device.backend == "cuda" else "segments"]
     estimate = Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,

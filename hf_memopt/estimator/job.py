@@ -92,6 +92,7 @@ class Job(ModelSettings):
         dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
             the meta device.
+        expandable: the caching allocator has expandable segments, as presets set it; PyTorch's default is without.
     """
 
     fields: dict[str, Any]
@@ -106,6 +107,7 @@ class Job(ModelSettings):
     rank: int = 0
     dequantized: str = ""
     real_batch: dict[str, Any] | None = None
+    expandable: bool = True
 
     @property
     def batch(self) -> dict:

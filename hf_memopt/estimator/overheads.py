@@ -161,7 +161,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )
     if job.device.backend != "cpu":
-        said.extend(measured_memory(job.device))
+        said.extend(measured_memory(job.device, job.expandable))
     if trace.unquantized_experts:
         said.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
     said.extend(quantization_notes(job))
@@ -209,12 +209,17 @@ def _of_attention(job) -> Iterator[str]:
         yield f"{name} is sdpa with a mask of tokens × tokens here, which takes more than causal sdpa without one"
 
 
-def measured_memory(device: Hardware) -> Iterator[str]:
-    """What of a device's bytes was measured on it."""
+def measured_memory(device: Hardware, expandable: bool) -> Iterator[str]:
+    """What of a device's bytes was measured on it.
+
+    Args:
+        expandable: the job sets expandable segments where the device has them.
+    """
     if device.backend == "mps":
         model = "reserved and device bytes follow a model of MPS's allocator, whose heaps are up to 1 GiB large"
     else:
-        model = "reserved and device bytes follow a model of CUDA's caching allocator"
+        kind = "expandable segments" if expandable and device.backend == "cuda" else "ordinary segments"
+        model = f"reserved and device bytes follow a model of CUDA's caching allocator, with {kind}"
     file = measured_on(device)
     if file is None:
         yield f"{model}; not checked on a GPU yet"

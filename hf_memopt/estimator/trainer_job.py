@@ -29,6 +29,7 @@ from hf_memopt.estimator.training_fields import (
     zero_stage,
 )
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.hardware.attention import attention_names, check_attention
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.video.inputs import VideoInputs
@@ -175,6 +176,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         inputs=inputs,
         eval_inputs=largest_eval_batch(trainer) if evaluates(fields) else None,
         layer_lists=layer_lists,
+        expandable=expands_segments(),
     )
 
 
