@@ -9,7 +9,11 @@ from hf_memopt.estimator import estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
+from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
+from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.presets.build import build_preset
 
 
 def _collate(rows):
@@ -134,3 +138,37 @@ def test_what_a_script_sets_decides(setting, expandable, tmp_path, plain_environ
     with caught_trainer(str(script), [str(tmp_path / "out")], "a100_80gb"):
         assert expands_segments() is expandable
     assert dict(os.environ) == before
+
+
+_BERT = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+_LLAMA = _BERT | {"num_key_value_heads": 1, "pad_token_id": 0}
+_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2}
+ADAPTED = [
+    ("bert", _BERT, "sequence-classification", "SEQ_CLS", 3),
+    ("bert", _BERT, "token-classification", "TOKEN_CLS", 3),
+    ("bert", _BERT, "question-answering", "QUESTION_ANS", 2),
+    ("bert", _BERT, "masked-lm", None, 2),
+    ("t5", _T5, "seq2seq-lm", "SEQ_2_SEQ_LM", 2),
+    ("llama", _LLAMA, "sequence-classification", "SEQ_CLS", 5),
+    ("llama", _LLAMA, "token-classification", "TOKEN_CLS", 5),
+    ("llama", _LLAMA, "question-answering", "QUESTION_ANS", 2),
+    ("llama", _LLAMA, "causal-lm", "CAUSAL_LM", 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "task", "task_type", "labels"), ADAPTED)
+def test_a_presets_adapters_are_those_of_the_models_task(kind, sizes, task, task_type, labels):
+    """peft trains the head of a classifier, too: as many weights as in the real model."""
+    import transformers
+    from peft import LoraConfig
+
+    config = transformers.AutoConfig.for_model(kind, vocab_size=64, num_labels=labels, **sizes)
+    model = getattr(transformers, TASKS[task].auto_class).from_config(config)
+    out = {"TOKEN_CLS": ["classifier", "score"], "QUESTION_ANS": ["qa_outputs"]}.get(task_type)  # or peft raises
+    adapters = LoraConfig(r=16, target_modules="all-linear", task_type=task_type, exclude_modules=out)
+    real = add_adapters(model, adapters)
+    trained = {name: weight.numel() for name, weight in real.named_parameters() if weight.requires_grad}
+    job = preset_job(build_preset("rtx_3060", "lora"), config, task=task, seq_len=8)
+    assert sorted(job.trained_sizes()) == sorted(trained.values())
+    heads = [name for name in trained if "modules_to_save" in name]
+    assert bool(heads) is (task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"))
