@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
+from video_models import qwen2_5_vl
 
-from hf_memopt.estimator import estimate_trainer
+from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
@@ -14,6 +15,7 @@ from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.presets.build import build_preset
+from hf_memopt.video.inputs import VideoInputs
 
 
 def _collate(rows):
@@ -172,3 +174,12 @@ def test_a_presets_adapters_are_those_of_the_models_task(kind, sizes, task, task
     assert sorted(job.trained_sizes()) == sorted(trained.values())
     heads = [name for name in trained if "modules_to_save" in name]
     assert bool(heads) is (task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"))
+
+
+def test_a_video_model_whose_positions_are_made_from_numbers_under_zero3():
+    """zero.Init leaves its own torch.tensor behind, and transformers makes a tensor of one number from each sample."""
+    config, *_ = qwen2_5_vl()
+    video = VideoInputs(frames=2, height=56, width=56)
+    fields = {"per_device_train_batch_size": 1}
+    found = estimate(config, fields, 8, "a100_80gb", video=video, world_size=2, strategy="zero3")
+    assert found.phases["backward"] > found.breakdown["parameters"] > 0
