@@ -6,11 +6,13 @@ import pytest
 import torch
 from video_models import qwen2_5_vl
 
+from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
 from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
 from hf_memopt.levers.adapters import add_adapters
@@ -183,3 +185,33 @@ def test_a_video_model_whose_positions_are_made_from_numbers_under_zero3():
     fields = {"per_device_train_batch_size": 1}
     found = estimate(config, fields, 8, "a100_80gb", video=video, world_size=2, strategy="zero3")
     assert found.phases["backward"] > found.breakdown["parameters"] > 0
+
+
+FIELDS = {"per_device_train_batch_size": 1}
+
+
+def test_more_tokens_than_the_configuration_has_positions_are_a_note_where_the_model_computes_them():
+    from transformers import AutoConfig
+
+    sizes = _LLAMA | {"vocab_size": 64, "max_position_embeddings": 128}
+    within, beyond = (estimate(AutoConfig.for_model("llama", **sizes), FIELDS, length, "cpu") for length in (128, 256))
+    assert beyond.phases["forward"] > within.phases["forward"]
+    assert [any("128 positions" in note for note in each.notes) for each in (within, beyond)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "field"),
+    [
+        ("gpt2", {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 128}, "n_positions"),
+        ("opt", _BERT | {"max_position_embeddings": 128}, "max_position_embeddings"),
+        ("bert", _BERT | {"max_position_embeddings": 128}, "max_position_embeddings"),
+        ("gptj", {"n_layer": 2, "n_embd": 16, "n_head": 2, "rotary_dim": 4, "n_positions": 128}, "n_positions"),
+    ],
+)
+def test_a_table_of_positions_ends_where_it_ends(kind, sizes, field):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, vocab_size=64, **sizes)
+    with pytest.raises(InputError, match=rf"128 positions.*--set model\.{field}=256"):
+        estimate(config, FIELDS, 256, "cpu")
+    assert estimate(with_sizes(config, {field: 256}), FIELDS, 256, "cpu").peak_allocated_bytes > 0

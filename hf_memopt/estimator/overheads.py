@@ -146,6 +146,11 @@ def describe_sample(job) -> str:
 def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
+    if job.positions and job.seq_len > job.positions:
+        said.append(
+            f"{job.seq_len} tokens are more than the {job.positions} positions of the model's configuration: their "
+            "memory is counted; how well the model uses them, its scaling of positions decides"
+        )
     optim = job.fields.get("optim", "")
     if by_formula(optim, job.device.backend != "cpu"):
         said.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")

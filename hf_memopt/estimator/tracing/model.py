@@ -1,6 +1,7 @@
 """The model of a job on fake tensors, as from_pretrained and peft would leave it."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -161,6 +162,16 @@ def supports_checkpointing(config, task: str) -> bool:
         return bool(getattr(model, "supports_gradient_checkpointing", True))
 
     return _remembered("checkpointing", config, build, task)
+
+
+def has_table(config, task: str, positions: int) -> bool:
+    """Whether the model looks positions up in a table of that many rows, or of two more as OPT's and RoBERTa's."""
+    import torch
+
+    with torch.device("meta"), outside_zero3():
+        model = make_model(ModelSettings(config=config, task=task))
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return any(tensor.dim() == 2 and positions <= tensor.shape[0] <= positions + 2 for tensor in tensors)
 
 
 def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> int:
