@@ -215,3 +215,34 @@ def test_a_table_of_positions_ends_where_it_ends(kind, sizes, field):
     with pytest.raises(InputError, match=rf"128 positions.*--set model\.{field}=256"):
         estimate(config, FIELDS, 256, "cpu")
     assert estimate(with_sizes(config, {field: 256}), FIELDS, 256, "cpu").peak_allocated_bytes > 0
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_flash_attention_of_4_bit_weights_with_peft_preparation(prepared):
+    """peft's preparation leaves norms in 32 bits; flash attention casts to the configuration's dtype, not to the
+    first linear layer's bytes (transformers' get_target_dtype)."""
+    from peft import LoraConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    config = AutoConfig.for_model("llama", vocab_size=64, **_LLAMA)
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    found = estimate(
+        config,
+        FIELDS,
+        64,
+        "a100_80gb",
+        dtype="bfloat16",
+        attn_implementation="flash_attention_2",
+        quantization_config=packed,
+        kbit_preparation=prepared,
+        peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    assert found.fits
+
+
+def test_paged_states_on_rocm_are_counted_with_what_is_not_known():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", vocab_size=8000, **_LLAMA)
+    found = estimate(config, FIELDS | {"optim": "paged_adamw_32bit"}, 64, "rx_7900_xtx")
+    assert any("not known on ROCm" in note for note in found.notes)

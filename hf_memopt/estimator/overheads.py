@@ -159,6 +159,9 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
             f"{gib(paged)} of paged optimizer states are CUDA managed memory, which torch does not count: they are in "
             "device bytes as far as there is room for them, and in host bytes"
         )
+        if job.device.backend == "rocm":
+            # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
+            said.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
     if job.world_size > 1:
         said.append(f"predicted for one of {job.world_size} devices, {job.engine_label}")
     if job.engine_label == "fsdp1":
