@@ -246,3 +246,46 @@ def test_paged_states_on_rocm_are_counted_with_what_is_not_known():
     config = AutoConfig.for_model("llama", vocab_size=8000, **_LLAMA)
     found = estimate(config, FIELDS | {"optim": "paged_adamw_32bit"}, 64, "rx_7900_xtx")
     assert any("not known on ROCm" in note for note in found.notes)
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+
+
+def _evaluating(folder, **fields):
+    return _trainer(
+        folder,
+        [32] * 8,
+        eval_dataset=[{"input_ids": [5] * 128}] * 60,
+        compute_metrics=lambda _, compute_result=True: {},
+        fields=EVALUATED | fields,
+    )
+
+
+LOGITS = 60 * 128 * 128 * 4  # bytes of the whole evaluation
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, 2),  # Trainer concatenates a batch's logits with all before them
+        ({"eval_do_concat_batches": False}, 1),
+        ({"eval_accumulation_steps": 1}, 0),
+        ({"batch_eval_metrics": True}, 0),
+    ],
+    ids=["kept", "listed", "moved", "batch by batch"],
+)
+def test_logits_of_an_evaluation_are_where_the_trainer_has_them(fields, kept, tmp_path):
+    found = estimate_trainer(_evaluating(tmp_path, **fields), "cpu")
+    truth = allocator_peak(lambda: _evaluating(tmp_path, **fields).train())
+    assert found.peak_allocated_bytes == pytest.approx(truth, rel=0.03)
+    assert (found.phase == "eval" and found.breakdown["logits"] >= kept * LOGITS) or not kept
+
+
+def test_logits_moved_to_the_host_are_in_host_bytes(tmp_path):
+    def host(**fields):
+        return estimate_trainer(_evaluating(tmp_path, **fields), "a100_80gb").host_bytes
+
+    without = host(prediction_loss_only=True)
+    assert host() - without == LOGITS
+    assert host(eval_accumulation_steps=1) - without == 2 * LOGITS  # numpy concatenates there
+    assert host(batch_eval_metrics=True) - without == LOGITS // 30

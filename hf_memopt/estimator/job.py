@@ -221,6 +221,16 @@ class Job(ModelSettings):
         """Evaluation batches whose logits wait on the device for compute_metrics."""
         return 0
 
+    @property
+    def evaluated_batches(self) -> int:
+        """Evaluation batches whose logits compute_metrics gets, in host memory."""
+        return 0
+
+    @property
+    def concatenates_logits(self) -> bool:
+        """Whether each batch's logits are concatenated with those before them."""
+        return False
+
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside the layers and within one layer; only trained ones if `trained`."""
         adapters = self.peft_config if trained else None

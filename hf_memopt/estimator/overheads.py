@@ -95,6 +95,29 @@ def add_kept_logits(peaks: dict[str, Peak], size: int) -> None:
             grow(peak, "logits", size)
 
 
+def add_concatenation(peaks: dict[str, Peak], size: int) -> None:
+    """Logits of a batch are concatenated with those that wait, which are there twice then (transformers 5.23,
+    EvalLoopContainer.add).
+
+    Args:
+        size: of the result.
+    """
+    for name, peak in peaks.items():
+        passing = peak.by_kind.get("logits", 0) + peak.by_kind.get("activations", 0)  # of a forward, which is over
+        if name.startswith("eval") and passing < 2 * size:
+            peak.total -= passing
+            peak.by_kind |= {"logits": 0, "activations": 0}
+            grow(peak, "logits", 2 * size)
+
+
+def _evaluated(job, logits: int) -> int:
+    """Host memory of the logits of an evaluation: moved in steps, they are concatenated there, and are there twice."""
+    in_steps = job.kept_batches < job.evaluated_batches
+    if job.evaluated_batches < 1 or not (in_steps or job.device.memory_apart):
+        return 0  # numpy's arrays are torch's memory
+    return logits * job.evaluated_batches * (2 if in_steps and job.concatenates_logits else 1)
+
+
 def add_save(peaks: dict[str, Peak]) -> None:
     """Saving needs no more on the device than what is there between two steps."""
     steady = peaks["between"]
@@ -116,12 +139,13 @@ def grow(peak: Peak, kind: str, size: int) -> None:
     peak.by_kind[kind] = peak.by_kind.get(kind, 0) + size
 
 
-def host_bytes(peaks: dict[str, Peak], job, cached: int) -> int:
+def host_bytes(peaks: dict[str, Peak], job, cached: int, logits: int) -> int:
     """Host memory of one process: what engines offload, or the weights on their way to the device; batches waiting in
     the data loader (workers × prefetch factor, pinned once more); and the process itself.
 
     Args:
         cached: bytes that the device's allocator reserves beyond the peak, which lie in the host's memory if unified.
+        logits: bytes of an evaluation batch's, where they are kept.
     """
     spare = int(constant("host_process_bytes", job.device).value)
     swapped = optimizer_buffers(job)
@@ -130,7 +154,8 @@ def host_bytes(peaks: dict[str, Peak], job, cached: int) -> int:
     workers = job.fields.get("dataloader_num_workers", 0)
     waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
-    loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
+    evaluated = _evaluated(job, logits)
+    loader = evaluated + (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
         return max(peak.total + peak.host for peak in peaks.values()) + cached + swapped + loader + spare
     staged = 0 if job.quantization_config is not None else peaks["load"].by_kind.get("parameters", 0)

@@ -73,19 +73,29 @@ class TrainerJob(Job):
 
     @property
     def kept_batches(self) -> int:
+        batches = self.evaluated_batches
+        return min(batches, self.trainer.args.eval_accumulation_steps or batches)
+
+    @property
+    def evaluated_batches(self) -> int:
         trainer = self.trainer
         if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
             return 0
         reduced = getattr(self.memory_args, "reduce_eval_logits", False)
         if reduced and trainer.preprocess_logits_for_metrics is None:
             return 0  # only the predicted token ids are kept
+        if trainer.args.batch_eval_metrics:
+            return 1
         size = trainer.args.per_device_eval_batch_size
         data = trainer.eval_dataset
         lengths = [
             len(each) for each in (data.values() if isinstance(data, dict) else [data]) if hasattr(each, "__len__")
         ]
-        batches = math.ceil(max(lengths, default=1) / size)
-        return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))
+        return max(1, math.ceil(max(lengths, default=1) / size))
+
+    @property
+    def concatenates_logits(self) -> bool:
+        return self.trainer.args.eval_do_concat_batches
 
     @property
     def fuses_head(self) -> bool:
