@@ -535,7 +535,7 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
         (["{model}", "--preset", "cpu", "--set", "dtype=int3"], "unknown dtype"),
         (["{model}", "--preset", "cpu", "--method", "lora", "--set", "lora.rr=1"], "unknown key of lora"),
         (["{model}", "--preset", "cpu", "--set", "lora.r=1"], "method=lora only"),
-        (["{model}", "--preset", "cpu", "--seq-len", "4096"], "2048 positions"),
+        (["{model}", "--preset", "cpu", "--seq-len", "0"], "at least 1"),
         (["{model}", "--preset", "cpu", "--set", "quantization.bnb_4bit_quant_type=fp4"], "method=qlora only"),
         (["{model}", "--preset", "cpu", "--method", "qlora", "--set", "quantization.nf5=1"], "unknown key of quant"),
         (["{model}", "--preset", "cpu", "--set", "deepspeed=zero4"], "unknown deepspeed configuration 'zero4'"),

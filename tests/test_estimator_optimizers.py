@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.training_args import OptimizerNames
 
 from hf_memopt import InputError, estimate
-from hf_memopt.compatibility.rules import BITSANDBYTES, PACKAGES, PAGED
+from hf_memopt.compatibility.rules import BITSANDBYTES, PACKAGES
 from hf_memopt.estimator.tracing import optimizers
 from hf_memopt.hardware import get_hardware
 
@@ -47,8 +47,6 @@ def test_every_optimizer_is_estimated_or_refused_in_one_sentence(name, hardware)
     reason = REFUSED.get(name)
     if backend == "mps" and name in BITSANDBYTES:
         reason = "no optimizer kernel for Apple's MPS"
-    elif backend == "rocm" and name in PAGED:
-        reason = "use optim=adamw_8bit"
     elif backend == "cpu" and name.startswith("paged_ademamix"):
         reason = "use ademamix"
     if reason is None:

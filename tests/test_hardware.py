@@ -323,7 +323,7 @@ def test_flash_attention_where_it_works(monkeypatch):
 
 @pytest.fixture
 def no_allocator_setting(monkeypatch):
-    for name in allocator._SPELLINGS:
+    for name in allocator.SPELLINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(allocator, "_build_has_cuda_allocator", lambda: True)
 

@@ -31,7 +31,6 @@ BNB_32BIT = frozenset(
     }
 )
 BITSANDBYTES = BNB_8BIT | BNB_LION | BNB_32BIT
-PAGED = frozenset(name for name in BITSANDBYTES if name.startswith("paged_"))
 LAYERWISE = frozenset(
     {
         "galore_adamw_layerwise",
@@ -205,13 +204,6 @@ RULES = [
         "source: bitsandbytes/backends/mps registers no optimizer_update",
         optim=BITSANDBYTES,
         device="mps",
-    ),
-    _rule(
-        "paged optimizers need CUDA managed memory, which bitsandbytes supports on NVIDIA only",
-        "optim=adamw_8bit",
-        "bitsandbytes documentation, paged optimizers",
-        optim=PAGED,
-        device="rocm",
     ),
     _rule(
         "it is the optimizer of XLA devices such as TPUs, from torch_xla",

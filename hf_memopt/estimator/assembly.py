@@ -29,7 +29,10 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)
-    overheads.add_kept_logits(peaks, traces[-1].kept_logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
+    logits = traces[-1].kept_logits
+    overheads.add_kept_logits(peaks, logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
+    if job.concatenates_logits and job.kept_batches > 1:
+        overheads.add_concatenation(peaks, logits * job.kept_batches)
     overheads.add_save(peaks)
     overheads.add_workspace(peaks, job.device)
     add_engine(peaks, job)
@@ -38,12 +41,12 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
-    usual = reserved["expandable" if job.device.backend == "cuda" else "segments"]
+    usual = reserved["expandable" if job.expandable and job.device.backend == "cuda" else "segments"]
     estimate = Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,
         device_bytes=overheads.with_paged(usual + overheads.context(job.device), peaks, job.device),
-        host_bytes=overheads.host_bytes(peaks, job, usual - peak.total),
+        host_bytes=overheads.host_bytes(peaks, job, usual - peak.total, logits),
         phase=_phase(segment),
         estimated=job.in_words(traces[-1].attention),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hf_memopt.hardware import Hardware, detection
+from hf_memopt.hardware import Hardware, allocator, detection
 
 # Functions of transformers and accelerate that remember what they have found out about the device, or did to it.
 _ASKING = r"is_(torch_|mps|xpu|bf16|fp8|flash)|check_cuda|enable_tf32"
@@ -51,6 +51,9 @@ def seen_by_script(device: Hardware) -> Iterator[None]:
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, answer))
         stack.enter_context(mock.patch.object(detection, "detect", lambda: device))
+        stack.enter_context(
+            mock.patch.object(allocator, "_build_has_cuda_allocator", lambda: device.backend == "cuda")
+        )
         # DeepSpeed looks for its accelerator once, when it is imported, and the trace needs the CPU's.
         stack.enter_context(mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}))
         stack.enter_context(_asked_anew())

@@ -27,6 +27,7 @@ from hf_memopt.estimator.patches.trl_trainers import without_engine, without_pre
 from hf_memopt.estimator.scratch_libraries import nothing_written
 from hf_memopt.estimator.tracing.process_state import generators_kept
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.hardware.allocator import SPELLINGS
 
 
 class Ready(BaseException):
@@ -78,6 +79,10 @@ def caught_trainer(
             stack.enter_context(through_parent(hub))
         with generators_kept(), seen_by_script(device), _script_environment(path, arguments):
             trainer = _run(path)
+            chosen = {name: os.environ[name] for name in SPELLINGS if name in os.environ}
+        for name in SPELLINGS:  # until the end of the stack, which restores the environment
+            os.environ.pop(name, None)
+        os.environ.update(chosen)
         # accelerate's state outlives the script, and the device that it names is not here.
         PartialState._shared_state["device"] = trainer.args.__dict__["_setup_devices"] = torch.device("cpu")
         trainer.model_init = None  # it was called for this model; called again it would read weights

@@ -26,6 +26,7 @@ from hf_memopt.estimator.tracing.extrapolate import (
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
     count_weights,
+    has_table,
     make_model,
     resolve_dtype,
     weight_sizes,
@@ -92,6 +93,7 @@ class Job(ModelSettings):
         dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
             the meta device.
+        expandable: the caching allocator has expandable segments, as presets set it; PyTorch's default is without.
     """
 
     fields: dict[str, Any]
@@ -106,6 +108,7 @@ class Job(ModelSettings):
     rank: int = 0
     dequantized: str = ""
     real_batch: dict[str, Any] | None = None
+    expandable: bool = True
 
     @property
     def batch(self) -> dict:
@@ -117,6 +120,11 @@ class Job(ModelSettings):
         if budget is not None:
             micro = samples_within(budget, self.seq_len)
         return batch_shapes(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
+
+    @property
+    def positions(self) -> int | None:
+        """The positions that its configuration names; None where there is no such number."""
+        return _positions(self.config)
 
     @property
     def generates(self) -> bool:
@@ -212,6 +220,16 @@ class Job(ModelSettings):
     def kept_batches(self) -> int:
         """Evaluation batches whose logits wait on the device for compute_metrics."""
         return 0
+
+    @property
+    def evaluated_batches(self) -> int:
+        """Evaluation batches whose logits compute_metrics gets, in host memory."""
+        return 0
+
+    @property
+    def concatenates_logits(self) -> bool:
+        """Whether each batch's logits are concatenated with those before them."""
+        return False
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside the layers and within one layer; only trained ones if `trained`."""
@@ -339,7 +357,8 @@ def describe(
     engine = engine_name(fields, strategy, world_size)
     check_fields(fields, engine, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
-    _check_length(config, seq_len if video is None else video.longest(config))
+    task = find_task(task, config) if task else infer_task(config)
+    _check_length(config, task, seq_len if video is None else video.longest(config))
     job = Job(
         config=config,
         fields=fields,
@@ -347,7 +366,7 @@ def describe(
         device=device,
         engine=engine,
         world_size=world_size,
-        task=find_task(task, config) if task else infer_task(config),
+        task=task,
         rank=peak_rank(fields, engine, world_size) if rank is None else _checked_rank(rank, world_size),
         mesh=mesh_of(strategy, world_size) if engine == "mesh" else None,
         **settings,
@@ -403,11 +422,19 @@ def _own_attention(config) -> str | None:
     return name if flash_attention(name) or name in ("eager", "sdpa", "flex_attention") else None
 
 
-def _check_length(config, seq_len: int) -> None:
+def _check_length(config, task: str, seq_len: int) -> None:
     positions = _positions(config)
-    if seq_len < 1 or (positions and seq_len > positions):
-        most = f"from 1 to the model's {positions} positions" if positions else "at least 1"
-        raise InputError(f"seq_len={seq_len} must be {most}")
+    if seq_len < 1:
+        raise InputError(f"seq_len={seq_len} must be at least 1")
+    text = config.get_text_config()
+    if not positions or seq_len <= positions or getattr(text, "rope_parameters", None):
+        return  # rotary embeddings are computed for any position
+    if has_table(config, task, positions):  # a position beyond its end raises an IndexError
+        field = (text.attribute_map or {}).get("max_position_embeddings", "max_position_embeddings")
+        raise InputError(
+            f"seq_len={seq_len} must be from 1 to the model's {positions} positions, which it has a table of; "
+            f"`hf-memopt estimate … --set model.{field}={seq_len}` estimates it with a longer one"
+        )
 
 
 def _check_combination(job: Job, strategy: str | None) -> None:

@@ -1,9 +1,11 @@
 """The largest batch of a Trainer's data: its longest samples, as its own loader and collator return them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.data.packed_batches import packed_batches
@@ -101,19 +103,41 @@ def _largest(loader, size: int, budget: int | None = None):
     micro = next((number for number in sizes if isinstance(number, int)), size)
     if budget is not None:
         micro = samples_within(budget, max(sample_lengths(data)))
-    return collate([data[index] for index in _longest(data, collate, micro)])
+    batches = (collate([data[index] for index in indices]) for indices in _longest(data, collate, micro))
+    return max(batches, key=_weight)
 
 
-def _longest(data, collate, count: int) -> list[int]:
-    """Indices of the longest samples, repeated where there are fewer."""
+def _longest(data, collate, count: int) -> list[list[int]]:
+    """Indices of the longest samples, repeated where there are fewer. Where they have one length and other samples are
+    shorter, also with one of those in place of the last: a batch of the same shape with padding, and so with a mask,
+    takes more memory, and real data give both."""
     sizes = relative_sizes(data, _SAMPLED_ROWS)
     order = sorted(range(min(len(sizes), _SAMPLED_ROWS)), key=sizes.__getitem__, reverse=True)
     if "input_ids" not in (getattr(data, "column_names", None) or ("input_ids",)):
         # Pairs, prompts and answers: how long the batch becomes depends on how the collator joins them.
         first = order[: max(_COLLATED_ROWS, 2 * count)]
-        order = sorted(first, key=lambda index: _elements(collate([data[index]])), reverse=True)
-    return (order * math.ceil(count / max(1, len(order))))[:count]
+        collated = {index: _weight(collate([data[index]])) for index in first}
+        order = sorted(first, key=collated.__getitem__, reverse=True) + order[len(first) :]
+    longest = (order * math.ceil(count / max(1, len(order))))[:count]
+    if count == 1 or sizes[longest[-1]] < sizes[longest[0]]:
+        return [longest]
+    shorter = [index for index in order if sizes[index] < sizes[longest[0]]]
+    # Sizes in characters may be one size in tokens: the shortest is padded if any is.
+    return [longest, *([*longest[:-1], index] for index in dict.fromkeys([*shorter[:1], *shorter[-1:]]))]
+
+
+def _weight(batch: Any) -> tuple[int, bool]:
+    """What batches compare by: elements, and of equally many a padded one's are more."""
+    return _elements(batch), is_padded(batch)
 
 
 def _elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in_batch(batch))
+
+
+def is_padded(batch: Any) -> bool:
+    """Whether a batch is padded or packed."""
+    tensors = batch if isinstance(batch, Mapping) else {}
+    positions, mask = tensors.get("position_ids"), tensors.get("attention_mask")
+    packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) < 0).any())  # they start again
+    return packed or (isinstance(mask, torch.Tensor) and not bool(mask.all()))

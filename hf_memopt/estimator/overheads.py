@@ -96,6 +96,29 @@ def add_kept_logits(peaks: dict[str, Peak], size: int) -> None:
             grow(peak, "logits", size)
 
 
+def add_concatenation(peaks: dict[str, Peak], size: int) -> None:
+    """Logits of a batch are concatenated with those that wait, which are there twice then (transformers 5.23,
+    EvalLoopContainer.add).
+
+    Args:
+        size: of the result.
+    """
+    for name, peak in peaks.items():
+        passing = peak.by_kind.get("logits", 0) + peak.by_kind.get("activations", 0)  # of a forward, which is over
+        if name.startswith("eval") and passing < 2 * size:
+            peak.total -= passing
+            peak.by_kind |= {"logits": 0, "activations": 0}
+            grow(peak, "logits", 2 * size)
+
+
+def _evaluated(job, logits: int) -> int:
+    """Host memory of the logits of an evaluation: moved in steps, they are concatenated there, and are there twice."""
+    in_steps = job.kept_batches < job.evaluated_batches
+    if job.evaluated_batches < 1 or not (in_steps or job.device.memory_apart):
+        return 0  # numpy's arrays are torch's memory
+    return logits * job.evaluated_batches * (2 if in_steps and job.concatenates_logits else 1)
+
+
 def add_save(peaks: dict[str, Peak]) -> None:
     """Saving needs no more on the device than what is there between two steps."""
     steady = peaks["between"]
@@ -117,12 +140,13 @@ def grow(peak: Peak, kind: str, size: int) -> None:
     peak.by_kind[kind] = peak.by_kind.get(kind, 0) + size
 
 
-def host_bytes(peaks: dict[str, Peak], job, cached: int) -> int:
+def host_bytes(peaks: dict[str, Peak], job, cached: int, logits: int) -> int:
     """Host memory of one process: what engines offload, or the weights on their way to the device; batches waiting in
     the data loader (workers × prefetch factor, pinned once more); and the process itself.
 
     Args:
         cached: bytes that the device's allocator reserves beyond the peak, which lie in the host's memory if unified.
+        logits: bytes of an evaluation batch's, where they are kept.
     """
     spare = int(constant("host_process_bytes", job.device).value)
     swapped = optimizer_buffers(job)
@@ -131,7 +155,8 @@ def host_bytes(peaks: dict[str, Peak], job, cached: int) -> int:
     workers = job.fields.get("dataloader_num_workers", 0)
     waiting = workers * (job.fields.get("dataloader_prefetch_factor") or 2) + 1
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
-    loader = (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
+    evaluated = _evaluated(job, logits)
+    loader = evaluated + (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
     if not job.device.memory_apart:
         return max(peak.total + peak.host for peak in peaks.values()) + cached + swapped + loader + spare
     staged = 0 if job.quantization_config is not None else peaks["load"].by_kind.get("parameters", 0)
@@ -147,6 +172,11 @@ def describe_sample(job) -> str:
 def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
     """What the numbers do and do not cover."""
     said = []
+    if job.positions and job.seq_len > job.positions:
+        said.append(
+            f"{job.seq_len} tokens are more than the {job.positions} positions of the model's configuration: their "
+            "memory is counted; how well the model uses them, its scaling of positions decides"
+        )
     optim = job.fields.get("optim", "")
     if by_formula(optim, job.device.backend != "cpu"):
         said.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
@@ -155,6 +185,9 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
             f"{gib(paged)} of paged optimizer states are CUDA managed memory, which torch does not count: they are in "
             "device bytes as far as there is room for them, and in host bytes"
         )
+        if job.device.backend == "rocm":
+            # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
+            said.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
     if job.world_size > 1:
         said.append(f"predicted for one of {job.world_size} devices, {job.engine_label}")
     if job.engine_label == "fsdp1":
@@ -162,7 +195,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )
     if job.device.backend != "cpu":
-        said.extend(measured_memory(job.device))
+        said.extend(measured_memory(job.device, job.expandable))
     if trace.unquantized_experts:
         said.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
     said.extend(quantization_notes(job))
@@ -210,12 +243,17 @@ def _of_attention(job) -> Iterator[str]:
         yield f"{name} is sdpa with a mask of tokens × tokens here, which takes more than causal sdpa without one"
 
 
-def measured_memory(device: Hardware) -> Iterator[str]:
-    """What of a device's bytes was measured on it."""
+def measured_memory(device: Hardware, expandable: bool) -> Iterator[str]:
+    """What of a device's bytes was measured on it.
+
+    Args:
+        expandable: the job sets expandable segments where the device has them.
+    """
     if device.backend == "mps":
         model = "reserved and device bytes follow a model of MPS's allocator, whose heaps are up to 1 GiB large"
     else:
-        model = "reserved and device bytes follow a model of CUDA's caching allocator"
+        kind = "expandable segments" if expandable and device.backend == "cuda" else "ordinary segments"
+        model = f"reserved and device bytes follow a model of CUDA's caching allocator, with {kind}"
     file = measured_on(device)
     if file is None:
         yield f"{model}; not checked on a GPU yet"

@@ -24,6 +24,7 @@ from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.training_fields import batch_of
 from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
 from hf_memopt.files import write_whole
+from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.accelerate_config import FSDP2
 from hf_memopt.presets.arguments import OLD_NAMES, resolve
@@ -106,6 +107,7 @@ def preset_job(
         dtype=preset.dtype,
         world_size=world_size,
         strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
+        expandable=bool(preset.name) or expands_segments(),
         **settings,
     )
 

@@ -12,8 +12,8 @@ class Estimate:
 
     Attributes:
         peak_allocated_bytes: what `torch.cuda.max_memory_allocated` reports over a run, or the CPU allocator's peak.
-        peak_reserved_bytes: what the caching allocator reserves for it, as this project's presets configure it (with
-            expandable segments on CUDA).
+        peak_reserved_bytes: what the caching allocator reserves for it, as the job configures it: presets set
+            expandable segments on CUDA, a script or plain settings may not.
         reserved_bytes: the same with expandable segments ("expandable") and without ("segments").
         device_bytes: reserved bytes and the process's context: what nvidia-smi shows.
         host_bytes: host memory of one process.

@@ -9,7 +9,7 @@ import torch
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.largest_batch import largest_batch, largest_eval_batch
+from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
 from hf_memopt.estimator.tracing.batches import tensors_in_batch
@@ -29,6 +29,7 @@ from hf_memopt.estimator.training_fields import (
     zero_stage,
 )
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.hardware.attention import attention_names, check_attention
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.video.inputs import VideoInputs
@@ -72,19 +73,29 @@ class TrainerJob(Job):
 
     @property
     def kept_batches(self) -> int:
+        batches = self.evaluated_batches
+        return min(batches, self.trainer.args.eval_accumulation_steps or batches)
+
+    @property
+    def evaluated_batches(self) -> int:
         trainer = self.trainer
         if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
             return 0
         reduced = getattr(self.memory_args, "reduce_eval_logits", False)
         if reduced and trainer.preprocess_logits_for_metrics is None:
             return 0  # only the predicted token ids are kept
+        if trainer.args.batch_eval_metrics:
+            return 1
         size = trainer.args.per_device_eval_batch_size
         data = trainer.eval_dataset
         lengths = [
             len(each) for each in (data.values() if isinstance(data, dict) else [data]) if hasattr(each, "__len__")
         ]
-        batches = math.ceil(max(lengths, default=1) / size)
-        return max(1, min(batches, trainer.args.eval_accumulation_steps or batches))
+        return max(1, math.ceil(max(lengths, default=1) / size))
+
+    @property
+    def concatenates_logits(self) -> bool:
+        return self.trainer.args.eval_do_concat_batches
 
     @property
     def fuses_head(self) -> bool:
@@ -166,7 +177,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         fields=fields,
         seq_len=max((tensor.shape[1] for tensor in tensors if tensor.dim() == 2), default=1),
         device=device,
-        padded=generates(trainer) or _is_padded(inputs),
+        padded=generates(trainer) or is_padded(inputs),
         video=VideoInputs(sample=inputs) if sees else None,
         engine=engine,
         world_size=world_size,
@@ -175,6 +186,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         inputs=inputs,
         eval_inputs=largest_eval_batch(trainer) if evaluates(fields) else None,
         layer_lists=layer_lists,
+        expandable=expands_segments(),
     )
 
 
@@ -231,11 +243,3 @@ def _layer_lists(model) -> list[torch.nn.ModuleList]:
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = [module for module in lists if {id(layer) for layer in module} in stacks]
     return layers if all(len(module) == depth for module in layers) else []
-
-
-def _is_padded(inputs) -> bool:
-    """Whether a batch is padded or packed."""
-    tensors = inputs if isinstance(inputs, Mapping) else {}
-    positions, mask = tensors.get("position_ids"), tensors.get("attention_mask")
-    packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) < 0).any())  # they start again
-    return packed or (isinstance(mask, torch.Tensor) and not bool(mask.all()))

@@ -185,6 +185,7 @@ def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
         fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
         job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
     kept = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
+    kept = (*kept, "expandable")
     return TrlJob(**own | {name: getattr(job, name) for name in kept})
 
 

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 SETTING = "expandable_segments:True"
 VARIABLE = "PYTORCH_ALLOC_CONF"
 # Spellings that PyTorch 2.13 still reads; a user's own value under any of them stays.
-_SPELLINGS = (VARIABLE, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+SPELLINGS = (VARIABLE, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def configure_allocator() -> str:
@@ -24,9 +24,8 @@ def configure_allocator() -> str:
     Returns:
         The value in force, "" where none is.
     """
-    for spelling in _SPELLINGS:
-        if os.environ.get(spelling):
-            return os.environ[spelling]
+    if chosen := _chosen():
+        return chosen
     if not _build_has_cuda_allocator():
         return ""
     torch = sys.modules.get("torch")
@@ -40,6 +39,16 @@ def configure_allocator() -> str:
         return ""
     os.environ[VARIABLE] = SETTING
     return SETTING
+
+
+def expands_segments() -> bool:
+    """Whether the environment turns expandable segments on, which PyTorch does not do by itself."""
+    return SETTING in _chosen().replace(" ", "")
+
+
+def _chosen() -> str:
+    """The value of the first spelling that is set; "" where none is."""
+    return next((os.environ[spelling] for spelling in SPELLINGS if os.environ.get(spelling)), "")
 
 
 def _build_has_cuda_allocator() -> bool:

@@ -267,7 +267,7 @@ class Plan:
         generates."""
         preset = self.request.preset
         device = preset.hardware
-        memory = measured_memory(device) if measured_on(device) else ()
+        memory = measured_memory(device, expandable=True) if measured_on(device) else ()
         notes = [*memory, *filter(None, [self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")

@@ -58,9 +58,11 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
         return None
     try:
         if trl_trainer(trainer):
-            from hf_memopt.estimator import estimate_trainer
+            from hf_memopt.estimator.api import estimate_job
+            from hf_memopt.estimator.trainer_job import describe_trainer
 
-            return estimate_trainer(trainer, job.preset.hardware)
+            described = describe_trainer(trainer, job.preset.hardware, None, None)
+            return estimate_job(replace(described, expandable=True))  # by the preset's environment
         if not about:
             length, about = _longest(trainer.train_dataset, length)
         return _estimate(job, trainer, length, **about)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.compatibility.mesh import Mesh
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
 from hf_memopt.estimator.patches.table import Part
@@ -118,6 +119,8 @@ def _deepspeed(ledger) -> Iterator[None]:
         "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
         # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
         f"{zero}.partition_parameters:Init.param_id": 0,
+        # What zero.Init leaves as torch.tensor behind it.
+        f"{zero}.partition_parameters:_orig_torch_tensor": tensor_from_values(torch.tensor),
         f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
         # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
         "torch.nn.functional:linear": torch.nn.functional.linear,

@@ -405,6 +405,12 @@ _DEEPSPEED = (
         until="the counter belongs to an engine",
     ),
     Names(
+        owner=f"{_ZERO}.partition_parameters",
+        names={"_orig_torch_tensor": None},
+        why="zero.Init puts it in the place of torch.tensor when it ends, and the trace's own reads known values",
+        until="zero.Init restores what it found",
+    ),
+    Names(
         owner=f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
         names={"__defaults__": None},
         why="numbers modules with a counter in its default argument `count=[0]`",

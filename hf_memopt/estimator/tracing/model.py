@@ -1,6 +1,7 @@
 """The model of a job on fake tensors, as from_pretrained and peft would leave it."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -78,13 +79,21 @@ def make_model(settings: ModelSettings, distribute: Callable | None = None):
 
 
 def adapters_for(settings: ModelSettings, model):
-    """A copy of the peft configuration that knows the layers which stand for quantized ones."""
+    """A copy of the peft configuration for the model's task, which knows the layers that stand for quantized ones."""
     from peft import LoraConfig
 
     adapters = copy.deepcopy(settings.peft_config)
-    # The presets' task type; peft asks such a model for its preparation of generation (PeftModelForCausalLM).
-    if adapters.task_type == "CAUSAL_LM" and not hasattr(model, "prepare_inputs_for_generation"):
-        adapters.task_type = None
+    if adapters is None:  # frozen parts, and the rest trained in full
+        return None
+    if adapters.task_type == "CAUSAL_LM":  # the presets', whatever the model is for
+        kind = TASKS[settings.task].adapters
+        # peft asks a model of these for its preparation of generation.
+        asks = kind in ("CAUSAL_LM", "SEQ_2_SEQ_LM") and not hasattr(model, "prepare_inputs_for_generation")
+        adapters.task_type = None if asks else kind
+        linear = isinstance(adapters, LoraConfig) and adapters.target_modules == "all-linear"
+        if linear and adapters.exclude_modules is None:
+            # peft 0.21 leaves out the head that it trains in full of SEQ_CLS alone, and raises for the others.
+            adapters.exclude_modules = {"TOKEN_CLS": ["classifier", "score"], "QUESTION_ANS": ["qa_outputs"]}.get(kind)
     if settings.quantization_config is not None and isinstance(adapters, LoraConfig):
         adapters._register_custom_module(lora_modules())
         if adapters.target_modules == "all-linear" and (names := named_stand_ins(model)):
@@ -153,6 +162,16 @@ def supports_checkpointing(config, task: str) -> bool:
         return bool(getattr(model, "supports_gradient_checkpointing", True))
 
     return _remembered("checkpointing", config, build, task)
+
+
+def has_table(config, task: str, positions: int) -> bool:
+    """Whether the model looks positions up in a table of that many rows, or of two more as OPT's and RoBERTa's."""
+    import torch
+
+    with torch.device("meta"), outside_zero3():
+        model = make_model(ModelSettings(config=config, task=task))
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return any(tensor.dim() == 2 and positions <= tensor.shape[0] <= positions + 2 for tensor in tensors)
 
 
 def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> int:

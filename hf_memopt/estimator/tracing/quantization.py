@@ -52,6 +52,9 @@ def quantize(model, quantization, pre_quantized: bool) -> None:
     model.quantization_method = quantization.quant_method
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantization
+    for module in model.modules():  # so says from_pretrained; attention then casts to the configuration's dtype
+        if hasattr(module, "config"):
+            module.config._is_quantized = True
 
 
 _CODES = 256  # of 8 bits

@@ -69,12 +69,14 @@ class Task:
         labels: the shapes of int64 labels for a Batch.
         choices: texts per sample.
         pipelines: Hugging Face's other names of the task, those of its pipelines.
+        adapters: peft's task type, by which it also trains the head of a classifier; None where it has none.
     """
 
     auto_class: str
     labels: Callable[[Batch], dict[str, tuple[int, ...]]] = _per_token
     choices: int = 1
     pipelines: tuple[str, ...] = ()
+    adapters: str | None = None
 
     def model_class(self, config) -> type | None:
         """The class of the model for a configuration; None where transformers has none."""
@@ -92,17 +94,22 @@ class Task:
 
 _CHOICES = 4  # answers per question, as in SWAG, the data set of transformers' own example
 TASKS = {
-    "image-text-to-text": Task("AutoModelForImageTextToText"),
-    "causal-lm": Task("AutoModelForCausalLM", pipelines=("text-generation",)),
+    "image-text-to-text": Task("AutoModelForImageTextToText", adapters="CAUSAL_LM"),
+    "causal-lm": Task("AutoModelForCausalLM", pipelines=("text-generation",), adapters="CAUSAL_LM"),
     "seq2seq-lm": Task(
-        "AutoModelForSeq2SeqLM", pipelines=("text2text-generation", "summarization", "translation", "seq2seq")
+        "AutoModelForSeq2SeqLM",
+        pipelines=("text2text-generation", "summarization", "translation", "seq2seq"),
+        adapters="SEQ_2_SEQ_LM",
     ),
     "masked-lm": Task("AutoModelForMaskedLM", pipelines=("fill-mask",)),
     "sequence-classification": Task(
-        "AutoModelForSequenceClassification", _per_sample, pipelines=("text-classification", "sentiment-analysis")
+        "AutoModelForSequenceClassification",
+        _per_sample,
+        pipelines=("text-classification", "sentiment-analysis"),
+        adapters="SEQ_CLS",
     ),
-    "token-classification": Task("AutoModelForTokenClassification", pipelines=("ner",)),
-    "question-answering": Task("AutoModelForQuestionAnswering", _span),
+    "token-classification": Task("AutoModelForTokenClassification", pipelines=("ner",), adapters="TOKEN_CLS"),
+    "question-answering": Task("AutoModelForQuestionAnswering", _span, adapters="QUESTION_ANS"),
     "multiple-choice": Task("AutoModelForMultipleChoice", _per_sample, choices=_CHOICES),
     "next-sentence-prediction": Task("AutoModelForNextSentencePrediction", _per_sample),
     "image-classification": Task("AutoModelForImageClassification", _per_sample),
@@ -111,7 +118,7 @@ TASKS = {
     "speech-seq2seq": Task("AutoModelForSpeechSeq2Seq", pipelines=("automatic-speech-recognition",)),
     "ctc": Task("AutoModelForCTC", _fewer_than_frames, pipelines=("automatic-speech-recognition",)),
     "audio-classification": Task("AutoModelForAudioClassification", _per_sample),
-    "multimodal-lm": Task("AutoModelForMultimodalLM", pipelines=("any-to-any",)),
+    "multimodal-lm": Task("AutoModelForMultimodalLM", pipelines=("any-to-any",), adapters="CAUSAL_LM"),
 }
 
 

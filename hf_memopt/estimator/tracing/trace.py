@@ -360,4 +360,5 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
             _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
         kept.append(logits if reduce is None or logits is None else reduce(logits, labels))
     ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(kept[0]))
+    kept, logits, labels = [], None, None
     ledger.begin("between", "other")

@@ -1,0 +1,291 @@
+"""Jobs whose memory is decided by what a plain look misses: padding, kept logits, the allocator's setting."""
+
+import os
+
+import pytest
+import torch
+from video_models import qwen2_5_vl
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator import estimate, estimate_trainer
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.largest_batch import largest_batch
+from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.smaller import with_sizes
+from hf_memopt.estimator.tracing.tasks import TASKS
+from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
+from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.presets.build import build_preset
+from hf_memopt.video.inputs import VideoInputs
+
+
+def _collate(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    values = {"input_ids": 5, "labels": 5, "attention_mask": 1}
+    lengths = [len(row["input_ids"]) for row in rows]
+    return {
+        name: torch.tensor([[values[name]] * length + [fill[name]] * (longest - length) for length in lengths])
+        for name in fill
+    }
+
+
+def _trainer(folder, lengths, **more):
+    """A trainer of a model with one key head for eight query heads: sdpa repeats them where there is a mask."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        intermediate_size=128,
+    )
+    fields = {"per_device_train_batch_size": 4, "max_steps": 2, "activation_checkpointing": False}
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        remove_unused_columns=False,
+        **fields | more.pop("fields", {}),
+    )
+    data = [{"input_ids": [5] * length} for length in lengths]
+    return Trainer(LlamaForCausalLM(config), args, train_dataset=data, data_collator=_collate, **more)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "real"),
+    [
+        ([128, 127] * 16, [128, 128, 128, 127] * 8),  # the four longest have no padding, most batches have
+        ([128] * 31 + [90], [128, 128, 128, 90] * 8),  # one row of the data is enough
+        ([128, 127, 127, 127] * 4, [128, 127, 127, 127] * 4),
+        ([128] * 32, [128] * 32),  # never padded
+    ],
+    ids=["two lengths", "one shorter", "sampled", "one length"],
+)
+def test_the_longest_batch_has_the_padding_that_real_ones_have(lengths, real, tmp_path):
+    found = estimate_trainer(_trainer(tmp_path, lengths), "cpu")
+    fields = {"train_sampling_strategy": "sequential"}
+    truth = allocator_peak(lambda: _trainer(tmp_path, real, fields=fields).train())
+    assert found.peak_allocated_bytes == pytest.approx(truth, rel=0.01)
+
+
+def test_a_batch_of_one_row_is_never_padded(tmp_path):
+    batch = largest_batch(_trainer(tmp_path, [64, 63], fields={"per_device_train_batch_size": 1}))
+    assert bool(batch["attention_mask"].all())
+
+
+def test_rows_of_text_that_differ_in_characters_alone(tmp_path):
+    """The size of text is in characters: the shortest of them all shows whether batches have padding."""
+    from datasets import Dataset
+
+    def split(rows):
+        return _collate([{"input_ids": row["text"].split()} for row in rows])
+
+    trainer = _trainer(tmp_path, [8])
+    trainer.data_collator = split
+    for texts, padded in ((["aaaa " * 8] * 6 + ["aaa " * 8] * 6 + ["a a"], True), (["aa " * 8, "a " * 8] * 6, False)):
+        trainer.train_dataset = Dataset.from_dict({"text": texts})
+        mask = largest_batch(trainer)["attention_mask"]
+        assert mask.shape == (4, 8) and bool(mask.all()) is not padded
+
+
+@pytest.fixture
+def plain_environment(monkeypatch):
+    for name in SPELLINGS:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(None, "segments"), ("max_split_size_mb:64", "segments"), ("expandable_segments:True", "expandable")],
+)
+def test_reserved_memory_is_by_the_segments_that_the_environment_asks_for(value, kind, tmp_path, plain_environment):
+    if value:
+        plain_environment.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+    found = estimate_trainer(_trainer(tmp_path, [1300] * 8), "a100_80gb")
+    assert found.reserved_bytes["expandable"] < found.reserved_bytes["segments"]
+    assert found.peak_reserved_bytes == found.reserved_bytes[kind]
+    words = {"segments": "ordinary segments", "expandable": "expandable segments"}[kind]
+    assert any(words in note for note in found.notes)
+
+
+SCRIPT = """
+import os, sys
+{setting}
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+Trainer(model, TrainingArguments(sys.argv[1]), train_dataset=[{{"input_ids": [1] * 8, "labels": [1] * 8}}]).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "expandable"),
+    [
+        ("", False),
+        ("os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'", True),
+        ("import hf_memopt.hardware; hf_memopt.hardware.configure_allocator()", True),
+        ("os.environ.update(PYTORCH_ALLOC_CONF='', PYTORCH_CUDA_ALLOC_CONF='expandable_segments:False')", False),
+    ],
+)
+def test_what_a_script_sets_decides(setting, expandable, tmp_path, plain_environment):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(setting=setting))
+    before = dict(os.environ)
+    with caught_trainer(str(script), [str(tmp_path / "out")], "a100_80gb"):
+        assert expands_segments() is expandable
+    assert dict(os.environ) == before
+
+
+_BERT = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+_LLAMA = _BERT | {"num_key_value_heads": 1, "pad_token_id": 0}
+_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2}
+ADAPTED = [
+    ("bert", _BERT, "sequence-classification", "SEQ_CLS", 3),
+    ("bert", _BERT, "token-classification", "TOKEN_CLS", 3),
+    ("bert", _BERT, "question-answering", "QUESTION_ANS", 2),
+    ("bert", _BERT, "masked-lm", None, 2),
+    ("t5", _T5, "seq2seq-lm", "SEQ_2_SEQ_LM", 2),
+    ("llama", _LLAMA, "sequence-classification", "SEQ_CLS", 5),
+    ("llama", _LLAMA, "token-classification", "TOKEN_CLS", 5),
+    ("llama", _LLAMA, "question-answering", "QUESTION_ANS", 2),
+    ("llama", _LLAMA, "causal-lm", "CAUSAL_LM", 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "task", "task_type", "labels"), ADAPTED)
+def test_a_presets_adapters_are_those_of_the_models_task(kind, sizes, task, task_type, labels):
+    """peft trains the head of a classifier, too: as many weights as in the real model."""
+    import transformers
+    from peft import LoraConfig
+
+    config = transformers.AutoConfig.for_model(kind, vocab_size=64, num_labels=labels, **sizes)
+    model = getattr(transformers, TASKS[task].auto_class).from_config(config)
+    out = {"TOKEN_CLS": ["classifier", "score"], "QUESTION_ANS": ["qa_outputs"]}.get(task_type)  # or peft raises
+    adapters = LoraConfig(r=16, target_modules="all-linear", task_type=task_type, exclude_modules=out)
+    real = add_adapters(model, adapters)
+    trained = {name: weight.numel() for name, weight in real.named_parameters() if weight.requires_grad}
+    job = preset_job(build_preset("rtx_3060", "lora"), config, task=task, seq_len=8)
+    assert sorted(job.trained_sizes()) == sorted(trained.values())
+    heads = [name for name in trained if "modules_to_save" in name]
+    assert bool(heads) is (task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"))
+
+
+def test_a_video_model_whose_positions_are_made_from_numbers_under_zero3():
+    """zero.Init leaves its own torch.tensor behind, and transformers makes a tensor of one number from each sample."""
+    config, *_ = qwen2_5_vl()
+    video = VideoInputs(frames=2, height=56, width=56)
+    fields = {"per_device_train_batch_size": 1}
+    found = estimate(config, fields, 8, "a100_80gb", video=video, world_size=2, strategy="zero3")
+    assert found.phases["backward"] > found.breakdown["parameters"] > 0
+
+
+FIELDS = {"per_device_train_batch_size": 1}
+
+
+def test_more_tokens_than_the_configuration_has_positions_are_a_note_where_the_model_computes_them():
+    from transformers import AutoConfig
+
+    sizes = _LLAMA | {"vocab_size": 64, "max_position_embeddings": 128}
+    within, beyond = (estimate(AutoConfig.for_model("llama", **sizes), FIELDS, length, "cpu") for length in (128, 256))
+    assert beyond.phases["forward"] > within.phases["forward"]
+    assert [any("128 positions" in note for note in each.notes) for each in (within, beyond)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "field"),
+    [
+        ("gpt2", {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 128}, "n_positions"),
+        ("opt", _BERT | {"max_position_embeddings": 128}, "max_position_embeddings"),
+        ("bert", _BERT | {"max_position_embeddings": 128}, "max_position_embeddings"),
+        ("gptj", {"n_layer": 2, "n_embd": 16, "n_head": 2, "rotary_dim": 4, "n_positions": 128}, "n_positions"),
+    ],
+)
+def test_a_table_of_positions_ends_where_it_ends(kind, sizes, field):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, vocab_size=64, **sizes)
+    with pytest.raises(InputError, match=rf"128 positions.*--set model\.{field}=256"):
+        estimate(config, FIELDS, 256, "cpu")
+    assert estimate(with_sizes(config, {field: 256}), FIELDS, 256, "cpu").peak_allocated_bytes > 0
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_flash_attention_of_4_bit_weights_with_peft_preparation(prepared):
+    """peft's preparation leaves norms in 32 bits; flash attention casts to the configuration's dtype, not to the
+    first linear layer's bytes (transformers' get_target_dtype)."""
+    from peft import LoraConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    config = AutoConfig.for_model("llama", vocab_size=64, **_LLAMA)
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    found = estimate(
+        config,
+        FIELDS,
+        64,
+        "a100_80gb",
+        dtype="bfloat16",
+        attn_implementation="flash_attention_2",
+        quantization_config=packed,
+        kbit_preparation=prepared,
+        peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    assert found.fits
+
+
+def test_paged_states_on_rocm_are_counted_with_what_is_not_known():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", vocab_size=8000, **_LLAMA)
+    found = estimate(config, FIELDS | {"optim": "paged_adamw_32bit"}, 64, "rx_7900_xtx")
+    assert any("not known on ROCm" in note for note in found.notes)
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+
+
+def _evaluating(folder, **fields):
+    return _trainer(
+        folder,
+        [32] * 8,
+        eval_dataset=[{"input_ids": [5] * 128}] * 60,
+        compute_metrics=lambda _, compute_result=True: {},
+        fields=EVALUATED | fields,
+    )
+
+
+LOGITS = 60 * 128 * 128 * 4  # bytes of the whole evaluation
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, 2),  # Trainer concatenates a batch's logits with all before them
+        ({"eval_do_concat_batches": False}, 1),
+        ({"eval_accumulation_steps": 1}, 0),
+        ({"batch_eval_metrics": True}, 0),
+    ],
+    ids=["kept", "listed", "moved", "batch by batch"],
+)
+def test_logits_of_an_evaluation_are_where_the_trainer_has_them(fields, kept, tmp_path):
+    found = estimate_trainer(_evaluating(tmp_path, **fields), "cpu")
+    truth = allocator_peak(lambda: _evaluating(tmp_path, **fields).train())
+    assert found.peak_allocated_bytes == pytest.approx(truth, rel=0.03)
+    assert (found.phase == "eval" and found.breakdown["logits"] >= kept * LOGITS) or not kept
+
+
+def test_logits_moved_to_the_host_are_in_host_bytes(tmp_path):
+    def host(**fields):
+        return estimate_trainer(_evaluating(tmp_path, **fields), "a100_80gb").host_bytes
+
+    without = host(prediction_loss_only=True)
+    assert host() - without == LOGITS
+    assert host(eval_accumulation_steps=1) - without == 2 * LOGITS  # numpy concatenates there
+    assert host(batch_eval_metrics=True) - without == LOGITS // 30
