@@ -23,6 +23,7 @@ import threading
 import time
 import urllib.request
 import zipfile
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy
@@ -32,7 +33,6 @@ import pyarrow.feather
 import pyarrow.fs
 import pyarrow.orc
 import pyarrow.parquet
-import requests
 import safetensors.numpy
 from huggingface_hub.utils import get_session
 from tokenizers import Tokenizer, models
@@ -282,7 +282,7 @@ EFFECTS = {
     "abstract socket": lambda: sent(socket.SOCK_DGRAM, WATCHED["abstract"], socket.AF_UNIX),
     "datagram pair": over_pair,
     "listen": lambda: socket.create_server(("127.0.0.1", 0)),
-    "requests": lambda: requests.post(HTTP, data="secret", timeout=5),
+    "http.client": lambda: HTTPConnection("127.0.0.1", WATCHED["tcp"], timeout=5).request("POST", "/", b"secret"),
     "urllib": lambda: urllib.request.urlopen(HTTP, b"secret", timeout=5),
     "the hub's POST": lambda: get_session().post(HTTP + "api/repos/create", json={"name": "secret"}),
     "another host": lambda: get_session().get(f"http://127.0.0.2:{WATCHED['tcp']}/"),

@@ -240,8 +240,8 @@ def test_batches_that_are_lists_train_and_are_not_split(tmp_path, caplog):
     fields = {"max_steps": 3, "gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}
     found = train(tmp_path / "out", kind=Lists, prepare=listing, **fields)
     assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
-    assert "a batch is a list, not a mapping of tensors" in caplog.text
-    with pytest.raises(TrainingOutOfMemory, match="a batch is a list"):
+    assert "Lists has its own training_step, which cannot run again" in caplog.text
+    with pytest.raises(TrainingOutOfMemory, match="has its own training_step"):
         train(tmp_path / "struck", Strikes({"forward": {300}}), kind=Lists, prepare=listing, **fields)
 
 

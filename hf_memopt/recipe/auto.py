@@ -75,6 +75,7 @@ def plan_here(request: PlanRequest) -> Planned:
     from hf_memopt.planner.plan import plan
 
     preset, training = request.preset, dict(request.training)
+    training.pop("use_cpu", None)  # the preset's hardware says so
     memory = free_memory_of(preset.hardware)
     made = plan(
         request.config,

@@ -309,7 +309,8 @@ class _Wanted:
         return tier_job(
             job.preset,
             self.config,
-            fields=dict(self.training),
+            # Tiers are of the preset's card, wherever the run is.
+            fields={name: value for name, value in self.training.items() if name != "use_cpu"},
             lora=self.parsed.lora,
             memory_args=job.memory_args,
             quantization=job.quantization,
