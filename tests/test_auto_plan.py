@@ -1,6 +1,7 @@
 """--preset auto: a recipe plans for the memory that is free, and begins again where the largest batch does not fit."""
 
 import json
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_it_plans_for_what_is_free(sft, free, capsys):
             * 0.85
         )
     )
-    little = main(arguments)  # auto is the default
+    little = main([*arguments, "--overwrite"])  # auto is the default
     args = little.args
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
     assert args.per_device_train_batch_size < 8 or args.activation_checkpointing or little.memory_args.levers()
@@ -113,6 +114,7 @@ def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
         begun.append((job.planned.summary.split(":")[0], job.args.per_device_train_batch_size))
         forward = model.forward
 
+        @wraps(forward)
         def limited(input_ids, **inputs):
             if len(input_ids) == 8:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
