@@ -189,6 +189,20 @@ def _counter(trainer, model, inputs, out):
     return out["loss"] * min(1.0, 0.1 + 0.05 * trainer.calls)
 
 
+@case("counter that counts before the model runs", "sample_mean")
+def _counts_first(base, common):
+    class Own(base):
+        calls = 0
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self.calls += 1
+            outputs = model(**inputs)
+            loss = outputs["loss"] * min(1.0, 0.1 + 0.05 * self.calls)
+            return (loss, {"loss": loss, "logits": outputs["logits"]}) if return_outputs else loss
+
+    return Own(model=Net(), **common)
+
+
 @own_loss("running mean of the loss", scale=1.0)
 def _running_mean(trainer, model, inputs, out):
     trainer.scale = 0.9 * trainer.scale + 0.1 * float(out["loss"])

@@ -114,7 +114,7 @@ class EvalRecovery:
         self._ending.end_run("eval", diagnosis, why=why, intact=holds_whole_model(self))
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
-        usual = super().prediction_step
+        usual, before = super().prediction_step, StepState.now(self)
 
         def predict(part):
             with nothing_but_loss(self.accelerator.unwrap_model(model), prediction_loss_only):
@@ -131,6 +131,7 @@ class EvalRecovery:
                 diagnosis = diagnose(error)
                 traceback.clear_frames(error.__traceback__)
             free_memory()  # outside of `except`, which keeps the traceback and so the tensors alive
+            before.restore(self)
             self._halve_evaluation(inputs, diagnosis)
 
     def _predict_in_chunks(self, predict, inputs):

@@ -27,6 +27,10 @@ _OUTSIDE_STEPS = {
     *("push_to_hub", "create_model_card", "add_callback", "store_flos", "floating_point_ops", "_prepare_dataset"),
     *("_set_signature_columns_if_needed", "_generate_single_turn", "loss_is_scaled_for_ga", "_tag_names", "_name"),
     *("count_samples", "split_batch", "when_probed", "packing"),
+    *("create_accelerator_and_postprocess", "_wrap_model", "_move_model_to_device", "_remove_unused_columns"),
+    *("_get_collator_with_removed_columns", "num_examples", "_save_rng_state", "_load_rng_state", "_evaluate"),
+    *("_load_optimizer_and_scheduler", "_load_callback_state", "_issue_warnings_after_load", "_get_output_dir"),
+    *("_determine_best_metric", "hyperparameter_search", "_get_learning_rate"),
 }
 # Parts of a loss that a declaration covers. What else of a step is overridden may do anything: step an optimizer, say.
 _LOSS = {"compute_loss", "compute_loss_func"}
@@ -85,7 +89,9 @@ def _overridden(trainer) -> Iterator[str]:
     """Names of a known trainer's methods that a user's class, or the instance, replaces."""
     classes = type(trainer).__mro__
     for position, kind in enumerate(classes):
-        if is_known(kind) or kind is object:
+        if is_known(kind) or kind is object:  # whose methods may have been replaced, too
+            patched = (name for name, value in vars(kind).items() if inspect.isfunction(value) and not is_known(value))
+            yield from (name for name in patched if name not in _OUTSIDE_STEPS)
             continue
         for name in vars(kind):
             inherited = any(is_known(base) and name in vars(base) for base in classes[position:])
@@ -115,7 +121,8 @@ def _own_model(model: torch.nn.Module) -> str:
     checked: set[type] = set()
     for name, module in model.named_modules():
         kind, label = type(module), name or "the model"
-        if kind not in checked and not (is_known(kind) and is_known(kind.forward)):
+        forward = getattr(kind, "forward", kind)  # a module of torch.jit's has none
+        if kind not in checked and not (is_known(kind) and is_known(forward)):
             return f"{label} is your own {kind.__name__}"
         checked.add(kind)
         if "forward" in vars(module) and not is_known(vars(module)["forward"]):

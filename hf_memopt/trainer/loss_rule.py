@@ -66,7 +66,7 @@ _HEADS = {
     r"ForQuestionAnswering(Simple)?": LossRule.SAMPLES,
 }
 # Losses that these classes name in forward() and that are part of no other mean. The router's is refused before.
-_MEANS = {"loss_function", "CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss", "cross_entropy", "lm_loss"} | {
+_MEANS = {"loss", "loss_function", "CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss", "cross_entropy", "lm_loss"} | {
     *("mlm_loss_fct", "aux_loss", "load_balancing_loss_func", "router_z_loss_func"),
 }
 DECLARED = {"sample_mean": (LossRule.SAMPLES,), "token_mean": (LossRule.SUM, LossRule.LABELS, LossRule.UNSHIFTED)}
@@ -90,13 +90,21 @@ def known_mean(trainer) -> LossRule | None:
     return LossRule.UNSHIFTED if rule is LossRule.LABELS and not shifts else rule
 
 
+def _takes_items(trainer) -> bool:
+    """Whether a known loss divides by num_items_in_batch: transformers' loss functions do, losses within forward()
+    do not."""
+    forward = type(inner_model(trainer.accelerator.unwrap_model(trainer.model))).forward
+    of_trainer = trl_trainer(trainer) is not None or trainer.label_smoother is not None
+    return of_trainer or "loss_function" in _losses_named(forward) or forward.__module__.startswith("liger_kernel")
+
+
 def _losses_named(forward) -> set[str]:
     import inspect
 
     names = inspect.unwrap(forward).__code__.co_names
-    return {name for name in names if re.search(r"loss", name, re.IGNORECASE) and not name.endswith("_coef")} | (
-        {"cross_entropy"} & set(names)
-    )
+    return {
+        name for name in names if re.search(r"loss", name, re.IGNORECASE) and not re.search("_coef(ficient)?$", name)
+    } | ({"cross_entropy"} & set(names))
 
 
 def _causal_models() -> set[str]:
@@ -146,7 +154,8 @@ def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
     if not compared:
         if declared:
             raise InputError("no two samples fit together, so its loss_reduction cannot be checked")
-        return candidates[0]
+        # Both may be left, and nothing tells them apart: the class says whether its loss takes the number of items.
+        return candidates[0] if _takes_items(trainer) else candidates[-1]
     fits = [rule for rule in candidates if all(measure.holds(rule, group) for group in compared)]
     if not fits:
         differing = (group for group in compared if not any(measure.holds(rule, group) for rule in candidates))

@@ -44,10 +44,13 @@ def _stored_names(kind: type) -> frozenset[str]:
 def _print(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         # A sum as well: writes through `.data` leave the version as it is.
-        total = float(value.detach().double().sum()) if value.numel() and not value.is_complex() else 0.0
-        return id(value), value._version, total
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        summed = value.numel() and not value.is_complex()
+        return id(value), value._version, float(value.detach().sum(dtype=wide)) if summed else 0.0
     if isinstance(value, torch.nn.Module):
         return [_print(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
+    if isinstance(value, numpy.generic):
+        return value.item()
     if isinstance(value, numpy.ndarray):
         return value.shape, value.tobytes()
     if isinstance(value, str | bytes | bool | int | float | None):

@@ -178,7 +178,7 @@ class StepRunner:
             if not whole and (changed := self.buffers.changed_since(self._chunk_state)):
                 raise InputError(_changes(changed))
             micro.record_chunk(start, stop, loss * self._weight)
-        if self.splits and (changed := self.buffers.settle(self._first_state)):
+        if (changed := self.buffers.settle(self._first_state)) and self.splits:
             self.refuse(_changes(changed))
         return micro.loss
 
@@ -193,6 +193,11 @@ class StepRunner:
 
     def _find_rule(self, micro: MicroBatch) -> None:
         try:
+            # Asked again, since hooks may have come since the trainer was made, and nothing may have failed before.
+            found = assess_recoverability(self._trainer)
+            self._recoverability = replace(self._recoverability, own_loss=found.own_loss)
+            if not found.splits:
+                raise InputError(found.reason)
             self._rule = find_rule(self._trainer, micro.inputs, micro.num_items)
         except InputError as error:
             self.refuse(str(error))
@@ -213,7 +218,10 @@ class StepRunner:
         self.running, self.stage, self._weight = (micro, micro.samples), "forward", 1.0
         try:
             with self._hooked_backward():
-                return step(model, micro.inputs, micro.num_items)
+                loss = step(model, micro.inputs, micro.num_items)
+            if self.window.state is not None:
+                self.buffers.settle(self.window.state)
+            return loss
         except TrainingOutOfMemory:  # generation has ended the run
             raise
         except Exception as error:

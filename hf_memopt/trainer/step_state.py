@@ -69,7 +69,7 @@ class Buffers:
         self._changing: set[str] = set()
 
     def copies(self) -> dict[str, torch.Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self._watched() if not self._too_large}
+        return {} if self._too_large else {name: buffer.detach().clone() for name, buffer in self._watched()}
 
     def restore(self, copies: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -116,7 +116,8 @@ class Buffers:
         if self._settled and not self._changing:
             return
         for name, buffer in self._model.named_buffers():
-            if not self._settled or name in self._changing:
+            # Rotary frequencies (dynamic and long RoPE) follow from the padded length, which chunks keep.
+            if not name.endswith("inv_freq") and (not self._settled or name in self._changing):
                 yield name, buffer
 
 
