@@ -247,6 +247,9 @@ def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypa
     assert json.loads((out / "config.json").read_text())["use_cache"] is True
 
 
+RESUMED = ("--resume_from_checkpoint", "true")
+
+
 @pytest.mark.slow
 def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp_path, caplog):
     out = tmp_path / "out"
@@ -268,7 +271,7 @@ def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp
     recipe("sft")([*arguments, "--max_steps", "4"])
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     measured = json.loads((out / "memory_report.json").read_text())["measured"]["peak_allocated_bytes"]
-    resumed = recipe("sft")([*arguments, "--max_steps", "6"])
+    resumed = recipe("sft")([*arguments, "--max_steps", "6", *RESUMED])
     peak = json.loads((out / "memory_report.json").read_text())["measured"]["peak_allocated_bytes"]
     assert peak == pytest.approx(measured, rel=0.02), "states that were loaded count as those that were made"
     logged = [entry["step"] for entry in resumed.state.log_history]
@@ -281,19 +284,19 @@ def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp
         recipe("sft")([*arguments, "--max_steps", "8", "--resume_from_checkpoint", str(last)])
     (last / "trainer_state.json").unlink()
     caplog.clear()
-    recipe("sft")([*arguments, "--max_steps", "6"])
+    recipe("sft")([*arguments, "--max_steps", "6", *RESUMED])
     assert "resuming from checkpoint-4 instead" in caplog.text and "(step 4 of 6)" in caplog.text
     for checkpoint in (last, before):
         (checkpoint / "rng_state.pth").unlink()
     with pytest.raises(
         InputError, match=r"no checkpoint that is intact \(checkpoint-6: no rng_state.pth; checkpoint-4"
     ):
-        recipe("sft")([*arguments, "--max_steps", "8"])
-    fresh = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", "no"])
+        recipe("sft")([*arguments, "--max_steps", "8", *RESUMED])
+    fresh = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", "no", "--overwrite"])
     assert fresh.state.global_step == 6
     named = recipe("sft")([*arguments, "--max_steps", "6", "--resume_from_checkpoint", str(before)])
     assert named.state.global_step == 6
-    fresh = recipe("sft")([*arguments, "--max_steps", "1", "--resume_from_checkpoint", "no"])
+    fresh = recipe("sft")([*arguments, "--max_steps", "1", "--resume_from_checkpoint", "no", "--overwrite"])
     assert fresh.state.global_step == 1
 
 
