@@ -114,7 +114,8 @@ def test_two_machines_one_killed_both_again_then_one(exported, arguments):
     steps = {}
     for machines in (2, 1):
         reached += 2
-        report = slurm(exported, machines, *arguments, "--max_steps", str(reached))
+        onwards = ("--max_steps", str(reached), "--resume_from_checkpoint", "true")
+        report = slurm(exported, machines, *arguments, *onwards)
         assert report["global_step"] == reached
         settings = report["settings"]
         micro, accumulation = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]

@@ -341,7 +341,7 @@ def test_llava_rows_and_a_resumed_run(recipe, clips, tmp_path):
     whole = recipe("video_sft")([*arguments, "--output_dir", str(tmp_path / "whole"), "--save_strategy", "no"])
     first = [*arguments, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]
     recipe("video_sft")([*first, "--max_steps", "1"])
-    resumed = recipe("video_sft")(first)
+    resumed = recipe("video_sft")([*first, "--resume_from_checkpoint", "true"])
     assert resumed.state.global_step == 2
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
