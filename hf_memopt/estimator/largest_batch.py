@@ -1,5 +1,6 @@
 """The largest batch of a Trainer's data: its longest samples, as its own loader and collator return them."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -103,7 +104,11 @@ def _largest(loader, size: int, budget: int | None = None):
     micro = next((number for number in sizes if isinstance(number, int)), size)
     if budget is not None:
         micro = samples_within(budget, max(sample_lengths(data)))
-    batches = (collate([data[index] for index in indices]) for indices in _longest(data, collate, micro))
+    longest, *mixed = _longest(data, collate, micro)
+    batches = [collate([data[index] for index in longest])]
+    for indices in mixed:
+        with contextlib.suppress(Exception):  # of any kind: a collator that cannot pad takes rows of one length alone
+            batches.append(collate([data[index] for index in indices]))
     return max(batches, key=_weight)
 
 
