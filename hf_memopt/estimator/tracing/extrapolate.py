@@ -119,7 +119,8 @@ def extrapolate_peaks(
     Args:
         depths: the model's own, or two shallow ones.
         moments: Moment -> Peak at each depth.
-        by_layer: a layer is a moment of its own. Not where buckets fill across layers, as DeepSpeed's do.
+        by_layer: each run of a phase, and each layer in it, is a moment of its own. Not where buckets fill across
+            layers and groups of weights follow each other in more runs of a deeper model, as DeepSpeed's do.
     """
     if len(depths) == 1:
         return highest((moment.segment, peak) for moment, peak in moments[0].items())
@@ -145,7 +146,10 @@ def _placed(
         prefix: layers that come before the pattern of layer kinds; at least the first.
     """
     for (segment, run, layer), peak in moments.items():
-        if layer is None or not by_layer:
+        if not by_layer:
+            yield (segment,), peak
+            continue
+        if layer is None:
             yield (segment, run), peak
             continue
         stack, number = divmod(layer, STACK)
