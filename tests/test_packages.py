@@ -130,7 +130,7 @@ def test_no_fork_on_macos(monkeypatch):
     assert not parallel._can_fork()
 
 
-# What pip may be told: other packages, a clone, its parts, and the wheel that packages.SOURCE names.
+# What pip may be asked to install: other packages, a clone, its parts, and the wheel that packages.SOURCE names.
 _INSTALLS = re.compile(r"pip3? install ([^\n`#|]*)")
 
 

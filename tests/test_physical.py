@@ -84,3 +84,25 @@ def test_a_command_ends_with_a_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run(fails)
     assert end.value.code == 2 and capsys.readouterr().err.startswith("error: no estimate")
+
+
+@pytest.mark.parametrize("command", ["estimate llama-3.2-1b --hardware cpu --seq-len 16", "dry-run script.py"])
+def test_the_command_line_ends_with_a_sentence(command, monkeypatch, capsys, tmp_path):
+    """The program's own main() and dry-run's child print errors by themselves."""
+    from hf_memopt.cli import app
+    from hf_memopt.cli import estimate as cli_estimate
+
+    def contradict(*_args, **_kwargs):
+        raise ImpossibleEstimate("no estimate, as its numbers contradict each other: …")
+
+    if command.startswith("estimate"):
+        monkeypatch.setattr(assembly, "check_physics", contradict)
+        monkeypatch.setattr("sys.argv", ["hf-memopt", *command.split()])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        code = ended.value.code
+    else:
+        monkeypatch.setattr(cli_estimate, "_print_dry_run", contradict)
+        code = cli_estimate._dry_run(cli_estimate.DryRunOptions(script="script.py"), None, False)
+    errors = capsys.readouterr().err
+    assert code == 2 and "error: no estimate" in errors and "Traceback" not in errors

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
+from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
 from hf_memopt.terminal import only_plain_text
 
@@ -681,7 +681,7 @@ def main() -> None:
         with nullcontext() if {"--help", "-h"} & set(sys.argv) else only_plain_text():
             code = app(standalone_mode=False)  # without standalone mode an Exit is handed back as its code
         sys.exit(code if isinstance(code, int) else 0)
-    except (InputError, IncompatibleLibrary) as error:
+    except (InputError, IncompatibleLibrary, ImpossibleEstimate) as error:
         _fail(one_line(error))
     except typer.Exit as ending:
         sys.exit(ending.exit_code)

@@ -25,7 +25,7 @@ from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
 from hf_memopt.confined.rights import cannot_confine, may_have_card
-from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
+from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.files import read_bytes, write_whole
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.packages import require
@@ -296,7 +296,7 @@ def _dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: 
     """Run the script and print; the command's exit code."""
     try:
         return _print_dry_run(options, plot_file, as_json, hub)
-    except (InputError, IncompatibleLibrary) as error:
+    except (InputError, IncompatibleLibrary, ImpossibleEstimate) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
     except SystemExit:  # of the script's classes, whose methods a trace calls
         print(f"error: {options.script}: a traced step ends the program", file=sys.stderr)

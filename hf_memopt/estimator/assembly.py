@@ -63,8 +63,8 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
 
 def _capacity(job: Job) -> int | None:
     """What the device offers to the job, or the limit that the job sets itself."""
-    limit = getattr(job.memory_args, "max_memory_gib", None)
-    sizes = [size for size in (job.device.memory, limit and int(limit * 2**30)) if size is not None]
+    limit = getattr(job.memory_args, "max_memory_bytes", None)
+    sizes = [size for size in (job.device.memory, limit) if size is not None]
     return min(sizes, default=None)
 
 

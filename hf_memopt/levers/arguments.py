@@ -237,6 +237,11 @@ class MemoryArguments:
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
 
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """max_memory_gib in bytes; None without a limit."""
+        return None if self.max_memory_gib is None else int(self.max_memory_gib * 2**30)
+
     @classmethod
     def names(cls) -> list[str]:
         """The fields' names."""

@@ -60,9 +60,8 @@ class MemoryMonitor:
     @classmethod
     def of(cls, arguments: MemoryArguments, device) -> "MemoryMonitor":
         """The monitor that MemoryArguments describe."""
-        limit = arguments.max_memory_gib and int(arguments.max_memory_gib * 2**30)
         shares = [getattr(arguments, name) for name in THRESHOLDS]
-        return cls(*shares, silent_mode=arguments.silent_mode, device=device, limit=limit)
+        return cls(*shares, silent_mode=arguments.silent_mode, device=device, limit=arguments.max_memory_bytes)
 
     def status(self, utilization: float) -> str:
         """normal, warning, critical or emergency."""

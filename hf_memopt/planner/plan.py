@@ -615,7 +615,7 @@ class Question:
             model=self.model,
             config=self.config,
             preset=preset,
-            memory=min(filter(None, (self.memory or preset.hardware.memory, self._own_limit()))),
+            memory=min(filter(None, (self.memory or preset.hardware.memory, self.memory_args.max_memory_bytes))),
             seq_len=self.seq_len or longest_sample(self.config, preset.seq_len),
             effective_batch_size=batch,
             fields=fields,
@@ -625,11 +625,6 @@ class Question:
             quantization=self.quantization,
             host_memory=host_memory,
         )
-
-    def _own_limit(self) -> int | None:
-        """Bytes that the run's processes allow themselves."""
-        limit = self.memory_args.max_memory_gib
-        return None if limit is None else int(limit * GIB)
 
     def _check_memory(self, device: Hardware) -> None:
         """Refuse more than a named card has. A CPU stands for any machine, a Preset for what is free on this one."""

@@ -114,7 +114,7 @@ class EvalRecovery:
         self._ending.end_run("eval", diagnosis, why=why, intact=holds_whole_model(self))
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
-        usual, before = super().prediction_step, StepState.now(self)
+        usual, before = super().prediction_step, StepState.now(self, buffers=False)
 
         def predict(part):
             with nothing_but_loss(self.accelerator.unwrap_model(model), prediction_loss_only):
@@ -124,7 +124,7 @@ class EvalRecovery:
             try:
                 if self._evaluated_at_once is None or self.count_samples(inputs) <= self._evaluated_at_once:
                     return predict(inputs)
-                return self._predict_in_chunks(predict, inputs)
+                return self._predict_in_chunks(predict, inputs, before)
             except Exception as error:
                 if not self._ending.can_explain(error):
                     raise
@@ -134,14 +134,16 @@ class EvalRecovery:
             before.restore(self)
             self._halve_evaluation(inputs, diagnosis)
 
-    def _predict_in_chunks(self, predict, inputs):
+    def _predict_in_chunks(self, predict, inputs, before: StepState):
         """Loss, outputs and labels of an evaluation batch, from those of its chunks.
+
+        Args:
+            before: the state that each chunk starts from.
 
         Raises:
             TrainingOutOfMemory: the loss or the outputs of chunks cannot be joined.
         """
         samples, size = self.count_samples(inputs), self._evaluated_at_once
-        before = StepState.now(self)
         try:
             parts = [self.split_batch(inputs, at, min(samples, at + size)) for at in range(0, samples, size)]
             losses, outputs, labels = [], [], []

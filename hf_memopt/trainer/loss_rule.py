@@ -6,6 +6,7 @@ halves' losses.
 """
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator
 from enum import StrEnum
@@ -99,12 +100,9 @@ def _takes_items(trainer) -> bool:
 
 
 def _losses_named(forward) -> set[str]:
-    import inspect
-
     names = inspect.unwrap(forward).__code__.co_names
-    return {
-        name for name in names if re.search(r"loss", name, re.IGNORECASE) and not re.search("_coef(ficient)?$", name)
-    } | ({"cross_entropy"} & set(names))
+    losses = (name for name in names if re.search("loss|^cross_entropy$", name, re.IGNORECASE))
+    return {name for name in losses if not re.search("_coef(ficient)?$", name)}
 
 
 def _causal_models() -> set[str]:
@@ -147,7 +145,7 @@ def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
     if not candidates:
         raise InputError("the batch has no labels")
     measure = _Measure(trainer, inputs, num_items)
-    with _as_in_training(trainer, bool(declared)), _failing_loss():
+    with _as_in_training(trainer, measure.state, bool(declared)), _failing_loss():
         if declared:
             measure.check_repeats()
         compared = [loss for group in _groups(trainer.count_samples(inputs)) if (loss := measure.compare(group))]
@@ -180,13 +178,17 @@ def _groups(samples: int) -> list[tuple[int, int, int]]:
 
 
 class _Measure:
-    """Losses of parts of a batch."""
+    """Losses of parts of a batch.
+
+    Attributes:
+        state: what every loss starts from.
+    """
 
     def __init__(self, trainer, inputs: dict[str, Any], num_items) -> None:
         self._trainer, self._inputs, self._num_items = trainer, inputs, num_items
         self._declared = trainer._runner.own_loss
         self._model = trainer.accelerator.unwrap_model(trainer.model)
-        self._state = StepState.now(trainer)
+        self.state = StepState.now(trainer)
         weight = next(self._model.parameters())
         fine = weight.device.type == "cpu" and trainer.accelerator.mixed_precision == "no"
         self._tolerance = _FINE.get(weight.dtype, _COARSE) if fine else _COARSE
@@ -227,10 +229,10 @@ class _Measure:
         first = self._loss(*part, restore=False)
         after, counted = fingerprint(self._trainer), numbers(self._trainer)
         changed = next((name for name in after if after[name] != before.get(name)), "")
-        changed = f"the trainer's {changed}" if changed else buffers.changed_since(self._state)
+        changed = f"the trainer's {changed}" if changed else buffers.changed_since(self.state)
         if (self._gradients(), buffers.written()) != (gradients, weights):
             changed = "weights or gradients"
-        self._state.restore(self._trainer)
+        self.state.restore(self._trainer)
         if changed:
             raise InputError(f"the loss changes {changed}, which chunks would change more often than the whole")
         set_seed(torch.initial_seed() % 2**31 + 1)
@@ -238,7 +240,7 @@ class _Measure:
             raise InputError("the loss of the same samples is another at every call: random numbers, or kept state")
         self._loss(few, 2 * few, restore=False)
         differs = [name for name, number in numbers(self._trainer).items() if number != counted.get(name)]
-        self._state.restore(self._trainer)
+        self.state.restore(self._trainer)
         if differs:
             raise InputError(f"the loss keeps {differs[0]}, a number that depends on the samples of a batch")
 
@@ -259,7 +261,7 @@ class _Measure:
                 return float(trainer.compute_loss(self._model, prepared, num_items_in_batch=self._num_items))
         finally:
             if restore:
-                self._state.restore(trainer)
+                self.state.restore(trainer)
 
 
 @contextlib.contextmanager
@@ -307,10 +309,9 @@ class _NoDropout(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _as_in_training(trainer, own: bool) -> Iterator[None]:
+def _as_in_training(trainer, state: StepState, own: bool) -> Iterator[None]:
     """A context for computing losses, after which modes, random states, buffers and metrics are as before."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    state = StepState.now(trainer)
     modes = {module: module.training for module in model.modules()}
     try:
         if not own:

@@ -20,8 +20,8 @@ def numbers(trainer) -> dict[str, Any]:
 
 def fingerprint(trainer) -> dict[str, Any]:
     """Of the user's own attributes that are no numbers, what changes when they do."""
-    held = {name: value for name, value in _own(trainer).items() if name not in numbers(trainer)}
-    return {name: _print(value, _DEEPEST) for name, value in held.items()}
+    counted = numbers(trainer)
+    return {name: _print(value, _DEEPEST) for name, value in _own(trainer).items() if name not in counted}
 
 
 def _own(trainer) -> dict[str, Any]:

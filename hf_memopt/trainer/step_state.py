@@ -1,7 +1,7 @@
 """What a forward pass changes apart from gradients: random states, buffers, logged metrics, a user's own numbers."""
 
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,20 @@ class StepState:
     written: tuple[int, ...]
 
     @classmethod
-    def now(cls, trainer) -> "StepState":
-        metrics = {name: deepcopy(getattr(trainer, name)) for name in _metric_names(trainer)}
-        return cls(RandomState.now(), metrics, trainer._runner.buffers.copies(), trainer._runner.buffers.written())
+    def now(cls, trainer, buffers: bool = True) -> "StepState":
+        """Args:
+        buffers: copy buffers, too; an evaluation, which changes none, does without.
+        """
+        metrics = {name: _copied(getattr(trainer, name)) for name in _metric_names(trainer)}
+        copies = trainer._runner.buffers.copies() if buffers else {}
+        return cls(RandomState.now(), metrics, copies, trainer._runner.buffers.written())
 
     def restore(self, trainer) -> None:
         self.random.restore()
         trainer._runner.buffers.restore(self.buffers)
         for name in _TRL_METRICS:
             if name in self.metrics:
-                setattr(trainer, name, deepcopy(self.metrics[name]))
+                setattr(trainer, name, _copied(self.metrics[name]))
         self.restore_numbers(trainer)
 
     def restore_numbers(self, trainer) -> None:
@@ -88,21 +92,20 @@ class Buffers:
             return next(iter(self._changing), "")
         if self._too_large:
             return "a quantized weight" if self.written() != state.written else ""
-        names = (name for name, buffer in self._watched() if not _equal(buffer, state.buffers.get(name)))
-        return next(names, "")
+        return next(self._differing(state), "")
 
     def settle(self, state: StepState) -> str:
         """Note, after the first training pass, which buffers it has changed; the name of one, or ""."""
         if self._settled or self._own:
             return ""
-        if self._too_large:
-            changed = self.changed_since(state)
-        else:
-            differ = (name for name, buffer in self._watched() if not _equal(buffer, state.buffers.get(name)))
-            self._changing = set(differ)
-            changed = next(iter(self._changing), "")
+        changed = self.changed_since(state)
+        if changed and not self._too_large:
+            self._changing = set(self._differing(state))
         self._settled = True
         return changed
+
+    def _differing(self, state: StepState) -> Iterator[str]:
+        return (name for name, buffer in self._watched() if not _equal(buffer, state.buffers.get(name)))
 
     @property
     def _model(self) -> torch.nn.Module:
@@ -119,6 +122,16 @@ class Buffers:
             # Rotary frequencies (dynamic and long RoPE) follow from the padded length, which chunks keep.
             if not name.endswith("inv_freq") and (not self._settled or name in self._changing):
                 yield name, buffer
+
+
+def _copied(value: Any) -> Any:
+    """A copy of metrics, which are numbers in lists in mappings. deepcopy takes a hundred times as long, and an
+    evaluation copies all that it has collected with every batch."""
+    if isinstance(value, dict):
+        result = copy(value)  # with the default of a defaultdict
+        result.update({name: _copied(inner) for name, inner in value.items()})
+        return result
+    return list(value) if isinstance(value, list) else value
 
 
 def _equal(buffer: torch.Tensor, copy: torch.Tensor | None) -> bool:
