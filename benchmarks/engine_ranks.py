@@ -3,9 +3,10 @@
 python benchmarks/engine_ranks.py FOLDER < cases
 
 A case is JSON: "name"; "strategy", as estimate() takes it; "world_size"; "fields" of TrainingArguments; "seq_len"; and
-"model", a folder to load the weights from; "sequence_parallel", how many ranks share a batch's tokens; and "memory",
-fields of MemoryArguments. Rank N writes FOLDER/NAME/N.json: every step's loss, and the most bytes that its live
-tensors took until training ended. With "saved", a checkpoint and the gathered weights lie in FOLDER/NAME/out.
+"model", a folder to load the weights from; "sequence_parallel", how many ranks share a batch's tokens; "qlora", 4-bit
+layers with adapters; and "memory", fields of MemoryArguments. Rank N writes FOLDER/NAME/N.json: every step's loss, and
+the most bytes that its live tensors took until training ended. With "saved", a checkpoint and the gathered weights lie
+in FOLDER/NAME/out.
 """
 
 import json
@@ -43,6 +44,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     from hf_memopt.compatibility.mesh import is_mesh, mesh_of
     from hf_memopt.estimator.accounting.ledger import Ledger
     from hf_memopt.estimator.patches.fake_cluster import following_fsdp
+    from hf_memopt.levers.adapters import add_adapters
 
     fields, kwargs = dict(case["fields"]), {"dtype": torch.float32}
     if case["strategy"].startswith("zero"):
@@ -51,6 +53,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     if is_mesh(case["strategy"]):
         sizes = mesh_of(case["strategy"], case["world_size"])
         kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
+    quantization, adapters = qlora() if case.get("qlora") else (None, None)
     args = TrainingArguments(
         output_dir=folder / "out",
         use_cpu=True,
@@ -64,8 +67,10 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     quiet = MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {}))
     trainers: list[MemoryTrainer] = []
     with Ledger() as ledger, following_fsdp(ledger), fsdp2(case, trainers), tensor_parallel(case):
-        model = AutoModelForCausalLM.from_pretrained(case["model"], **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(case["model"], quantization_config=quantization, **kwargs)
         alone(model)
+        if adapters is not None:
+            model = add_adapters(model, adapters)
         data = rows(case["seq_len"], model.config.vocab_size)
         trainer = MemoryTrainer(
             model=model, args=args, train_dataset=data, data_collator=default_data_collator, memory_args=quiet
@@ -79,6 +84,15 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
         trainer.save_model()
         trainer._save_checkpoint(trainer.model, trial=None)
     (folder / f"{rank}.json").write_text(json.dumps({"losses": losses, "tensors": peak}))
+
+
+def qlora() -> tuple:
+    """The 4-bit layers and adapters of a case."""
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), adapters
 
 
 class Swapping(TrainerCallback):

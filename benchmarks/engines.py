@@ -96,7 +96,7 @@ def run(folder: Path, cases: list[dict]) -> dict[str, list[dict]]:
 
 def predicted(case: dict, rank: int | None = None) -> int:
     """Bytes that the estimate has for a rank of a case, on the device and, where the two are one, on the host."""
-    from engine_ranks import deepspeed_config
+    from engine_ranks import deepspeed_config, qlora
 
     from hf_memopt import MemoryArguments
     from hf_memopt.estimator import estimate
@@ -107,6 +107,7 @@ def predicted(case: dict, rank: int | None = None) -> int:
     strategy = case["strategy"]
     if strategy.startswith("zero"):
         fields["deepspeed"], strategy = deepspeed_config(strategy, Path("/")), None
+    quantization, adapters = qlora() if case.get("qlora") else (None, None)
     found = estimate(
         case["model"],
         fields,
@@ -116,6 +117,8 @@ def predicted(case: dict, rank: int | None = None) -> int:
         world_size=case["world_size"],
         rank=rank,
         strategy=strategy,
+        peft_config=adapters,
+        quantization_config=quantization,
         memory_args=MemoryArguments(oom_recovery=False, silent_mode=True),
     )
     if "offload" not in case["strategy"]:

@@ -211,7 +211,7 @@ def test_doctor_checks_every_shipped_file():
         (["show", "t4", "--method", "lorra"], "Did you mean 'lora'?"),
         (["show", "t4", "--strategy", "zero33"], "Did you mean 'zero3'?"),
         (["export", "t4", "{tmp}/run", "--recipe", "sfft"], "Did you mean 'sft'?"),
-        (["export", "a100_80gb_x8", "{tmp}/run", "--method", "qlora", "--strategy", "zero3"], "use strategy zero2"),
+        (["export", "a100_80gb_x8", "{tmp}/run", "--method", "qlora", "--strategy", "hsdp8"], "use strategy fsdp2"),
         (["export", "t4", "{tmp}/run", "--nvme-path", "/tmp"], "zero3_offload_nvme"),
         (
             ["export", "cpu_x2", "{tmp}/run", "--strategy", "zero3_offload_nvme", "--nvme-path", "/none"],

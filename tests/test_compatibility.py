@@ -24,7 +24,7 @@ from hf_memopt.presets import get_preset
         (Setup(optim="adamw_8bit", device="mps"), "no optimizer kernel", "adafactor"),
         (Setup(optim="galore_adamw_layerwise", accumulates=True), "cannot accumulate", "without _layerwise"),
         (Setup(optim="galore_adamw_layerwise", strategy="ddp"), "distributed training", "without _layerwise"),
-        (Setup(method="qlora", strategy="zero3"), "whole model", "zero2"),
+        (Setup(method="qlora", strategy="hsdp"), "quantization state", "zero2"),
         (Setup(method="qlora", strategy="fsdp2"), "uint8", "bnb_4bit_quant_storage"),
         (Setup(precision="bf16", native_bf16=False, label="NVIDIA T4"), "NVIDIA T4 only emulates", "fp16=True"),
         (Setup(precision="fp16", dtype="float16"), "unscale", "dtype=float32"),

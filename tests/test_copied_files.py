@@ -200,7 +200,6 @@ def test_a_trainer_without_a_launcher_names_one(tmp_path):
     ("method", "file", "message"),
     [
         ("qlora", "zero2_offload_cpu.json", "optim=paged_adamw_8bit with zero2 with optimizer states offloaded"),
-        ("qlora", "zero3.json", "method=qlora with zero3"),
     ],
 )
 def test_a_preset_beside_a_copied_json_is_still_refused(method, file, message, tmp_path, monkeypatch):

@@ -107,11 +107,6 @@ def test_a_shipped_name_becomes_the_file(tmp_path):
     assert args.deepspeed_plugin.zero_stage == 2
 
 
-def test_qlora_with_zero3_is_refused_by_the_argument_too(tmp_path):
-    with pytest.raises(InputError, match=r"method=qlora with zero3: zero\.Init skips quantized weights"):
-        get_preset("cpu", "qlora").training_arguments(str(tmp_path), deepspeed=ZERO3)
-
-
 def test_an_estimate_refuses_what_training_refuses():
     fields = {"optim": "adamw_8bit", "deepspeed": "zero2_offload_cpu", "bf16": True}
     with pytest.raises(InputError, match="optim=adamw_8bit with zero2"):
@@ -172,37 +167,32 @@ def test_an_engine_of_a_plugin_is_estimated(tmp_path, monkeypatch):
     assert read_fields(args)["deepspeed"]["zero_optimization"]["stage"] == 3
 
 
-def tiny(four_bit: bool = False):
-    """A language model; one whose weights are 4-bit only by name."""
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+def tiny():
+    """A language model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    model = LlamaForCausalLM(config)
-    if four_bit:
-        model.is_loaded_in_4bit = True
-        config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
-    return model
+    return LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize(
-    ("fields", "four_bit", "says"),
+    ("fields", "says"),
     [
-        ({"deepspeed": OFFLOADING, "optim": "adamw_8bit"}, False, "optim=adamw_8bit with zero2"),
-        ({"deepspeed": ZERO3}, True, "method=qlora with zero3"),
-        ({"deepspeed": ZERO3, "auto_find_batch_size": True}, False, "auto_find_batch_size=True with zero3"),
-        ({"fsdp": True}, False, "on cpu with fsdp2: accelerate does not support FSDP"),
-        ({"optim": "galore_adamw_layerwise", "gradient_accumulation_steps": 2}, False, "cannot accumulate"),
+        ({"deepspeed": OFFLOADING, "optim": "adamw_8bit"}, "optim=adamw_8bit with zero2"),
+        ({"deepspeed": ZERO3, "auto_find_batch_size": True}, "auto_find_batch_size=True with zero3"),
+        ({"fsdp": True}, "on cpu with fsdp2: accelerate does not support FSDP"),
+        ({"optim": "galore_adamw_layerwise", "gradient_accumulation_steps": 2}, "cannot accumulate"),
     ],
 )
-def test_a_memory_trainer_refuses_before_training(fields, four_bit, says, tmp_path):
+def test_a_memory_trainer_refuses_before_training(fields, says, tmp_path):
     from transformers import TrainingArguments
 
     extra = {"optim_target_modules": "all-linear"} if "galore" in fields.get("optim", "") else {}
     args = TrainingArguments(tmp_path, use_cpu=True, **fields, **extra)
     with pytest.raises(InputError, match=says):
-        MemoryTrainer(model=tiny(four_bit), args=args)
+        MemoryTrainer(model=tiny(), args=args)
 
 
 def test_a_plugin_that_replaces_the_arguments_one_is_asked(tmp_path):
@@ -281,7 +271,6 @@ def test_a_plain_script_is_refused_in_one_sentence(launcher, arguments, says, tm
     ("argv", "says"),
     [
         (["--optim", "adamw_8bit", "--deepspeed", OFFLOADING], "optim=adamw_8bit with zero2"),
-        (["--method", "qlora", "--deepspeed", ZERO3], "method=qlora with zero3"),
         (["--tp_size", "2", "--deepspeed", ZERO3], "zero3 is asked for by deepspeed="),
         (["--fsdp", "true"], "accelerate does not support FSDP on CPU"),
     ],

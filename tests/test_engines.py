@@ -75,6 +75,13 @@ def test_processes_share_the_tokens_of_a_batch(model, alone, tmp_path):
     assert shared < 0.95 * whole
 
 
+def test_layers_of_4_bits_are_gathered_by_zero_3(model, tmp_path):
+    cases = [{**engines.case("zero3", 2, model, qlora=True), "name": "qlora"}]
+    for rank, reported in enumerate(engines.run(tmp_path, cases)["qlora"]):
+        assert len(reported["losses"]) == engines.STEPS
+        assert reported["tensors"] == pytest.approx(engines.predicted(cases[0], rank), rel=0.01)
+
+
 def _check_saved(folder, strategy: str) -> None:
     """A checkpoint, whole or put together again, holds the weights that were gathered, and loads."""
     checkpoint = folder / "out" / f"checkpoint-{engines.STEPS}"

@@ -289,3 +289,26 @@ def test_logits_moved_to_the_host_are_in_host_bytes(tmp_path):
     assert host() - without == LOGITS
     assert host(eval_accumulation_steps=1) - without == 2 * LOGITS  # numpy concatenates there
     assert host(batch_eval_metrics=True) - without == LOGITS // 30
+
+
+def test_no_line_goes_through_two_points_of_one_moment():
+    """Between steps first gradients are held, then the next batches: of 160 samples these are more than the gradients
+    of the shallower trace, and less than those of the deeper one."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=24,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    fields = {"gradient_accumulation_steps": 2, "optim": "sgd"}
+    between = [
+        estimate(config, {**fields, "per_device_train_batch_size": size}, 32, "a100_80gb", dtype="float32").phases[
+            "between"
+        ]
+        for size in (100, 160, 190)
+    ]
+    assert between == sorted(between)

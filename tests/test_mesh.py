@@ -184,6 +184,7 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     whole = _losses(out / "checkpoint-4")
     assert len(whole) == 4 and whole[-1] < whole[0]
     shutil.rmtree(out / "checkpoint-4")
+    words += ["--resume_from_checkpoint", "true"]  # what was saved at the end makes it a finished run
     done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert _losses(out / "checkpoint-4") == whole

@@ -260,10 +260,10 @@ def test_a_strategy_brings_what_it_needs(strategy, optim, checkpointing):
     assert preset.dtype == "bfloat16" and preset.effective_batch_size == 32
 
 
-def test_quantised_weights_are_not_sharded_by_zero3():
+def test_quantized_weights_are_not_sharded_by_default():
     assert get_preset("a100_80gb_x8", "qlora").strategy == "zero2"
-    with pytest.raises(InputError, match="every rank would hold the whole model"):
-        get_preset("a100_80gb_x8", "qlora", strategy="zero3")
+    with pytest.raises(InputError, match="sharding drops the quantization state"):
+        get_preset("a100_80gb_x8", "qlora", strategy="hsdp8")
     fsdp = get_preset("a100_80gb_x8", "qlora", strategy="fsdp2")
     assert fsdp.quantization()["bnb_4bit_quant_storage"] == "bfloat16"
 

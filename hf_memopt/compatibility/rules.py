@@ -261,13 +261,6 @@ RULES = [
     ),
     # Quantization
     _rule(
-        "zero.Init skips quantized weights, so every rank would hold the whole model",
-        "strategy zero2, or fsdp2 with bnb_4bit_quant_storage=bfloat16",
-        "source: transformers.modeling_utils (needs_zero3_init … and not quantized); transformers issue 30663",
-        method="qlora",
-        strategy="zero3",
-    ),
-    _rule(
         "FSDP does not shard 4-bit weights that are stored as uint8",
         "quantization.bnb_4bit_quant_storage=bfloat16",
         "source: accelerate.utils.fsdp_utils",

@@ -9,6 +9,7 @@ from hf_memopt.errors import InputError, MethodRefused, as_input_error
 from hf_memopt.estimator.tracing.process_state import quiet
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantization_method
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule
+from hf_memopt.estimator.training_fields import zero_stage
 from hf_memopt.hardware import Hardware
 
 _AS_CONFIG = "quantization_config"
@@ -114,6 +115,12 @@ def quantization_notes(job) -> Iterator[str]:
         targets = getattr(job.peft_config, "target_modules", None)
         if targets == "all-linear" and SCHEMES[method].module is QuantizedModule:
             yield f"target_modules=all-linear counts {method} layers, none of which peft finds: name them to train"
+    elif method == "bitsandbytes_4bit" and zero_stage(job.fields) == 3:
+        # transformers 5.23, modeling_utils: needs_zero3_init and not quantized; bitsandbytes 0.50.2, MatMul4Bit.
+        yield (
+            "every process loads the 4-bit weights whole, and bitsandbytes keeps each gathered layer until its "
+            "backward pass: ZeRO-3 needs as much as ZeRO-2"
+        )
     elif method == "bitsandbytes_8bit" and accelerator:
         yield "8-bit matmuls are counted as in bitsandbytes' CUDA kernels, without columns of outliers; not measured"
     elif method in ("fp8", "mxfp8"):

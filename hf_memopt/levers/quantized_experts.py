@@ -68,7 +68,7 @@ def expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
     """
     if "Experts" in type(module).__name__:
         for name, weight in list(module.named_parameters(recurse=False)):
-            if weight.dim() == 3 and weight.is_floating_point() and weight[0].numel() % _BLOCK == 0:
+            if weight.dim() == 3 and weight.is_floating_point() and weight.shape[-1] % _BLOCK == 0:
                 yield name, weight
 
 

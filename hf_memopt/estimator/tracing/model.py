@@ -107,7 +107,9 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
     from transformers.initialization import no_tie_weights
 
     auto = getattr(transformers, TASKS[settings.task].auto_class)
-    with no_tie_weights() if distribute else nullcontext(), _refused_configuration(settings.config):
+    # from_pretrained leaves weights whole that it quantizes; DeepSpeed shards them when it is set up.
+    whole = outside_zero3() if settings.quantization_config is not None else nullcontext()
+    with no_tie_weights() if distribute else nullcontext(), whole, _refused_configuration(settings.config):
         model = auto.from_config(
             with_token_ids(settings.config),
             dtype=traceable_dtype(getattr(torch, resolve_dtype(settings.config, settings.dtype))),

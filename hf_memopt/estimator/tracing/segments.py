@@ -144,6 +144,7 @@ def make_phase_callback(ledger: Ledger, trainer):
             optimizer.optimizer.step()
             self.on_optimizer_step(*state, optimizer=optimizer)
             optimizer.optimizer.zero_grad()
+            self.on_step_end()
 
         def on_step_begin(self, *args, **kwargs):
             ledger.step += 1
@@ -160,6 +161,12 @@ def make_phase_callback(ledger: Ledger, trainer):
                 for tensor in _state_tensors(getattr(optimizer, "optimizer", optimizer)):
                     ledger.classify(tensor, "optimizer_states")
             ledger.begin("between", "other")
+
+        def on_step_end(self, *args, **kwargs):
+            # Gradients are gone, the next batches not fetched: a peak with either is a moment of its own, as one is
+            # higher in a deep model and the other in a shallow one.
+            if ledger.phase == "between":
+                ledger.begin("between", "other")
 
     return Phases()
 
