@@ -3,13 +3,11 @@
 Two steps of a small Llama whose peak is the optimizer's, with fp32 weights, or the backward pass's for optimizers
 that step there. States are the storages that the optimizer keeps after them: a GaLore projection of fp32 gradients is
 a view of all singular vectors, which stay. Packages of their own, as many as are installed: torchao, galore-torch,
-apollo-torch, lomo-optim, grokadamw, schedulefree, torch-optimi. Each is estimated twice: by its code, and by the
-formula that stands for it where it is not installed.
+apollo-torch, lomo-optim, grokadamw, schedulefree, torch-optimi.
 """
 
 import sys
 import tempfile
-from unittest import mock
 
 import torch
 from optimizers import fields_of
@@ -89,39 +87,21 @@ def measured(name: str) -> tuple[int, int]:
     return peak, state_bytes(trainers[0].optimizer.optimizer)
 
 
-def predicted(name: str, formula: bool) -> tuple[int, int]:
-    """The predicted peak, and the states in it."""
-    from hf_memopt import estimate
-    from hf_memopt.estimator.tracing import optimizers
-
-    by_formula = (lambda *_: True) if formula else optimizers.by_formula
-    with mock.patch.object(optimizers, "by_formula", by_formula):
-        found = estimate(config(), fields(name), LENGTH, "cpu")
-    return found.peak_allocated_bytes, found.breakdown["optimizer_states"]
-
-
 def row_of(name: str) -> dict:
-    from hf_memopt import InputError
-    from hf_memopt.compatibility.rules import PACKAGES
-    from hf_memopt.estimator.tracing.optimizers import by_formula
+    from hf_memopt import InputError, estimate
 
-    package = PACKAGES.get(name)
-    row: dict = {"optim": name, "package": package}
+    row: dict = {"optim": name}
     try:
-        if package is not None:
-            row["formula_bytes"], row["state_bytes"] = predicted(name, formula=True)
-        if not by_formula(package and name, False):
-            row["traced_bytes"], states = predicted(name, formula=False)
-            row.setdefault("state_bytes", states)
+        estimated = estimate(config(), fields(name), LENGTH, "cpu")
     except InputError as error:
         return {**row, "refused": str(error)}
+    row["traced_bytes"] = estimated.peak_allocated_bytes
+    row["state_bytes"] = estimated.breakdown["optimizer_states"]
     try:
         row["measured_bytes"], row["measured_state_bytes"] = measured(name)
     except Exception as error:  # whatever a package raises, the table is to show
         return {**row, "unmeasured": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
-    for kind in ("formula", "traced"):
-        if f"{kind}_bytes" in row:
-            row[f"{kind}_error"] = round(row[f"{kind}_bytes"] / row["measured_bytes"] - 1, 5)
+    row["traced_error"] = round(row["traced_bytes"] / row["measured_bytes"] - 1, 5)
     return row
 
 

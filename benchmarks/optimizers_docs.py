@@ -12,12 +12,11 @@ def optimizer_states() -> str:
             _mebibytes(row.get("state_bytes")),
             _mebibytes(row.get("measured_state_bytes")),
             _percent(row.get("traced_error")),
-            _percent(row.get("formula_error")),
             row.get("refused") or row.get("unmeasured") or "",
         ]
         for row in found["rows"]
     ]
-    heads = ["optimizer", "states (MiB)", "measured", "peak, its code", "peak, formula", "refused, or not measured"]
+    heads = ["optimizer", "states (MiB)", "measured", "peak", "refused, or not measured"]
     return f"{table(heads, rows)}\n\n{source('estimator_optimizers', found)}"
 
 

@@ -31,6 +31,7 @@ from hf_memopt.estimator.tracing.model import (
     resolve_dtype,
     weight_sizes,
 )
+from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.estimator.tracing.quantization import quantization_method
 from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
@@ -466,6 +467,7 @@ def _check_combination(job: Job, strategy: str | None) -> None:
     )
     for refusal in refusals(setup):
         raise InputError(refusal)
+    check_traceable(setup.optim, job.device.backend != "cpu")
 
 
 def _checked_device(job: Job) -> str:

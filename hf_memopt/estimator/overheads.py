@@ -178,7 +178,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
             "memory is counted; how well the model uses them, its scaling of positions decides"
         )
     optim = job.fields.get("optim", "")
-    if by_formula(optim, job.device.backend != "cpu"):
+    if by_formula(optim):
         said.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
     if paged := paged_bytes(peaks):
         said.append(

@@ -524,27 +524,9 @@ _BITSANDBYTES = (
 _OPTIMIZERS = (
     Names(
         owner="transformers.trainer_optimizer",
-        names={
-            "_OPTIMIZER_HANDLERS": None,
-            **dict.fromkeys(
-                (
-                    *("is_apollo_torch_available", "is_bitsandbytes_available", "is_galore_torch_available"),
-                    *("is_grokadamw_available", "is_lomo_available", "is_schedulefree_available"),
-                    *("is_torch_optimi_available", "is_torchao_available"),
-                )
-            ),
-        },
-        why="creates optimizers of packages that are not installed, or ask for a GPU: they are counted by formula",
-        until="never: a trace needs no such package",
-    ),
-    *(
-        Names(
-            owner=owner,
-            names={"is_lomo_available": ""},
-            why="LOMO's optimizers step in the backward pass, and accelerate knows them by their class",
-            until="never: a trace does not need lomo-optim",
-        )
-        for owner in ("accelerate.accelerator", "accelerate.optimizer")
+        names={"_OPTIMIZER_HANDLERS": None, "is_torchao_available": None},
+        why="creates torchao's optimizers where it is not installed: they are counted by formula",
+        until="never: a trace needs no torchao",
     ),
 )
 

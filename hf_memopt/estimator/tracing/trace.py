@@ -166,7 +166,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
             _sharding(job, trainer, stacks, mesh, ledger),
             _inputs_on_host(job, ledger),
             _optimizer_errors(args),
-            stand_ins(args.optim, job.accelerator, ledger.booking),
+            stand_ins(args.optim),
         ):
             trainer.train()
         if job.evaluated:
