@@ -240,18 +240,6 @@ def test_what_the_command_line_takes(options, message, tmp_path, command):
 CHECKPOINTS = {
     "gptq": ({"bits": 4, "group_size": 128}, 0.5 + 2.5 / 128),
     "awq": ({"bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, 0.5 + 2.5 / 128),
-    "eetq": ({}, 1),
-    "aqlm": (
-        {
-            "in_group_size": 8,
-            "out_group_size": 1,
-            "num_codebooks": 1,
-            "nbits_per_codebook": 8,
-            "linear_weights_not_to_quantize": ["lm_head"],
-        },
-        1 / 8,
-    ),
-    "quanto": ({"weights": "int4"}, 0.5 + 4 / 128),
     "fp8": ({"weight_block_size": [128, 128]}, 1),
     "bitnet": ({"linear_class": "autobitlinear", "quantization_mode": "online"}, 2),
     "compressed-tensors": (

@@ -8,18 +8,18 @@ from typing import Any
 from hf_memopt.errors import InputError, MethodRefused, as_input_error
 from hf_memopt.estimator.tracing.process_state import quiet
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantization_method
-from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule
+from hf_memopt.estimator.tracing.quantized_linear import SCHEMES
 from hf_memopt.estimator.training_fields import zero_stage
 from hf_memopt.hardware import Hardware
 
 _AS_CONFIG = "quantization_config"
 _DEQUANTIZE = {"dequantize": True}  # of whichever method the checkpoint is
 # Methods whose `is_trainable` is True, or asks for a package, but that cannot be trained, and why.
-_CANNOT_TRAIN = {
+_REFUSED = {
     "hqq": "transformers 5 does not load HQQ weights (get_quantize_ops: not available yet)",
     "sinq": "peft has no adapter for its SINQLinear modules",
     "fp_quant": "its training kernels (qutlass, Triton) are not modelled",
-    "fouroversix": "its training kernels are not modelled",
+    **dict.fromkeys(("fouroversix", "eetq", "aqlm", "quanto"), "its training kernels are not modelled"),
 }
 # What a checkpoint or its configuration would have to say.
 _REMEDIES = {
@@ -60,8 +60,8 @@ def resolve_quantization(config, quantization, device: Hardware | None = None) -
     method = quantization_method(quantization)
     if getattr(quantization, "dequantize", False) or _dequantizes(method, device):
         return _without_quantization(config), None, method
-    if reason := _CANNOT_TRAIN.get(method):
-        raise MethodRefused(f"{_AS_CONFIG}: models quantized with {method} cannot be trained: {reason}")
+    if reason := _REFUSED.get(method):
+        raise MethodRefused(f"{_AS_CONFIG}: models quantized with {method} are refused: {reason}")
     if not _is_trainable(quantization, method):
         remedy = _REMEDIES.get(method, "")
         raise MethodRefused(
@@ -111,9 +111,9 @@ def quantization_notes(job) -> Iterator[str]:
     if job.dequantized:
         yield f"{job.dequantized} weights are dequantized while they are loaded, which is not counted"
     if method in SCHEMES:
-        yield f"{method} layers are counted as in {SCHEMES[method].source}; {SCHEMES[method].measured}"
+        yield f"{method} layers are counted as in {SCHEMES[method].source}; not measured"
         targets = getattr(job.peft_config, "target_modules", None)
-        if targets == "all-linear" and SCHEMES[method].module is QuantizedModule:
+        if targets == "all-linear":
             yield f"target_modules=all-linear counts {method} layers, none of which peft finds: name them to train"
     elif method == "bitsandbytes_4bit" and zero_stage(job.fields) == 3:
         # transformers 5.23, modeling_utils: needs_zero3_init and not quantized; bitsandbytes 0.50.2, MatMul4Bit.
@@ -142,7 +142,7 @@ def _merged(config, quantization):
             f"{_AS_CONFIG}: the checkpoint is quantized with {quantization_method(own)}, which transformers does not "
             f"load as {quantization_method(quantization)}: name a checkpoint that is not quantized"
         )
-    if isinstance(own, dict) and own.get("quant_method") in (*_CANNOT_TRAIN, "compressed-tensors"):
+    if isinstance(own, dict) and own.get("quant_method") in (*_REFUSED, "compressed-tensors"):
         return _Fields(**own)  # transformers builds these only where their package is installed
     with quiet():
         return AutoHfQuantizer.merge_quantization_configs(copy.deepcopy(own), quantization)

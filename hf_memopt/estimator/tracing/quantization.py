@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
-from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, StandInQuantizer
+from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, StandInQuantizer
 
 
 def is_quantized(config) -> bool:
@@ -180,7 +180,7 @@ def _quantize_by_stand_ins(model, quantization, method: str, pre_quantized: bool
     scheme = SCHEMES[method]
     for name, module in list(model.named_modules()):
         if type(module) is torch.nn.Linear and scheme.converts(model, name, quantization):
-            layer = scheme.module(module.in_features, module.out_features, scheme, quantization)
+            layer = QuantizedModule(module.in_features, module.out_features, scheme, quantization)
             if module.bias is not None:
                 layer.bias = module.bias.requires_grad_(False)
             model.set_submodule(name, layer)
