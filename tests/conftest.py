@@ -50,6 +50,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, some
 os.environ.setdefault("LOCAL_SIZE", "1")
 
 BIN = Path(sys.executable).parent
+_ENVIRONMENT = os.environ
 
 
 _frozen_modules = 0
@@ -111,6 +112,8 @@ def pytest_runtest_setup(item):
     is given."""
     if integration := sys.modules.get("transformers.integrations.deepspeed"):
         integration.unset_hf_deepspeed_config()  # of arguments that an earlier test's traceback keeps
+    # datasets replaces it by a copy (Dataset.map with num_proc), while rich and others hold the real one.
+    os.environ = _ENVIRONMENT
     for name in _foreign():
         del os.environ[name]
     for marker, (there, reason) in _NEEDS.items():

@@ -473,11 +473,13 @@ WRITES = """
 
 
 def test_nothing_stays(folder):
+    environment = os.environ
     (folder / "train.py").write_text(textwrap.dedent(WRITES))
     before = listing(folder)
     with caught(WRITES, "rtx_4090") as trainer:
         assert estimate_trainer(trainer, "rtx_4090").fits
     assert listing(folder) == before
+    assert os.environ is environment
 
 
 @pytest.mark.slow

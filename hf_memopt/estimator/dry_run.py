@@ -177,6 +177,7 @@ def _script_environment(path: Path, arguments: list[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(os, "_exit", end),  # the answer would be its exit code; its child processes may
+        mock.patch.object(os, "environ", os.environ),  # datasets replaces it by a copy (Dataset.map with num_proc)
         mock.patch.object(sys, "argv", [str(path), *arguments]),
         mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
         contextlib.redirect_stdout(sys.stderr),
