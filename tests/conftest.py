@@ -113,7 +113,7 @@ def pytest_runtest_setup(item):
     if integration := sys.modules.get("transformers.integrations.deepspeed"):
         integration.unset_hf_deepspeed_config()  # of arguments that an earlier test's traceback keeps
     # datasets replaces it by a copy (Dataset.map with num_proc), while rich and others hold the real one.
-    os.environ = _ENVIRONMENT
+    vars(os)["environ"] = _ENVIRONMENT
     for name in _foreign():
         del os.environ[name]
     for marker, (there, reason) in _NEEDS.items():

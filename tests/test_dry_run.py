@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import textwrap
 
 import pytest
