@@ -31,14 +31,19 @@ _HOME = {
     "TrainingOutOfMemory": "hf_memopt.errors",
     "TrainingInterrupted": "hf_memopt.trainer.interrupt",
     "TrainingTerminated": "hf_memopt.trainer.interrupt",
-    "merge_adapter": "hf_memopt.merging.merge",
     "classify_oom": "hf_memopt.oom.classify",
 }
+# In packages above this one, which it does not import: entry points say where (setup.cfg).
+_CONTRIBUTED = ("merge_adapter",)
 
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = sorted([*_HOME, *_CONTRIBUTED, "__version__"])
 
 
 def __getattr__(name: str):
+    if name in _CONTRIBUTED:
+        from hf_memopt.contributed import load_contributed
+
+        return load_contributed("api")[name]
     if name not in _HOME:
         raise AttributeError(f"module 'hf_memopt' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

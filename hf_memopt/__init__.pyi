@@ -1,5 +1,6 @@
 """What type checkers read: the public names, which __init__.py imports on first use."""
 
+from hf_memopt.contrib.merging.merge import merge_adapter as merge_adapter
 from hf_memopt.errors import InputError as InputError
 from hf_memopt.errors import TrainingOutOfMemory as TrainingOutOfMemory
 from hf_memopt.estimator import Estimate as Estimate
@@ -10,7 +11,6 @@ from hf_memopt.hardware import detect as detect
 from hf_memopt.hardware import get_hardware as get_hardware
 from hf_memopt.hardware import list_hardware as list_hardware
 from hf_memopt.levers.arguments import MemoryArguments as MemoryArguments
-from hf_memopt.merging.merge import merge_adapter as merge_adapter
 from hf_memopt.monitor.callback import MemoryCallback as MemoryCallback
 from hf_memopt.monitor.monitor import MemoryMonitor as MemoryMonitor
 from hf_memopt.monitor.snapshot_callback import SnapshotCallback as SnapshotCallback

@@ -119,7 +119,7 @@ def over_time(
 ) -> None:
     """A run's memory against the minutes: what is held, the most so far, and what it is measured against."""
     start, top = readings[0]["time"], max(one["peak_allocated"] for one in readings)
-    unit, name = _unit(top)
+    unit, name = axis_unit(top)
     minutes = [(one["time"] - start) / 60 for one in readings]
     axes.plot(minutes, [one["peak_allocated"] / unit for one in readings], color="#222222", lw=1, label="peak so far")
     axes.fill_between(minutes, [one["allocated"] / unit for one in readings], color="#4c78a8", alpha=0.25, lw=0)
@@ -149,12 +149,12 @@ def over_time(
         axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
     axes.set(xlabel="minutes", ylabel=name, xlim=(0, max(minutes[-1], 0.01)))
     axes.set_ylim(0, 1.05 * max([top, (predicted or 0), 1] + [capacity] * near) / unit)
-    _legend(axes, 2 if narrow else 4)
+    legend(axes, 2 if narrow else 4)
 
 
 def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, capacity: int | None = None) -> None:
     """A job's predicted memory, allocation after allocation, coloured by phase."""
-    unit, name = _unit(peak)
+    unit, name = axis_unit(peak)
     heights = [size / unit for _, size in timeline]
     for phase, colour in JOB_PHASES.items():
         there = [one in ((phase,) if phase != "load" else ("load", "start")) for one, _ in timeline]
@@ -166,30 +166,12 @@ def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, cap
     axes.set(xlabel="allocations in order: load, two steps, evaluation", ylabel=f"{name}, predicted", xticks=[])
     axes.set_xlim(0, max(1, len(heights) - 1))
     axes.set_ylim(bottom=0)
-    _legend(axes, 3 if narrow else 7, below=0.12)
-
-
-def stacked(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]], kinds) -> None:
-    """Bytes by kind against seconds, on top of each other."""
-    there = [kind for kind in kinds if any(sizes.get(kind) for _, sizes in timeline)]
-    unit, name = _unit(max((sum(sizes.get(kind, 0) for kind in there) for _, sizes in timeline), default=0))
-    rows = [[sizes.get(kind, 0) / unit for _, sizes in timeline] for kind in there]
-    if rows:
-        axes.stackplot(
-            [at for at, _ in timeline],
-            rows,
-            labels=[kind.replace("_", " ") for kind in there],
-            colors=[COLOURS[kind] for kind in there],
-            lw=0,
-        )
-    axes.set(xlabel="seconds", ylabel=name)
-    axes.set_ylim(bottom=0)
-    _legend(axes, 2 if narrow else 4)
+    legend(axes, 3 if narrow else 7, below=0.12)
 
 
 def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
     """The memory that several runs held, each from its own beginning."""
-    unit, unit_name = _unit(max(one["peak_allocated"] for readings in runs.values() for one in readings))
+    unit, unit_name = axis_unit(max(one["peak_allocated"] for readings in runs.values() for one in readings))
     for name, readings in runs.items():
         start = readings[0]["time"]
         axes.plot(
@@ -199,13 +181,13 @@ def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
         )
     axes.set(xlabel="minutes", ylabel=f"{unit_name}, peak so far")
     axes.set_ylim(bottom=0)
-    _legend(axes, 1 if narrow else 3)
+    legend(axes, 1 if narrow else 3)
 
 
-def _unit(top: float) -> tuple[int, str]:
+def axis_unit(top: float) -> tuple[int, str]:
     """The unit of an axis that ends at so many bytes."""
     return (GIB, "GiB") if top >= GIB else (MIB, "MiB")
 
 
-def _legend(axes, columns: int, below: float = 0.2) -> None:
+def legend(axes, columns: int, below: float = 0.2) -> None:
     axes.legend(fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False)

@@ -22,7 +22,7 @@ def test_help_names_the_commands_and_shows_examples(command):
 
     from hf_memopt.cli.app import app
 
-    commands = typer.main.get_command(app).commands
+    commands = typer.main.get_command(app).list_commands(None)
     code, output, _ = command("--help")
     assert code == 0 and len(commands) == 17
     for name in commands:

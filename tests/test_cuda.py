@@ -126,7 +126,7 @@ def test_the_monitor_reads_what_the_counters_say():
 
 
 def test_a_snapshot_has_the_largest_tensor(tmp_path):
-    from hf_memopt.reports.snapshot_analysis import analyze_snapshot
+    from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_snapshot
 
     trainer(tmp_path, {"snapshot_steps": "2"})
     (file,) = tmp_path.glob("memory_snapshot_step_*")

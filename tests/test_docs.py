@@ -265,7 +265,7 @@ def _parse(words: list[str]) -> None:
     from hf_memopt.cli.app import app
 
     group = typer.main.get_command(app)
-    group.commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False)
+    group.get_command(None, words[1]).make_context(words[1], words[2:], resilient_parsing=False)
 
 
 def _launch(words: list[str]) -> None:

@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import gzip
 import json
-import pickle
 import random
 
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import ENDED, RECOVERED, reading, report
 from test_advise import LONG, log
-from test_snapshot import cuda_snapshot
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.redaction import redact, redact_text
@@ -20,11 +17,10 @@ from hf_memopt.reports.advice import advise, advise_on_text
 from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run
 from hf_memopt.reports.run_report import compare_page, figures, run_page
-from hf_memopt.reports.snapshot_analysis import analyze_snapshot
 
-_FEW = {"max_examples": 40, "deadline": None, "derandomize": True, "database": None}
-_MANY = _FEW | {"max_examples": 2000}
-_CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+FEW = {"max_examples": 40, "deadline": None, "derandomize": True, "database": None}
+MANY = FEW | {"max_examples": 2000}
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 # Values that were wrong somewhere once: types, signs, sizes, texts that a terminal, a page or a chart would obey.
 ODD = st.sampled_from(
@@ -58,13 +54,6 @@ ANY_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-ABOUT = {
-    "reason": "step 2",
-    "device": "cuda:0",
-    "capacity": 8000,
-    "marks": [[1, "step", "2"], [2, "phase", "forward"], [15, "phase", "backward"], [45, "phase", "between"]],
-    "owners": [[1, 1000, 1000, "parameters", "a.weight"], [34, 3000, 200, "gradients", "a.weight"]],
-}
 
 
 def _places(value, path=()):
@@ -94,7 +83,7 @@ def changed(draw, valid):
     return content
 
 
-def _cut_and_flipped(content: bytes, seed: int) -> bytes:
+def cut_and_flipped(content: bytes, seed: int) -> bytes:
     """Some bytes changed, inserted or lost, or the end missing."""
     chance, damaged = random.Random(seed), bytearray(content)
     for _ in range(chance.randint(1, 4)):
@@ -103,74 +92,32 @@ def _cut_and_flipped(content: bytes, seed: int) -> bytes:
     return bytes(damaged[: chance.randrange(len(damaged) + 1)] if chance.random() < 0.3 else damaged)
 
 
-def _json(content) -> bytes:
+def to_json(content) -> bytes:
     return json.dumps(content).encode()
-
-
-# ---- snapshots
-
-VALID = cuda_snapshot(hf_memopt=ABOUT)
-SNAPSHOTS = (
-    st.binary(max_size=200)
-    | st.binary(max_size=60).map(lambda content: b"\x80\x02}" + content)
-    | changed(VALID).map(pickle.dumps)
-    | changed(VALID).map(_json)
-    | ANY_JSON.map(lambda content: _json({"device_traces": content}))
-    | st.builds(
-        _cut_and_flipped,
-        st.sampled_from([pickle.dumps(VALID), _json(VALID), pickle.dumps(VALID, 0)]),
-        st.integers(0, 2**32),
-    )
-    | st.builds(_cut_and_flipped, st.just(gzip.compress(_json(VALID))), st.integers(0, 2**32))
-)
-
-
-def _snapshot(content: bytes, folder) -> None:
-    file = folder / "a.pickle"
-    file.write_bytes(content)
-    with contextlib.suppress(InputError):
-        found = analyze_snapshot(file)
-        assert sum(found.by_kind.values()) == found.peak_bytes
-        json.dumps(found.to_dict()).encode()
-
-
-@pytest.mark.slow
-@given(SNAPSHOTS)
-@settings(**_FEW | {"max_examples": 200}, suppress_health_check=_CHECKS)
-def test_snapshots(tmp_path, content):
-    _snapshot(content, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-@given(SNAPSHOTS)
-@settings(**_MANY, suppress_health_check=_CHECKS)
-def test_very_many_snapshots(tmp_path, content):
-    _snapshot(content, tmp_path)
 
 
 # ---- run folders
 
 
 def _lines(entries) -> bytes:
-    return b"".join(_json(entry) + b"\n" for entry in entries)
+    return b"".join(to_json(entry) + b"\n" for entry in entries)
 
 
 READINGS = [reading(0, "eval", speed=None), reading(10), RECOVERED, reading(20)]
 FULL_REPORT = report(command="recipes/sft.py", memory_arguments={"warning_threshold": 0.9}, levers={"adam_mini": True})
-REPORTS = changed(FULL_REPORT).map(_json) | ANY_JSON.map(_json) | st.binary(max_size=60)
+REPORTS = changed(FULL_REPORT).map(to_json) | ANY_JSON.map(to_json) | st.binary(max_size=60)
 LOGS = (
     changed(READINGS).map(_lines)
     | st.lists(ANY_JSON, max_size=5).map(_lines)
     | st.binary(max_size=60)
-    | st.builds(_cut_and_flipped, st.just(_lines(READINGS)), st.integers(0, 2**32))
+    | st.builds(cut_and_flipped, st.just(_lines(READINGS)), st.integers(0, 2**32))
 )
-ENDS = changed(ENDED).map(_json) | ANY_JSON.map(_json) | st.binary(max_size=60)
+ENDS = changed(ENDED).map(to_json) | ANY_JSON.map(to_json) | st.binary(max_size=60)
 # Mostly one damaged file, since the first that is refused hides what the others would do.
 FOLDERS = (
     st.fixed_dictionaries({LOG: changed(READINGS).map(_lines)})
-    | st.fixed_dictionaries({REPORT_FILE: changed(FULL_REPORT).map(_json)})
-    | st.fixed_dictionaries({OOM: changed(ENDED).map(_json)})
+    | st.fixed_dictionaries({REPORT_FILE: changed(FULL_REPORT).map(to_json)})
+    | st.fixed_dictionaries({OOM: changed(ENDED).map(to_json)})
     | st.fixed_dictionaries({}, optional={REPORT_FILE: REPORTS, LOG: LOGS, OOM: ENDS})
 )
 
@@ -193,7 +140,7 @@ def _folder(files: dict[str, bytes], folder, drawn: bool) -> None:
 
 @pytest.mark.slow
 @given(FOLDERS)
-@settings(**_FEW | {"max_examples": 120}, suppress_health_check=_CHECKS)
+@settings(**FEW | {"max_examples": 120}, suppress_health_check=CHECKS)
 def test_run_folders(tmp_path, monkeypatch, files):
     monkeypatch.setattr("hf_memopt.charts._svg", _without_drawing)
     _folder(files, tmp_path, drawn=True)
@@ -210,7 +157,7 @@ def _without_drawing(draw, width, name):
 @pytest.mark.slow
 @pytest.mark.sweep
 @given(FOLDERS)
-@settings(**_MANY, suppress_health_check=_CHECKS)
+@settings(**MANY, suppress_health_check=CHECKS)
 def test_very_many_run_folders(tmp_path, monkeypatch, files):
     monkeypatch.setattr("hf_memopt.charts._svg", _without_drawing)
     _folder(files, tmp_path, drawn=True)
@@ -219,7 +166,7 @@ def test_very_many_run_folders(tmp_path, monkeypatch, files):
 @pytest.mark.slow
 @pytest.mark.sweep
 @given(FOLDERS)
-@settings(**_MANY | {"max_examples": 200}, suppress_health_check=_CHECKS)
+@settings(**MANY | {"max_examples": 200}, suppress_health_check=CHECKS)
 def test_run_folders_with_their_charts(tmp_path, files):
     _folder(files, tmp_path, drawn=True)
 
@@ -269,7 +216,7 @@ def _text(text: str) -> None:
 
 
 @given(TEXTS)
-@settings(**_FEW | {"max_examples": 150}, suppress_health_check=_CHECKS)
+@settings(**FEW | {"max_examples": 150}, suppress_health_check=CHECKS)
 def test_texts(text):
     _text(text)
 
@@ -277,20 +224,20 @@ def test_texts(text):
 @pytest.mark.slow
 @pytest.mark.sweep
 @given(TEXTS)
-@settings(**_MANY | {"max_examples": 5000}, suppress_health_check=_CHECKS)
+@settings(**MANY | {"max_examples": 5000}, suppress_health_check=CHECKS)
 def test_very_many_texts(text):
     _text(text)
 
 
 @pytest.mark.slow
 @given(st.sampled_from(list(LONG.values())), st.integers(0, 2**32))
-@settings(**_FEW | {"max_examples": 5}, suppress_health_check=_CHECKS)
+@settings(**FEW | {"max_examples": 5}, suppress_health_check=CHECKS)
 @pytest.mark.timeout(120)
 def test_long_lines(text, seed):
-    _text(_cut_and_flipped(text.encode(), seed).decode("utf-8", "replace") + log("train forward"))
+    _text(cut_and_flipped(text.encode(), seed).decode("utf-8", "replace") + log("train forward"))
 
 
 @given(ANY_JSON)
-@settings(**_FEW)
+@settings(**FEW)
 def test_whatever_json_holds_can_be_redacted(content):
     assert json.dumps(redact(redact(content))) == json.dumps(redact(content))

@@ -55,7 +55,7 @@ def test_five_guides_with_all_their_items():
 def _tests() -> dict[str, bool]:
     """Every test of this folder: node id -> whether something skips it whatever happens."""
     found = {}
-    for file in sorted((ROOT / "tests").glob("test_*.py")):
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         whole = any(
             _skips(node.value)
@@ -70,7 +70,7 @@ def _tests() -> dict[str, bool]:
             for node in scope.body:
                 if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                     skipped = whole or any(map(_skips, (*node.decorator_list, *getattr(scope, "decorator_list", ()))))
-                    found[f"tests/{file.name}::{prefix}{node.name}"] = skipped
+                    found[f"{file.relative_to(ROOT)}::{prefix}{node.name}"] = skipped
     return found
 
 
@@ -132,7 +132,8 @@ def _commands() -> dict:
 
     from hf_memopt.cli.app import app
 
-    return typer.main.get_command(app).commands
+    group = typer.main.get_command(app)
+    return {name: group.get_command(None, name) for name in group.list_commands(None)}
 
 
 # Words on the right that are no setting: values, keys of estimates, breakdowns and YAML, and setting names of others'.

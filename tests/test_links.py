@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from runs import ENDED, reading, report, write_run
 
+from hf_memopt.contrib.merging.merge import find_folder
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.files import check_links
-from hf_memopt.merging.merge import find_folder
 from hf_memopt.recipe.job import load_tokenizer
 from hf_memopt.reports.advice import advise
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run

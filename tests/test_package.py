@@ -57,12 +57,15 @@ def test_type_checkers_read_the_annotations():
 def test_the_stub_names_what_the_package_resolves():
     """Type checkers cannot follow __getattr__: they read __init__.pyi."""
     import ast
+    from importlib.metadata import entry_points
 
-    from hf_memopt import _HOME
+    from hf_memopt import _CONTRIBUTED, _HOME
 
     stub = ast.parse((ROOT / "hf_memopt" / "__init__.pyi").read_text(encoding="utf-8"))
     imported = [(node, name) for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for name in node.names]
-    assert {name.asname: node.module for node, name in imported} == _HOME
+    contributed = {entry.name: entry.module for entry in entry_points(group="hf_memopt.api")}
+    assert contributed.keys() == set(_CONTRIBUTED)
+    assert {name.asname: node.module for node, name in imported} == _HOME | contributed
 
 
 @pytest.mark.parametrize("source", [None, "https://example.org/hf_memopt"])

@@ -67,7 +67,7 @@ def snapshot(setting: Setting) -> dict:
     import torch
 
     from hf_memopt import SnapshotCallback
-    from hf_memopt.reports.snapshot_analysis import analyze_snapshot as read
+    from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_snapshot as read
 
     recorder = SnapshotCallback("2", on_oom=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,13 +7,32 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
+from hf_memopt.cli.options import Json, at_least_one
+from hf_memopt.contributed import load_contributed
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
 from hf_memopt.terminal import only_plain_text
 
+
+class _Commands(TyperGroup):
+    """The commands of this file, and contributed ones once help or a command that is not here is asked for."""
+
+    def list_commands(self, ctx):
+        for name, contributed in load_contributed("commands").items():
+            self.commands[name] = typer.main.get_command(contributed)
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx, cmd_name):
+        if cmd_name not in self.commands:
+            self.list_commands(ctx)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="hf-memopt",
+    cls=_Commands,
     help="Predict the memory of a Hugging Face training job, and find the settings that make it fit.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -56,17 +75,6 @@ def _positive(value: float | None) -> float | None:
     return value
 
 
-def _at_least_one(value: int | None) -> int | None:
-    """A number of tokens, samples or devices, unchanged.
-
-    Raises:
-        typer.BadParameter: it is less than 1, or too large for a size in a tensor's shape.
-    """
-    if value is not None and not 1 <= value < 2**31:
-        raise typer.BadParameter(f"{value} must be at least 1{', and below 2147483648' if value > 0 else ''}")
-    return value
-
-
 def _length(value: str | None) -> int | str | None:
     """A number of tokens, or "max".
 
@@ -77,10 +85,9 @@ def _length(value: str | None) -> int | str | None:
         return value
     if not value.lstrip("-").isdecimal():
         raise typer.BadParameter(f"{value!r} is neither a number of tokens nor max")
-    return _at_least_one(int(value))
+    return at_least_one(int(value))
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of another export.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=_methods)]
 Strategy = Annotated[
@@ -162,10 +169,10 @@ def estimate(
     ] = None,
     method: Method = "full",
     seq_len: Annotated[
-        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample. Default: the preset's.")
+        int | None, typer.Option(callback=at_least_one, help="Tokens per sample. Default: the preset's.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the preset's.")
+        int | None, typer.Option(callback=at_least_one, help="Devices that train together. Default: the preset's.")
     ] = None,
     strategy: Strategy = None,
     hardware: Annotated[
@@ -245,7 +252,7 @@ def plan(
     effective_batch_size: Annotated[
         int | None,
         typer.Option(
-            callback=_at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
+            callback=at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
         ),
     ] = None,
     method: Annotated[
@@ -355,7 +362,7 @@ def advise(
     preset: Annotated[str, typer.Option(help="The run's preset, with --model.")] = "auto",
     method: Method = "full",
     seq_len: Annotated[
-        int | None, typer.Option(callback=_at_least_one, help="Tokens per sample, with --model.")
+        int | None, typer.Option(callback=at_least_one, help="Tokens per sample, with --model.")
     ] = None,
     settings: Settings = None,
     json: Json = False,
@@ -376,7 +383,7 @@ def dry_run(
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
     hardware: Annotated[str, typer.Option(help="Device to fit on. Default: this machine's.")] = "auto",
     world_size: Annotated[
-        int | None, typer.Option(callback=_at_least_one, help="Devices that train together. Default: the script's.")
+        int | None, typer.Option(callback=at_least_one, help="Devices that train together. Default: the script's.")
     ] = None,
     price: Price = None,
     plot: Plot = None,
@@ -419,14 +426,14 @@ def export(
     machines: Annotated[
         int | None,
         typer.Option(
-            callback=_at_least_one,
+            callback=at_least_one,
             help="Number of machines, each with the preset's devices; also writes slurm.sbatch.",
         ),
     ] = None,
     sequence_parallel: Annotated[
         int | None,
         typer.Option(
-            callback=_at_least_one,
+            callback=at_least_one,
             help="Number of devices that split each sequence (Ulysses, needs ZeRO), for long samples.",
         ),
     ] = None,
@@ -498,27 +505,6 @@ def report(
     run_report(directories, output, json)
 
 
-@app.command(
-    epilog="Examples: hf-memopt snapshot out/my-run/memory_snapshot_step_2.pickle · "
-    "hf-memopt snapshot memory_snapshot_oom_1.pickle --plot oom.html · record with --snapshot_steps 2-4 in a recipe"
-)
-def snapshot(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="A file that --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote."
-        ),
-    ],
-    top: Annotated[int, typer.Option(callback=_at_least_one, help="How many blocks and modules to list.")] = 10,
-    plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time, by kind.")] = None,
-    json: Json = False,
-) -> None:
-    """Analyze recorded allocations: the peak by kind and module, the largest, fragmentation, growth."""
-    from hf_memopt.cli.snapshot import run_snapshot
-
-    run_snapshot(file, top, plot, json)
-
-
 @app.command(epilog="Example: hf-memopt consolidate out/my-run/checkpoint-500 my-model --trusted")
 def consolidate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint-N folder that ZeRO or FSDP2 wrote.")],
@@ -532,48 +518,6 @@ def consolidate(
     from hf_memopt.cli.consolidate import run_consolidate
 
     run_consolidate(checkpoint, directory, trusted, json)
-
-
-@app.command(
-    epilog="Examples: hf-memopt merge out/my-run my-model · hf-memopt merge out/my-run my-model --base ./llama-3.1-8b "
-    "--dtype bfloat16 · hf-memopt merge out/qlora my-model --quantize nf4 · "
-    "hf-memopt merge out/qlora my-model --base ./llama-3.1-8b-bnb-4bit --reference ./llama-3.1-8b"
-)
-def merge(
-    adapter: Annotated[str, typer.Argument(help="Folder or hub id of a LoRA, rsLoRA or DoRA adapter.")],
-    directory: Annotated[str, typer.Argument(metavar="OUT", help="An empty or new folder to write the model to.")],
-    base: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the base model. Default: the one that the adapter names.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32. Default: the base's.")] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE",
-            help="nf4 or fp4: first round the base as QLoRA's training did, and report what that changes.",
-        ),
-    ] = None,
-    double_quant: Annotated[
-        bool, typer.Option(help="With --quantize: as bnb_4bit_use_double_quant was in training.")
-    ] = True,
-    reference: Annotated[
-        str | None,
-        typer.Option(help="The unquantized model, to report what a base in 4 bits differs by. Folder or hub id."),
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file: 500MB, 5GB.")] = "5GB",
-    json: Json = False,
-) -> None:
-    """Merge a LoRA adapter into its base model, tensor by tensor: host memory never holds the model."""
-    from hf_memopt.cli.merge import run_merge
-
-    options = {
-        "base": base,
-        "dtype": dtype,
-        "quantize": quantize,
-        "double_quant": double_quant,
-        "reference": reference,
-    }
-    run_merge(adapter, directory, options | {"max_shard_size": max_shard_size}, json)
 
 
 @app.command(

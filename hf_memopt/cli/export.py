@@ -8,12 +8,12 @@ from pathlib import Path
 from hf_memopt.cli.output import print_json
 from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.compatibility.setup import check
+from hf_memopt.contributed import load_contributed
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.packages import missing_for
 from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
-from hf_memopt.presets.cloud import TARGETS, cloud_files
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
 
@@ -60,17 +60,26 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     check(preset.setup())
     if options.recipe not in RECIPES:
         raise choose("recipe", options.recipe, RECIPES)
-    if options.target is not None and options.target not in TARGETS:
-        raise choose("target", options.target, TARGETS)
+    targets = {} if options.target in (None, "slurm") else load_contributed("export_targets")
+    if options.target not in (None, "slurm", *targets):
+        raise choose("target", options.target, ["slurm", *targets])
     if options.target and options.yaml_only:
         raise InputError(f"target={options.target} and yaml_only exclude each other: leave one out")
     folder = folder_for(options.directory)
-    files = _files(preset, folder, options)
+    start = "sbatch {}/slurm.sbatch"  # {} is the folder
+    if options.target in targets:
+        config_files = {"training_arguments.json": _json(_settings(preset)), **_yaml_alone(preset, options.nvme_path)}
+        recipe = [options.recipe, *_recipe_arguments(preset, options)]
+        files, start = targets[options.target](preset, options.target, recipe, config_files)
+    elif options.yaml_only:
+        files = _yaml_alone(preset, options.nvme_path)
+    else:
+        files = _contents(preset, folder, options)
     write_folder(folder, files, options.overwrite)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
     elif options.target:
-        start = _STARTS[options.target].format(_here(folder))
+        start = start.format(shlex.quote(from_here(folder)))
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start}")
     elif options.yaml_only:
         config = shlex.quote(str(folder / "accelerate.yaml"))
@@ -81,29 +90,6 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
         if missing := missing_for(options.recipe, preset.strategy):
             print(f"note: {missing}")
-
-
-# How each target's own tool starts what was written; {} is the folder.
-_STARTS = {
-    "slurm": "sbatch {}/slurm.sbatch",
-    "skypilot": "cd {} && sky launch skypilot.yaml",
-    "hf-jobs": "sh {}/hf_jobs.sh",
-    "kubernetes": "kubectl apply -f {}/kubernetes.yaml",
-}
-
-
-def _here(folder: Path) -> str:
-    return shlex.quote(from_here(folder))
-
-
-def _files(preset: Preset, folder: Path, options: ExportOptions) -> dict[str, str]:
-    """What the options ask for: file name -> text."""
-    if options.yaml_only:
-        return _yaml_alone(preset, options.nvme_path)
-    if options.target in (None, "slurm"):
-        return _contents(preset, folder, options)
-    config_files = {"training_arguments.json": _json(_settings(preset)), **_yaml_alone(preset, options.nvme_path)}
-    return cloud_files(preset, options.target, [options.recipe, *_recipe_arguments(preset, options)], config_files)
 
 
 def _split_sequences(preset: Preset, devices: int) -> Preset:

@@ -1,1 +1,1 @@
-"""Report pages of a run, comparisons of runs, advice, and memory snapshots."""
+"""Report pages of a run, comparisons of runs, and advice."""

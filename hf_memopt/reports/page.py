@@ -5,18 +5,21 @@ from typing import Any
 
 from hf_memopt.units import size
 
+_TEMPLATES = Path(__file__).parent / "templates"
 
-def render_page(template: str, **content: Any) -> str:
+
+def render_page(template: str, folder: Path = _TEMPLATES, **content: Any) -> str:
     """A complete HTML page; all content is escaped.
 
     Args:
-        template: run, runs or snapshot.
+        template: run or runs, or one of the folder's, which may extend page.html.
+        folder: of the template.
         content: the template's variables.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader([folder, _TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hf_memopt.contrib.merging.adapter import Adapted, Change
+from hf_memopt.contrib.merging.base import Base
+from hf_memopt.contrib.merging.skeleton import Skeleton
+from hf_memopt.contrib.merging.tensor_file import count_bytes
 from hf_memopt.errors import InputError
-from hf_memopt.merging.adapter import Adapted, Change
-from hf_memopt.merging.base import Base
-from hf_memopt.merging.skeleton import Skeleton
-from hf_memopt.merging.tensor_file import count_bytes
 
 
 @dataclass(frozen=True)

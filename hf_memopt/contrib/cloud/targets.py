@@ -12,7 +12,12 @@ from hf_memopt.packages import SOURCE, extras_for
 from hf_memopt.presets.launch_script import machine_words
 from hf_memopt.presets.preset import Preset
 
-TARGETS = ("slurm", "skypilot", "hf-jobs", "kubernetes")
+# How each target's own tool starts what was written; {} is the folder.
+_STARTS = {
+    "skypilot": "cd {} && sky launch skypilot.yaml",
+    "hf-jobs": "sh {}/hf_jobs.sh",
+    "kubernetes": "kubectl apply -f {}/kubernetes.yaml",
+}
 # An image with pip and a C compiler, which torch.compile needs; torch's wheels bring CUDA.
 _IMAGES = {"cuda": "python:3.12", "cpu": "python:3.12", "rocm": "rocm/pytorch:latest"}
 # SkyPilot's names of accelerators (`sky gpus list --all`).
@@ -47,8 +52,10 @@ _HF_JOBS = {
 }
 
 
-def cloud_files(preset: Preset, target: str, arguments: list[str], config_files: Mapping[str, str]) -> dict[str, str]:
-    """The files of a job: file name -> text.
+def cloud_files(
+    preset: Preset, target: str, arguments: list[str], config_files: Mapping[str, str]
+) -> tuple[dict[str, str], str]:
+    """The files of a job, file name -> text; and the command that starts it, with {} for the folder.
 
     Args:
         target: skypilot | hf-jobs | kubernetes.
@@ -64,7 +71,7 @@ def cloud_files(preset: Preset, target: str, arguments: list[str], config_files:
         )
     make = {"skypilot": _skypilot, "hf-jobs": _hf_jobs, "kubernetes": _kubernetes}[target]
     files = {**config_files, "train.sh": _train_script(preset, arguments)}
-    return files | make(preset, files)
+    return files | make(preset, files), _STARTS[target]
 
 
 def _train_script(preset: Preset, arguments: list[str]) -> str:

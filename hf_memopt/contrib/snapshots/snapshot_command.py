@@ -1,27 +1,41 @@
 """`hf-memopt snapshot`: a file of recorded allocations, analyzed."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hf_memopt import charts
+from hf_memopt.cli.options import Json, at_least_one
 from hf_memopt.cli.output import print_json, print_table, working
+from hf_memopt.contrib.snapshots.snapshot_analysis import Snapshot, analyze_snapshot
+from hf_memopt.contrib.snapshots.snapshot_recording import KINDS
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
 from hf_memopt.packages import require
 from hf_memopt.reports.page import render_page
-from hf_memopt.reports.snapshot_analysis import Snapshot, analyze_snapshot
-from hf_memopt.reports.snapshot_recording import KINDS
 from hf_memopt.terminal import plain
 from hf_memopt.units import size
 
+app = typer.Typer(add_completion=False)
 
-def run_snapshot(file: str, top: int, plot: str | None, json: bool) -> None:
-    """Read a snapshot and print it; draw it too.
 
-    Raises:
-        InputError: the file is not a snapshot, or the picture cannot be written.
-    """
-    if top < 1:
-        raise InputError(f"--top {top} must be 1 or more")
+@app.command(
+    epilog="Examples: hf-memopt snapshot out/my-run/memory_snapshot_step_2.pickle · "
+    "hf-memopt snapshot memory_snapshot_oom_1.pickle --plot oom.html · record with --snapshot_steps 2-4 in a recipe"
+)
+def snapshot(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A file that --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote."
+        ),
+    ],
+    top: Annotated[int, typer.Option(callback=at_least_one, help="How many blocks and modules to list.")] = 10,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time, by kind.")] = None,
+    json: Json = False,
+) -> None:
+    """Analyze recorded allocations: the peak by kind and module, the largest, fragmentation, growth."""
     if plot:
         require("matplotlib", "--plot")
     working(f"reading {file}")
@@ -84,7 +98,7 @@ def _grown(found: Snapshot):
 
 def _draw(found: Snapshot, path: Path, file: str) -> None:
     def draw(axes, narrow=False):
-        charts.stacked(axes, narrow, found.timeline, KINDS)
+        _stack_kinds(axes, narrow, found.timeline)
 
     if path.suffix not in (".html", ".htm"):
         charts.save(path, f"{plain(Path(file).name)}: {verdict(found)}", draw)
@@ -93,6 +107,7 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
         raise InputError(f"plot {path}: there is no folder {path.parent}")
     text = render_page(
         "snapshot",
+        Path(__file__).parent / "templates",
         reason=found.about.get("reason", plain(Path(file).name)),
         verdict=verdict(found),
         failed=bool(found.out_of_memory),
@@ -106,3 +121,21 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
     )
     with as_input_error(f"plot {path}", OSError):
         write_whole(path, text)
+
+
+def _stack_kinds(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]]) -> None:
+    """Bytes by kind against seconds, on top of each other."""
+    there = [kind for kind in KINDS if any(sizes.get(kind) for _, sizes in timeline)]
+    unit, name = charts.axis_unit(max((sum(sizes.get(kind, 0) for kind in there) for _, sizes in timeline), default=0))
+    rows = [[sizes.get(kind, 0) / unit for _, sizes in timeline] for kind in there]
+    if rows:
+        axes.stackplot(
+            [at for at, _ in timeline],
+            rows,
+            labels=[kind.replace("_", " ") for kind in there],
+            colors=[charts.COLOURS[kind] for kind in there],
+            lw=0,
+        )
+    axes.set(xlabel="seconds", ylabel=name)
+    axes.set_ylim(bottom=0)
+    charts.legend(axes, 2 if narrow else 4)

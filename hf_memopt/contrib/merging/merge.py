@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.contrib.merging.adapter import Adapted, check_adapter
+from hf_memopt.contrib.merging.base import Base
+from hf_memopt.contrib.merging.layout import Output, lay_out, split_into_files
+from hf_memopt.contrib.merging.nf4 import Difference, Rounding, rounded_modules
+from hf_memopt.contrib.merging.skeleton import Skeleton
+from hf_memopt.contrib.merging.tensor_file import count_bytes, write_tensors
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.files import check_links, write_whole
-from hf_memopt.merging.adapter import Adapted, check_adapter
-from hf_memopt.merging.base import Base
-from hf_memopt.merging.layout import Output, lay_out, split_into_files
-from hf_memopt.merging.nf4 import Difference, Rounding, rounded_modules
-from hf_memopt.merging.skeleton import Skeleton
-from hf_memopt.merging.tensor_file import count_bytes, write_tensors
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "merges.*")  # tokenizer, processor and generation config

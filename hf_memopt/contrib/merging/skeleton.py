@@ -7,10 +7,10 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from hf_memopt.contrib.merging.adapter import WEIGHTS
+from hf_memopt.contrib.merging.base import Base
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.field_values import check_value
-from hf_memopt.merging.adapter import WEIGHTS
-from hf_memopt.merging.base import Base
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 

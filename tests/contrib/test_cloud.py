@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import BIN, ROOT, run
 
-from hf_memopt.presets import cloud
+from hf_memopt.contrib.cloud import targets
 
 # SkyPilot 0.14, docs.skypilot.co/en/latest/reference/yaml-spec.html.
 SKYPILOT = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run"}
@@ -66,14 +66,14 @@ def test_kubernetes_job(command, tmp_path):
 def test_flavors_are_those_of_the_hub():
     from huggingface_hub import JobHardware
 
-    flavors = {flavor for row in cloud._HF_JOBS.values() for flavor in row.values()}
+    flavors = {flavor for row in targets._HF_JOBS.values() for flavor in row.values()}
     assert flavors <= {flavor.value for flavor in JobHardware}
 
 
 def test_devices_are_in_the_catalog():
     from hf_memopt.hardware import list_hardware
 
-    assert cloud._HF_JOBS.keys() | cloud._SKYPILOT.keys() <= set(list_hardware())
+    assert targets._HF_JOBS.keys() | targets._SKYPILOT.keys() <= set(list_hardware())
 
 
 @pytest.mark.slow

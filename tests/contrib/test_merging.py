@@ -1,6 +1,7 @@
 """Adapters merged tensor by tensor: the weights of peft's merge_and_unload(), in a few tensors' memory."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from conftest import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from test_odd_configs import contents, one_sentence
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -17,9 +19,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from hf_memopt.contrib.merging.merge import merge_adapter
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.merging.merge import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 
@@ -287,3 +289,30 @@ def test_the_command(base, tmp_path, monkeypatch, capsys):
         main()
     found = json.loads(capsys.readouterr().out)
     assert ending.value.code == 0 and found["merged_tensors"] == 14 and found["dequantized"]["quant_type"] == "nf4"
+
+
+# ---- every value of an adapter's or a base's JSON, replaced by each wrong one
+
+
+def test_an_adapters_wrong_value_is_named(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    file = save_adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"]) / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": "4"}))
+    with pytest.raises(InputError, match="r='4' must be a whole number"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "out")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 4, "lora_alpha": 0.5}))
+    merge_adapter(tmp_path / "adapter", tmp_path / "out")  # peft takes it, though its annotation does not
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("changed", ["adapter/adapter_config.json", "base/config.json", "base/index"])
+def test_merge_takes_or_refuses_any_value(changed, number, tmp_path):
+    llama().save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    save_adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"], rank_pattern={"q_proj": 2})
+    file = tmp_path / changed.replace("index", "model.safetensors.index.json")
+    for content in contents(file, number, number):
+        file.write_text(json.dumps(content))
+        with one_sentence():
+            merge_adapter(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)

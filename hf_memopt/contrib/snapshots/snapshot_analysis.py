@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_memopt.reports.snapshot_file import read_snapshot
-from hf_memopt.reports.snapshot_recording import KINDS, Allocation, Recording, parse_recording
+from hf_memopt.contrib.snapshots.snapshot_file import read_snapshot
+from hf_memopt.contrib.snapshots.snapshot_recording import KINDS, Allocation, Recording, parse_recording
 
 _SKIPPED_FRAMES = ("site-packages/torch/", "hf_memopt/monitor/", "<built-in", "contextlib.py", "threading.py")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.contrib.merging.tensor_file import DTYPES
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.field_values import check_value
 from hf_memopt.files import read_json
-from hf_memopt.merging.tensor_file import DTYPES
 
 _STATE = ".quant_state.bitsandbytes__"  # bitsandbytes 0.50, functional.QuantState.as_dict(packed=True)
 _STATISTICS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")

@@ -14,9 +14,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, SnapshotCallback
+from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_snapshot
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.arguments import step_ranges
-from hf_memopt.reports.snapshot_analysis import analyze_snapshot
 
 VOCABULARY, ROWS, TOKENS = 500, 4, 64
 LOGITS = ROWS * TOKENS * VOCABULARY * 4  # bytes
@@ -414,7 +414,7 @@ def test_a_few_bytes_do_not_take_all_memory(index, tmp_path):
 
 
 def test_what_unpacks_to_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_memopt.reports.snapshot_file.LARGEST", 10_000)
+    monkeypatch.setattr("hf_memopt.contrib.snapshots.snapshot_file.LARGEST", 10_000)
     with pytest.raises(InputError, match="decompresses to more than"):
         analyze_snapshot(_pickled(tmp_path, gzip.compress(b"{" + b" " * 20_000)))
     with pytest.raises(InputError, match="at most 10,000 are read"):

@@ -1,0 +1,1 @@
+"""Presets as jobs of clouds and clusters."""
