@@ -2,10 +2,10 @@
 
 from levers_docs import results, table
 
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 
 GIB = 2**30
-MOST = RUNGS["maximum"][1]  # of a card, as plans fill it
+MOST = PLAN_PROFILES["maximum"][1]  # of a card, as plans fill it
 _METHODS = ("full", "lora", "qlora")
 _NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 

@@ -11,7 +11,7 @@ from levers_docs import results
 from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.constants import assumed
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 
 GIB, GB, MB = 2**30, 1e9, 1e6
 WEIGHTS_7B = 6_738_415_616  # Llama-2-7B's, counted from its configuration by tests/test_docs.py
@@ -232,7 +232,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "estimator.peft_range": lambda: _range(_peft_errors(), 1),
     "estimator.accelerate": lambda: _others("accelerate_error"),
     "estimator.deepspeed": lambda: _others("deepspeed_error"),
-    "plans.fills": lambda: f"{RUNGS['maximum'][1]:.0%}".replace("%", " %"),
+    "plans.fills": lambda: f"{PLAN_PROFILES['maximum'][1]:.0%}".replace("%", " %"),
     "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",
     "video.of_plain": lambda: f"{_percent(min(_video('of_plain')), 0)} to {_percent(max(_video('of_plain')), 0)}",
     "video.losses": lambda: f"{_video_loss_error():.0e}".replace("e-0", "e-"),

@@ -1,6 +1,6 @@
 """The planner against real runs on the CPU: python benchmarks/planner_cpu.py
 
-A number of bytes stands for the card. For every case (model, budget, length) the ladder is planned, and every rung
+A number of bytes stands for the card. For every case (model, budget, length) every planned profile
 that is said to fit really trains, evaluates, saves and resumes with an allocator that refuses what goes beyond the
 budget. The choice that needs least is run with 2 % less than it is predicted to need, which must fail. All choices
 are estimated, one by one, and the best of those that fit is compared with the one that the planner found: operations
@@ -149,23 +149,23 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
     began = time.perf_counter()
     found = plan(config, "cpu", BATCH, tokens, method, memory=budget, training=EVALUATED)
     took = time.perf_counter() - began
-    rungs, tried = [], {}
-    for rung in found.ladder:
-        if rung.choice not in tried:
-            tried[rung.choice] = lived_through(request, rung.choice, budget)
-        survived, peak = tried[rung.choice]
-        rungs.append(
+    profiles, tried = [], {}
+    for profile in found.profiles:
+        if profile.choice not in tried:
+            tried[profile.choice] = lived_through(request, profile.choice, budget)
+        survived, peak = tried[profile.choice]
+        profiles.append(
             {
-                "rung": rung.name,
-                "settings": rung.summary,
-                "predicted_bytes": rung.estimate.device_bytes,
-                "room_bytes": int(budget * rung.share),
+                "profile": profile.name,
+                "settings": profile.summary,
+                "predicted_bytes": profile.estimate.device_bytes,
+                "room_bytes": int(budget * profile.share),
                 "measured_bytes": peak,
                 "survived": survived,
             }
         )
     under, _ = lived_through(request, least, int(needed * 0.98))
-    best, chosen = best_by_trying(request, search, int(budget * found.ladder[-1].share)), found.ladder[-1].choice
+    best, chosen = best_by_trying(request, search, int(budget * found.profiles[-1].share)), found.profiles[-1].choice
     plain = replace(best, checkpointed=0.0, inputs_offloaded=False)
     return {
         "family": family,
@@ -174,11 +174,11 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         "tokens": tokens,
         "budget_bytes": budget,
         "smallest_bytes": needed,
-        "rungs": rungs,
+        "profiles": profiles,
         "under_the_smallest_fails": not under,
         "plan_seconds": round(took, 2),
         "choices": len(search.choices),
-        "chosen": rungs[-1]["settings"],
+        "chosen": profiles[-1]["settings"],
         "best": summarize(best),
         "operations_chosen": operations(request, chosen),
         "operations_best": operations(request, best),
@@ -202,14 +202,16 @@ def main() -> None:
     for case in CASES[: int(sys.argv[1]) if len(sys.argv) > 1 else None]:
         rows.append(run(*case))
         print(json.dumps(rows[-1]), flush=True)
-    rungs = [rung for row in rows for rung in row["rungs"]]
+    profiles = [profile for row in rows for profile in row["profiles"]]
     summary = {
         "cases": len(rows),
-        "rungs": len(rungs),
-        "rungs_survived": sum(rung["survived"] for rung in rungs),
+        "profiles": len(profiles),
+        "profiles_survived": sum(profile["survived"] for profile in profiles),
         "under_the_smallest_failed": sum(row["under_the_smallest_fails"] for row in rows),
         "most_operations_over_best": max(row["operations_chosen"] / row["operations_best"] for row in rows),
-        "worst_error": max((rung["predicted_bytes"] / rung["measured_bytes"] - 1 for rung in rungs), key=abs),
+        "worst_error": max(
+            (profile["predicted_bytes"] / profile["measured_bytes"] - 1 for profile in profiles), key=abs
+        ),
     }
     print(json.dumps(summary, indent=2))
     if len(sys.argv) == 1:

@@ -33,16 +33,16 @@ def planned(title: str, model: str, hardware: str, seq_len: int, batch: int, met
     began = time.perf_counter()
     found = plan(model, hardware, batch, seq_len, method, say=lambda text: print("   ", text, flush=True))
     took = time.perf_counter() - began
-    rungs = [
+    profiles = [
         {
-            "rung": rung.name,
-            "settings": rung.summary,
-            "device_bytes": rung.estimate.device_bytes,
-            "host_bytes": rung.estimate.host_bytes,
-            "breakdown": rung.estimate.breakdown,
-            "relative_speed": round(rung.relative_speed, 3),
+            "profile": profile.name,
+            "settings": profile.summary,
+            "device_bytes": profile.estimate.device_bytes,
+            "host_bytes": profile.estimate.host_bytes,
+            "breakdown": profile.estimate.breakdown,
+            "relative_speed": round(profile.relative_speed, 3),
         }
-        for rung in found
+        for profile in found
     ]
     return {
         "table": "plan",
@@ -52,7 +52,7 @@ def planned(title: str, model: str, hardware: str, seq_len: int, batch: int, met
         "method": method,
         "tokens": seq_len,
         "effective_batch_size": batch,
-        "ladder": rungs,
+        "profiles": profiles,
         "rejected": [asdict(one) for one in found.rejected],
         "missing_bytes": found.missing_bytes,
         "nearest": found.nearest,
@@ -259,7 +259,7 @@ def main() -> None:
         rows.append(planned(*row))
     rows += [*guides(), tensor_and_pipeline_split()]
     for row in rows:
-        print(json.dumps({name: value for name, value in row.items() if name != "ladder"})[:300])
+        print(json.dumps({name: value for name, value in row.items() if name != "profiles"})[:300])
     record("plans", "python benchmarks/plans.py", rows)
 
 

@@ -34,25 +34,25 @@ def practical() -> str:
         parts.append(f"**{title}**")
         lines = []
         for row in (row for row in rows_of("plan") if row["title"] == title):
-            if not row["ladder"]:
+            if not row["profiles"]:
                 lines.append([row["method"], "nothing fits", f"{gib(row['missing_bytes'])} missing", "", ""])
                 continue
             seen = {}
-            for rung in row["ladder"]:
-                seen.setdefault(rung["settings"], []).append(rung["rung"])
-            for settings, rungs in seen.items():
-                rung = next(rung for rung in row["ladder"] if rung["settings"] == settings)
+            for profile in row["profiles"]:
+                seen.setdefault(profile["settings"], []).append(profile["profile"])
+            for settings, profiles in seen.items():
+                profile = next(profile for profile in row["profiles"] if profile["settings"] == settings)
                 held = ", ".join(
-                    f"{kind.replace('_', ' ')} {gib(rung['breakdown'][kind])}"
+                    f"{kind.replace('_', ' ')} {gib(profile['breakdown'][kind])}"
                     for kind in KINDS
-                    if rung["breakdown"][kind] > GIB / 20
+                    if profile["breakdown"][kind] > GIB / 20
                 )
                 lines.append(
                     [
-                        f"{row['method']}: {', '.join(rungs)}",
+                        f"{row['method']}: {', '.join(profiles)}",
                         settings,
-                        gib(rung["device_bytes"]),
-                        gib(rung["host_bytes"]),
+                        gib(profile["device_bytes"]),
+                        gib(profile["host_bytes"]),
                         held,
                     ]
                 )
@@ -169,12 +169,12 @@ def truth() -> str:
     data = results("planner_cpu")
     lines = []
     for row in data["rows"]:
-        off = max((rung["predicted_bytes"] / rung["measured_bytes"] - 1 for rung in row["rungs"]), key=abs)
+        off = max((profile["predicted_bytes"] / profile["measured_bytes"] - 1 for profile in row["profiles"]), key=abs)
         lines.append(
             [
                 f"{row['family']}, {row['method']}, {row['tokens']} tokens",
                 f"{row['budget_bytes'] / 1e6:.0f}",
-                f"{sum(rung['survived'] for rung in row['rungs'])} of {len(row['rungs'])}",
+                f"{sum(profile['survived'] for profile in row['profiles'])} of {len(row['profiles'])}",
                 f"{off:+.2%}",
                 "fails" if row["under_the_smallest_fails"] else "runs",
                 row["chosen"],

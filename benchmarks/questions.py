@@ -77,8 +77,10 @@ def answered(question: Question) -> dict:
 
 def plan_of(found: dict) -> dict:
     """Of a plan: the usual profile, all profiles in short, and what stands beside them."""
-    ladder = found["ladder"]
-    usual = next((rung for rung in ladder if rung["profile"] == "balanced"), ladder[0] if ladder else None)
+    profiles = found["profiles"]
+    usual = next(
+        (profile for profile in profiles if profile["profile"] == "balanced"), profiles[0] if profiles else None
+    )
     names = (
         *("model", "hardware", "devices", "method", "seq_len", "effective_batch_size", "usable_bytes"),
         *(
@@ -92,7 +94,7 @@ def plan_of(found: dict) -> dict:
             "notes",
         ),
     )
-    row = {name: found[name] for name in names} | {"profiles": [_profile(rung) for rung in ladder]}
+    row = {name: found[name] for name in names} | {"profiles": [_profile(profile) for profile in profiles]}
     if usual is None:
         return row
     took = found["durations"][usual["profile"]]
@@ -106,13 +108,13 @@ def plan_of(found: dict) -> dict:
     }
 
 
-def _profile(rung: dict) -> dict:
+def _profile(profile: dict) -> dict:
     names = (
         *("device_bytes", "host_bytes", "phase", "breakdown", "step_seconds", "mfu", "speed_error"),
         *("train_device_bytes",),
     )
-    estimate = {name: rung["estimate"][name] for name in names if name in rung["estimate"]}
-    return {name: rung[name] for name in ("profile", "settings", "tokens_per_second")} | estimate
+    estimate = {name: profile["estimate"][name] for name in names if name in profile["estimate"]}
+    return {name: profile[name] for name in ("profile", "settings", "tokens_per_second")} | estimate
 
 
 def cards_of(found: dict) -> dict:
@@ -131,7 +133,7 @@ def frames_of(found: dict) -> dict:
     return {"frames": rows, "capacity_bytes": found["capacity_bytes"]}
 
 
-KEPT = {"ladder": plan_of, "cards": cards_of, "frames": frames_of}  # by a key that only this answer has
+KEPT = {"profiles": plan_of, "cards": cards_of, "frames": frames_of}  # by a key that only this answer has
 
 
 def main(names: list[str]) -> None:

@@ -71,7 +71,7 @@ def test_it_plans_for_what_is_free(sft, free, capsys):
     free(
         int(
             plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM)
-            .ladder[0]
+            .profiles[0]
             .estimate.device_bytes
             * 0.85
         )
@@ -100,10 +100,10 @@ def test_nothing_fits(sft, free):
 
 
 @pytest.mark.slow
-def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
+def test_a_profile_down(sft, free, builtin_model, monkeypatch, caplog):
     """Probed with a model that runs out of memory at more than two samples, it starts again one profile safer."""
     main, arguments = sft
-    first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM).ladder[-1]
+    first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM).profiles[-1]
     free(int(first.estimate.device_bytes / 0.895))  # balanced fills 0.90 of it, safe only 0.85
     from hf_memopt.recipe import job as jobs
 
@@ -133,11 +133,11 @@ def test_a_rung_down(sft, free, builtin_model, monkeypatch, caplog):
     assert report["global_step"] == 2
 
 
-def test_the_lowest_rung_has_no_way_down():
+def test_the_lowest_profile_has_no_way_down():
     auto.step_down(["--x"], None, 2, 8)
     with pytest.raises(StartAgain) as again:
         auto.step_down(["--x"], "safe", 2, 8)
-    assert again.value.argv == ["--x", "--rung", "safe"]
+    assert again.value.argv == ["--x", "--profile", "safe"]
 
 
 def test_what_counts_as_free(monkeypatch):

@@ -11,7 +11,7 @@ from hf_memopt import MemoryArguments
 from hf_memopt.cli.estimate import JobOptions, resolve_job
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import Request
@@ -66,7 +66,7 @@ def test_what_the_table_calls_tight_is_what_no_plan_fills():
             sizes = (need.get((card["kind"], model, method), {}).get("device_bytes") for method in METHODS)
             largest = next((size for size in sizes if size and size <= card["capacity_bytes"]), 0)
             tight = "(tight)" in _cell(card["kind"], model, card["capacity_bytes"], need)
-            assert tight == (largest > RUNGS["maximum"][1] * card["capacity_bytes"])
+            assert tight == (largest > PLAN_PROFILES["maximum"][1] * card["capacity_bytes"])
     for page in ("README.md", "docs/quickstart.md"):
         assert re.search(
             r"tight means above\s<!-- =plans.fills -->.*<!-- = --> of the card", (ROOT / page).read_text()

@@ -27,13 +27,13 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.host_memory import HostMemory
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.launch import launch_command
-from hf_memopt.planner.plan import Request, Rung
+from hf_memopt.planner.plan import Profile, Request
 from hf_memopt.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,23 +94,23 @@ def every(search):
     return dict(zip(found.choices, estimate_jobs(jobs, on_all_cores), strict=True))
 
 
-# ---- the ladder
+# ---- the profiles
 
 
 @pytest.mark.slow
-def test_every_rung_is_the_fastest_that_fits_of_all_choices(search, every):
+def test_every_profile_is_the_fastest_that_fits_of_all_choices(search, every):
     request, _ = search
     sizes = sorted({estimate.device_bytes for estimate in every.values()})
     for memory in (int(sizes[0] * 1.12), sizes[len(sizes) // 2], sizes[-1] * 2):
         made = planned(request, memory)
-        rooms = {name: int(memory * share) for name, (_, share) in RUNGS.items()}
-        assert [rung.name for rung in made] == [name for name, room in rooms.items() if sizes[0] <= room]
-        for rung in made:
-            fitting = [choice for choice in every if every[choice].device_bytes <= rooms[rung.name]]
-            plain = [choice for choice in fitting if not choice.complexities] if rung.name == "safe" else []
+        rooms = {name: int(memory * share) for name, (_, share) in PLAN_PROFILES.items()}
+        assert [profile.name for profile in made] == [name for name, room in rooms.items() if sizes[0] <= room]
+        for profile in made:
+            fitting = [choice for choice in every if every[choice].device_bytes <= rooms[profile.name]]
+            plain = [choice for choice in fitting if not choice.complexities] if profile.name == "safe" else []
             best = (plain or fitting)[0]
-            assert rung.choice == best and rung.estimate.device_bytes == every[best].device_bytes
-    assert not made.ladder[-1].choice.levers  # nothing is pulled where memory is plenty
+            assert profile.choice == best and profile.estimate.device_bytes == every[best].device_bytes
+    assert not made.profiles[-1].choice.levers  # nothing is pulled where memory is plenty
 
 
 @pytest.mark.slow
@@ -122,17 +122,19 @@ def test_sketches_are_near_estimates(search, every):
 
 
 @pytest.mark.slow
-def test_rungs_rise(search, every):
+def test_profiles_rise(search, every):
     request, found = search
     made = planned(request, every[found.choices[0]].device_bytes)
-    speeds = [rung.relative_speed for rung in made]
+    speeds = [profile.relative_speed for profile in made]
     assert speeds == sorted(speeds) and speeds[-1] == 1.0
-    assert [rung.memory_args.memory_profile for rung in made] == [RUNGS[rung.name][0] for rung in made]
-    assert [rung.memory_args.target_memory_utilization for rung in made] == [rung.share for rung in made]
+    assert [profile.memory_args.memory_profile for profile in made] == [
+        PLAN_PROFILES[profile.name][0] for profile in made
+    ]
+    assert [profile.memory_args.target_memory_utilization for profile in made] == [profile.share for profile in made]
 
 
 @pytest.mark.slow
-def test_a_rung_lives_within_its_budget_and_less_than_the_least_does_not():
+def test_a_profile_lives_within_its_budget_and_less_than_the_least_does_not():
     """Real training, evaluation, saving and resuming, on an allocator that ends where the budget does."""
     from planner_cpu import EVALUATED, lived_through
 
@@ -143,9 +145,9 @@ def test_a_rung_lives_within_its_budget_and_less_than_the_least_does_not():
     needed = search.found[smallest].device_bytes
     budget = int(needed * 1.2)
     made = planned(request, budget)
-    rung = made.ladder[-1]
-    survived, peak = lived_through(request, rung.choice, budget)
-    assert survived and peak <= rung.estimate.device_bytes * 1.02
+    profile = made.profiles[-1]
+    survived, peak = lived_through(request, profile.choice, budget)
+    assert survived and peak <= profile.estimate.device_bytes * 1.02
     assert lived_through(request, smallest, int(needed * 0.95))[0] is False
 
 
@@ -155,12 +157,14 @@ def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
     full, lora = (least(request_for(small, method, 64)) for method in ("full", "lora"))
     assert lora < full
     made = planned(request_for(small, "full", 64), (lora + full) / 2 / 0.94, "any")
-    assert made.request.preset.method == "lora" and made.ladder
+    assert made.request.preset.method == "lora" and made.profiles
     assert "full fine-tuning needs" in made.rejected[0].reason and "at least" in made.rejected[0].reason
     answer = json.loads(json.dumps(made.to_dict()))  # of a configuration object, which no command line can name
-    assert answer["model"] == "llama" and answer["ladder"][0]["launch"] is None
-    head, *rungs = str(made).splitlines()
-    assert head.startswith("llama on 1 × ") and len(rungs) == len(made.ladder) and " predicted, fits" in rungs[0]
+    assert answer["model"] == "llama" and answer["profiles"][0]["launch"] is None
+    head, *profiles = str(made).splitlines()
+    assert (
+        head.startswith("llama on 1 × ") and len(profiles) == len(made.profiles) and " predicted, fits" in profiles[0]
+    )
 
 
 @pytest.mark.slow
@@ -168,7 +172,7 @@ def test_nothing_fits_but_a_shorter_sequence_would():
     request = request_for(config(2, vocab_size=200), seq_len=512)
     needed, shorter = least(request), least(dataclasses.replace(request, seq_len=256))
     made = planned(request, shorter * 1.02 / 0.94)
-    assert not made.ladder and made.missing_bytes == pytest.approx(needed - shorter * 1.02, rel=0.01)
+    assert not made.profiles and made.missing_bytes == pytest.approx(needed - shorter * 1.02, rel=0.01)
     assert any(change.startswith("--seq-len 256") for change in made.nearest), made.nearest
     smaller = [change for change in made.nearest if "a smaller model, trained from scratch): " in change]
     assert smaller and smaller[0].endswith("iB"), made.nearest
@@ -197,7 +201,7 @@ def test_a_job_that_cannot_be_estimated_says_why():
     search = request_for(config(2)).search(lambda text: None)
     search.build = lambda choice: dataclasses.replace(search.sketch.job, attn_implementation="flash_attention_9")
     with pytest.raises(InputError, match="flash_attention_9"):
-        search.ladder([2**40])
+        search.fastest_for([2**40])
     assert len(search.found) <= 4  # a choice or two may fail where others work
 
 
@@ -261,9 +265,11 @@ def test_what_the_user_sets_stays():
         training={"per_device_train_batch_size": 4, "optim": "adafactor"},
         memory_args=MemoryArguments(loss_chunk_size=64),
     )
-    for rung in made:
-        assert rung.choice.micro_batch == 4 and rung.choice.optim == "adafactor"
-        assert rung.estimate.training_arguments["optim"] == "adafactor" and rung.memory_args.loss_chunk_size == 64
+    for profile in made:
+        assert profile.choice.micro_batch == 4 and profile.choice.optim == "adafactor"
+        assert (
+            profile.estimate.training_arguments["optim"] == "adafactor" and profile.memory_args.loss_chunk_size == 64
+        )
 
 
 @pytest.mark.slow
@@ -272,9 +278,9 @@ def test_what_is_given_of_the_batch_decides_the_effective_batch():
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     made = plan(small, "cpu", None, 64, "full", training=given)
     assert made.request.effective_batch_size == 6
-    assert {(rung.choice.micro_batch, rung.choice.accumulation) for rung in made} == {(2, 3)}
+    assert {(profile.choice.micro_batch, profile.choice.accumulation) for profile in made} == {(2, 3)}
     made = plan(small, "cpu", 8, 64, "full", training={"gradient_accumulation_steps": 4})
-    assert {(rung.choice.micro_batch, rung.choice.accumulation) for rung in made} == {(2, 4)}
+    assert {(profile.choice.micro_batch, profile.choice.accumulation) for profile in made} == {(2, 4)}
     with pytest.raises(InputError, match="leave one out"):
         plan(small, "cpu", 8, 64, "full", training=given | {"per_device_train_batch_size": 4})
 
@@ -285,8 +291,10 @@ def test_a_model_without_checkpointing_is_planned_without_it():
 
     xlnet = AutoConfig.for_model("xlnet", vocab_size=64, d_model=32, n_layer=3, n_head=2, d_inner=64)
     made = plan(xlnet, "rtx_4090", 4, 32, "full")
-    assert [rung.name for rung in made] == list(RUNGS)
-    assert not any(rung.choice.checkpointed or "activation_checkpointing" in rung.preset.training for rung in made)
+    assert [profile.name for profile in made] == list(PLAN_PROFILES)
+    assert not any(
+        profile.choice.checkpointed or "activation_checkpointing" in profile.preset.training for profile in made
+    )
 
 
 @pytest.mark.slow
@@ -360,7 +368,7 @@ def test_what_engines_exchange():
 @pytest.mark.slow
 def test_adapters_that_fit_train_with_ddp():
     """What ZeRO-2 gains by sharding an adapter's step is not worth an engine."""
-    assert plan(config(8), "a100_80gbx2", 8, 256, "lora").ladder[-1].preset.strategy == "ddp"
+    assert plan(config(8), "a100_80gbx2", 8, 256, "lora").profiles[-1].preset.strategy == "ddp"
 
 
 @pytest.mark.slow
@@ -463,20 +471,20 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype, chunked_loss=True)
     request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
     memory_args = memory_arguments(MemoryArguments(memory_profile="aggressive"), choice)
-    rung = Rung("maximum", 0.94, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
-    words = shlex.split(os.path.expandvars(launch_command(request, rung)))
+    profile = Profile("maximum", 0.94, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
+    words = shlex.split(os.path.expandvars(launch_command(request, profile)))
     read = _accelerate_reads(words)
     for name, value in flags.items():
         assert getattr(read, name) == value, name
     parsed = parse(read.training_script_args)
     assert parsed.recipe.method == method and parsed.recipe.effective_batch_size == 64
     assert parsed.recipe.model_name_or_path == "HuggingFaceTB/SmolLM2-135M" == hub_id("smollm2-135m")
-    assert parsed.training["per_device_train_batch_size"] == rung.choice.micro_batch
-    assert parsed.memory.levers() == rung.memory_args.levers()
+    assert parsed.training["per_device_train_batch_size"] == profile.choice.micro_batch
+    assert parsed.memory.levers() == profile.memory_args.levers()
     assert (
         bool(parsed.training.get("activation_checkpointing"))
-        == bool(rung.choice.checkpointed and rung.choice.engine != "fsdp2")
-        or not rung.choice.checkpointed
+        == bool(profile.choice.checkpointed and profile.choice.engine != "fsdp2")
+        or not profile.choice.checkpointed
     )
 
 
@@ -488,8 +496,10 @@ def test_the_launch_command_works_from_another_folder(hardware, method, strategy
     preset = preset_of(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype)
     request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
-    rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), None, 1.0, 1.0)
-    named = [word for word in shlex.split(launch_command(request, rung)) if word.endswith((".py", ".json", ".yaml"))]
+    profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), None, 1.0, 1.0)
+    named = [
+        word for word in shlex.split(launch_command(request, profile)) if word.endswith((".py", ".json", ".yaml"))
+    ]
     assert len(named) == 2 and all(Path(name).is_file() for name in named)
 
 
@@ -499,8 +509,8 @@ def test_files_for_several_machines(tmp_path):
     preset = preset_of("h100_80gbx16", "full", "zero3_offload_cpu")
     choice = Choice(preset.strategy, 1, 4, 1.0, "adamw_torch", preset.dtype)
     request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
-    rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
-    written = {Path(file).name for file in write_files(request, rung, str(tmp_path))}
+    profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
+    written = {Path(file).name for file in write_files(request, profile, str(tmp_path))}
     assert {"accelerate.yaml", "deepspeed.json", "launch.sh", "slurm.sbatch"} <= written
     config = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
     assert (config["num_machines"], config["num_processes"]) == (2, 16)
@@ -519,11 +529,11 @@ def test_no_secret_is_written_into_files_or_printed(tmp_path, caplog):
     request = Request(
         "smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64, fields, lora={"token": "s3cret"}
     )
-    rung = Rung("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
-    files = [Path(file) for file in write_files(request, rung, str(tmp_path))]
+    profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
+    files = [Path(file) for file in write_files(request, profile, str(tmp_path))]
     assert not [file.name for file in files if "s3cret" in file.read_text()]
     assert json.loads((tmp_path / "training_arguments.json").read_text())["push_to_hub"] is True
-    assert "s3cret" not in launch_command(request, rung)
+    assert "s3cret" not in launch_command(request, profile)
     assert "HF_TOKEN" in caplog.text and "s3cret" not in caplog.text
 
 
@@ -540,8 +550,8 @@ def test_videos_are_launched_with_their_frames():
     more = {"video": VideoInputs(frames=24, max_pixels_per_frame=50176), "frozen": ("vision",)}
     request = Request("qwen2.5-vl-3b", None, preset, 2**40, 256, 64, more=more)
     memory_args = memory_arguments(MemoryArguments(), choice)
-    rung = Rung("safe", 0.85, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
-    words = shlex.split(launch_command(request, rung))
+    profile = Profile("safe", 0.85, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
+    words = shlex.split(launch_command(request, profile))
     parsed = parse(words[words.index("recipes/video_sft.py") + 1 :], own=VideoArguments).recipe
     assert (parsed.max_frames, parsed.max_pixels_per_frame) == (24, 50176)
     assert parsed.freeze_vision and not parsed.freeze_projector
@@ -570,9 +580,8 @@ def test_json_and_exported_files(command, tmp_path):
     )
     assert code == 0, err
     made = json.loads(out)
-    rung = made["ladder"][1]
+    profile = made["profiles"][1]
     for key in (
-        "rung",
         "training_arguments",
         "memory_arguments",
         "model_kwargs",
@@ -582,10 +591,10 @@ def test_json_and_exported_files(command, tmp_path):
         "relative_speed",
         "tokens_per_second",
     ):
-        assert key in rung
-    assert rung["tokens_per_second"] is None and any("bf16_flops of CPU" in note for note in made["notes"])
+        assert key in profile
+    assert profile["tokens_per_second"] is None and any("bf16_flops of CPU" in note for note in made["notes"])
     assert {"settings", "reason"} <= set((made["rejected"] or [{"settings": "", "reason": ""}])[0])
-    assert rung["estimate"]["fits"] and rung["lora"]["r"] == 16
+    assert profile["estimate"]["fits"] and profile["lora"]["r"] == 16
     assert sorted(Path(file).name for file in made["exported"]) == [
         "accelerate.yaml",
         "launch.sh",
@@ -664,7 +673,7 @@ def test_nothing_fits_exits_with_1(command, tmp_path):
         (["gpt2", "--hardware", "rtx_4091"], "Did you mean 'rtx_4090'"),
         (["gpt2", "--hardware", "rtx_4090x0"], "at least 1"),
         (["gpt2", "--method", "dora"], "unknown method 'dora'"),
-        (["gpt2", "--rung", "fast"], "unknown profile 'fast'"),
+        (["gpt2", "--profile", "fast"], "unknown profile 'fast'"),
         (["gpt2", "--hardware", "rtx_4090", "--seq-len", "9999"], "from 1 to the model's 1024 positions"),
         (["gpt2", "--hardware", "rtx_4090x3", "--effective-batch-size", "8"], "use a multiple of 3"),
         (["gpt2", "--hardware", "rtx_4090", "--strategy", "zero3"], "say how many, as in rtx_4090x2"),

@@ -47,9 +47,9 @@ def test_a_method_beside_leaves_room_for_its_sketchs_error(searched):
     request, search = searched
     bare = Search(list(search.choices), search.sketch, search.build, search.say)
     assert bare.caution > 1 == search.caution
-    rung = SimpleNamespace(share=0.9, preset=get_preset("rtx_3060", "lora"), seconds=1.0, tokens_per_second=1.0)
+    profile = SimpleNamespace(share=0.9, preset=get_preset("rtx_3060", "lora"), seconds=1.0, tokens_per_second=1.0)
     for memory in sorted({int(search.needs(choice)) for choice in search.choices})[::7]:
-        if alternative := method_alternative(replace(request, memory=memory), bare, rung):
+        if alternative := method_alternative(replace(request, memory=memory), bare, profile):
             assert alternative.device_bytes <= 0.9 * memory
 
 
@@ -94,7 +94,7 @@ def test_plain_settings_are_estimated_before_others_take_their_place(searched, m
     monkeypatch.setattr(
         search, "estimate", lambda new: search.found.update({one: as_estimate(real[one]) for one in new})
     )
-    search.ladder([budget] * 4)
+    search.fastest_for([budget] * 4)
     assert search.found[plain].device_bytes <= budget
 
 
@@ -125,15 +125,15 @@ def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
     """ZeRO-2 was the plain alternative beside DDP, by a thousandth of the time."""
     request, search = searched
     offloading = next(choice for choice in search.choices if choice.offloads)
-    rung = SimpleNamespace(
+    profile = SimpleNamespace(
         share=0.9, choice=offloading, preset=get_preset("rtx_3060"), seconds=1.0, tokens_per_second=1.0
     )
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1]
     preferred = max(plain, key=search.seconds.get)
     monkeypatch.setattr(search, "choices", [preferred, *search.choices])
-    assert plain_alternative(request, search, rung).settings == summarize(preferred)
-    rung.preset = get_preset("rtx_3060", "lora")
-    assert method_alternative(request, search, rung).settings == summarize(preferred)
+    assert plain_alternative(request, search, profile).settings == summarize(preferred)
+    profile.preset = get_preset("rtx_3060", "lora")
+    assert method_alternative(request, search, profile).settings == summarize(preferred)
 
 
 def test_a_change_that_lacks_host_memory_says_how_much(searched):
@@ -175,7 +175,7 @@ def test_speed_that_is_unknown_has_no_error():
     )
     assert "speed: not predicted for trainers that generate text" in generating.notes
     nothing = plan("qwen3-32b", "rtx_3060_12gb", method="full", seq_len=256, memory=GIB)
-    assert not nothing.ladder and not any(text.startswith("speed") for text in nothing.notes)
+    assert not nothing.profiles and not any(text.startswith("speed") for text in nothing.notes)
 
 
 def test_memory_beyond_the_device_is_refused_in_python_too():

@@ -22,9 +22,9 @@ def _planned(command, *argv):
     assert code in (0, 1, 2) and "Traceback" not in errors
     if code < 2:
         made = json.loads(out)
-        assert made["ladder"] or made["rejected"]
+        assert made["profiles"] or made["rejected"]
         trained = not argv[0].startswith(("bert", "t5"))  # causal, or of videos
-        assert all(bool(profile["launch"]) == trained for profile in made["ladder"])
+        assert all(bool(profile["launch"]) == trained for profile in made["profiles"])
         return code, ""
     (said,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(said) < 600

@@ -16,7 +16,7 @@ from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
 from hf_memopt.planner.choices import Choice, SearchSpace
 from hf_memopt.planner.devices import preset_of
@@ -83,7 +83,7 @@ def test_safe_is_plain_where_anything_plain_fits(request_and_search):
     _, search = request_and_search
     plain, others = 0, 0
     for budgets in _budgets(search):
-        safe, *rest = search.ladder(budgets)
+        safe, *rest = search.fastest_for(budgets)
         fitting = [choice for choice in search.choices if search.fits(choice, budgets[0])]
         if any(search.is_plain(choice) for choice in fitting):
             assert search.is_plain(safe)
@@ -99,7 +99,7 @@ def test_safe_is_plain_where_anything_plain_fits(request_and_search):
 def test_a_larger_budget_is_never_slower(request_and_search):
     _, search = request_and_search
     for budgets in _budgets(search):
-        seconds = [search.seconds[choice] for choice in search.ladder(budgets) if choice is not None]
+        seconds = [search.seconds[choice] for choice in search.fastest_for(budgets) if choice is not None]
         assert seconds == sorted(seconds, reverse=True)
 
 
@@ -116,9 +116,11 @@ def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_sh
     search.found[plain] = replace(before[plain], step_seconds=1.0, tokens_per_second=200.0)
     try:
         assert search.relative_time(plain, fast) == 0.5
-        rung = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset), tokens_per_second=100.0)
+        profile = SimpleNamespace(
+            share=0.9, choice=fast, preset=fast.configured(request.preset), tokens_per_second=100.0
+        )
         search.fits = lambda choice, budget: choice == plain
-        assert plain_alternative(request, search, rung).tokens_per_second == 200
+        assert plain_alternative(request, search, profile).tokens_per_second == 200
     finally:
         search.found = before
         del search.fits
@@ -127,14 +129,14 @@ def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_sh
 def test_the_plain_alternative_is_named_with_what_it_loses(request_and_search):
     request, search = request_and_search
     fast = search.choices[0]
-    rung = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset))
-    rung.seconds = search.seconds[fast]
-    rung.tokens_per_second = request.effective_batch_size * request.seq_len / rung.seconds
-    alternative = plain_alternative(request, search, rung)
+    profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset))
+    profile.seconds = search.seconds[fast]
+    profile.tokens_per_second = request.effective_batch_size * request.seq_len / profile.seconds
+    alternative = plain_alternative(request, search, profile)
     assert "all layers checkpointed" in alternative.settings and "host" not in alternative.settings
     assert alternative.fits and alternative.relative_time > 1
-    rung.choice = next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1)
-    assert plain_alternative(request, search, rung) is None
+    profile.choice = next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1)
+    assert plain_alternative(request, search, profile) is None
 
 
 def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(request_and_search):
@@ -171,8 +173,8 @@ def test_why_safe_depends_on_the_host_is_said():
     choice = SimpleNamespace(offloads=1)
     assert "every profile depends" in _safe_left_out([SimpleNamespace(name="safe", choice=choice)])[0].reason
     for hardware, says in (("rtx_4090", True), ("apple_m2_16gb", False)):  # which has no memory but the device's
-        rung = SimpleNamespace(name="balanced", choice=choice, preset=preset_of(hardware, "lora"))
-        assert ("without host memory" in _safe_left_out([rung])[0].reason) == says
+        profile = SimpleNamespace(name="balanced", choice=choice, preset=preset_of(hardware, "lora"))
+        assert ("without host memory" in _safe_left_out([profile])[0].reason) == says
 
 
 # ---- tables
@@ -180,7 +182,7 @@ def test_why_safe_depends_on_the_host_is_said():
 
 def _made(*summaries: str, methods=(), host=None):
     estimate = Estimate(1, 1, 3 * GIB, 5 * GIB, "forward", {"parameters": 2 * GIB}, {}, 2**40, {}, ())
-    rungs = [
+    profiles = [
         SimpleNamespace(
             name=name,
             share=share,
@@ -189,10 +191,10 @@ def _made(*summaries: str, methods=(), host=None):
             estimate=estimate,
             tokens_per_second=1000.0,
         )
-        for (name, (_, share)), text in zip(RUNGS.items(), summaries, strict=True)
+        for (name, (_, share)), text in zip(PLAN_PROFILES.items(), summaries, strict=True)
     ]
     request = SimpleNamespace(host_memory=host, preset=SimpleNamespace(method="lora"))
-    return SimpleNamespace(ladder=rungs, plain=None, methods=list(methods), request=request)
+    return SimpleNamespace(profiles=profiles, plain=None, methods=list(methods), request=request)
 
 
 def _alternative(method: str) -> Alternative:
@@ -299,7 +301,7 @@ def test_where_no_single_change_fits_a_combination_is_found():
     assert both < alone
     fields = {"optim": "adamw_torch"}
     made = plan(small, "cpu", 4, 512, "full", memory=int(both * 1.02 / 0.94), training=fields)
-    assert not made.ladder
+    assert not made.profiles
     assert any("--method lora and --seq-len 256" in change for change in made.nearest), made.nearest
     assert not any(change.startswith("--seq-len 256:") for change in made.nearest)
 

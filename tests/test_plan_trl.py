@@ -122,21 +122,21 @@ def test_a_reference_that_does_not_fit_is_precomputed(tmp_path):
     wide = str(tmp_path)
     settings = {"method": "full", "seq_len": 96, "effective_batch_size": 4, "task": "dpo"}
     ample = plan(wide, "rtx_4090", **settings)
-    assert all(rung.choice.trl.reference for rung in ample), "the pass over the data takes time"
-    least = min(rung.estimate.device_bytes for rung in ample)
+    assert all(profile.choice.trl.reference for profile in ample), "the pass over the data takes time"
+    least = min(profile.estimate.device_bytes for profile in ample)
     tight = plan(wide, "rtx_4090", memory=int(least * 0.9), training={"optim": "adamw_torch_fused"}, **settings)
-    assert tight.ladder[0].choice.trl.precomputed
-    assert training_arguments(tight.request, tight.ladder[0])["precompute_ref_log_probs"] is True
-    assert "--precompute_ref_log_probs true" in " ".join(recipe_command(tight.request, tight.ladder[0]))
+    assert tight.profiles[0].choice.trl.precomputed
+    assert training_arguments(tight.request, tight.profiles[0])["precompute_ref_log_probs"] is True
+    assert "--precompute_ref_log_probs true" in " ".join(recipe_command(tight.request, tight.profiles[0]))
 
 
 @pytest.mark.slow
 def test_a_plan_of_grpo_says_what_is_generated_and_what_vllm_leaves():
     training = {"use_vllm": True, "max_completion_length": 32}
     made = plan(config(4), "rtx_4090", 16, 96, "full", task="grpo", training=training)
-    rung, notes = made.ladder[0], " ".join(made.notes)
-    arguments = as_dict(made.request, rung)["training_arguments"]
-    assert arguments["vllm_gpu_memory_utilization"] == rung.choice.trl.share == 0.05
+    profile, notes = made.profiles[0], " ".join(made.notes)
+    arguments = as_dict(made.request, profile)["training_arguments"]
+    assert arguments["vllm_gpu_memory_utilization"] == profile.choice.trl.share == 0.05
     assert arguments["steps_per_generation"] * arguments["per_device_train_batch_size"] == 16
     assert "16 completions, 2 prompts × num_generations=8: generated 16 at once" in notes
     assert "which leaves 22.46 GiB to training" in notes

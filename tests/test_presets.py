@@ -143,11 +143,11 @@ def test_the_largest_model_that_fits_is_found(fitting, found, monkeypatch):
         assert preset_estimates.preset_row("l4", "qlora")["model"] == found
 
 
-def test_the_ladder_keeps_its_effective_batch():
-    rungs = [get_preset(name) for name in ("l40s_x4", "l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")]
-    assert {rung.effective_batch_size for rung in rungs} == {256}
-    assert rungs[1].training["activation_checkpointing_kwargs"]["every_n_layers"] == 2
-    assert rungs[2].micro_batch_size == 4 and rungs[3].seq_len == 1536
+def test_variants_keep_their_effective_batch():
+    profiles = [get_preset(name) for name in ("l40s_x4", "l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")]
+    assert {profile.effective_batch_size for profile in profiles} == {256}
+    assert profiles[1].training["activation_checkpointing_kwargs"]["every_n_layers"] == 2
+    assert profiles[2].micro_batch_size == 4 and profiles[3].seq_len == 1536
 
 
 def test_precision_follows_the_hardware():

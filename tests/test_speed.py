@@ -48,21 +48,21 @@ def test_the_error_is_the_one_that_published_runs_show():
 )
 def test_estimate_and_plan_predict_the_same_speed(config, hardware, strategy):
     made = plan(config, hardware, effective_batch_size=8, seq_len=128, method="full", strategy=strategy)
-    rung, request = made.ladder[0], made.request
+    profile, request = made.profiles[0], made.request
     again = estimate(
         config,
-        {**rung.preset.settings(), **({"deepspeed": strategy} if strategy == "zero2" else {})},
+        {**profile.preset.settings(), **({"deepspeed": strategy} if strategy == "zero2" else {})},
         128,
         request.preset.hardware,
-        dtype=rung.preset.dtype,
-        memory_args=rung.memory_args,
+        dtype=profile.preset.dtype,
+        memory_args=profile.memory_args,
         world_size=request.preset.processes,
         strategy=strategy,
     )
-    assert again.tokens_per_second == pytest.approx(rung.tokens_per_second)
-    assert again.device_bytes == rung.estimate.device_bytes
+    assert again.tokens_per_second == pytest.approx(profile.tokens_per_second)
+    assert again.device_bytes == profile.estimate.device_bytes
     # The sketch, by which choices are ranked, is close to what is shown.
-    assert 8 * 128 / rung.seconds == pytest.approx(rung.tokens_per_second, rel=0.05)
+    assert 8 * 128 / profile.seconds == pytest.approx(profile.tokens_per_second, rel=0.05)
 
 
 @pytest.mark.slow
@@ -205,10 +205,10 @@ def test_a_plan_shows_time_and_cost_of_every_profile(config, tmp_path, command):
     code, output, errors = command("plan", tmp_path, *settings, "--tokens", "10M", "--price", 0.5, "--json")
     assert code == 0, errors
     made = json.loads(output)
-    assert made["durations"].keys() == {rung["profile"] for rung in made["ladder"]}
-    for rung in made["ladder"]:
-        took = made["durations"][rung["profile"]]
-        assert took["seconds"] == pytest.approx(1e7 / rung["estimate"]["tokens_per_second"])
+    assert made["durations"].keys() == {profile["profile"] for profile in made["profiles"]}
+    for profile in made["profiles"]:
+        took = made["durations"][profile["profile"]]
+        assert took["seconds"] == pytest.approx(1e7 / profile["estimate"]["tokens_per_second"])
         assert took["cost"] == pytest.approx(2 * 0.5 * took["hours"])
 
 

@@ -119,12 +119,12 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     said: list[str] = []
     made = plan(deep, "rtx_3060", 1, 64, "lora", say=said.append, **settings)
     assert sum("tracing" in line for line in said) == 1  # nothing is searched with all weights on the device
-    share = made.ladder[-1].choice.streamed
+    share = made.profiles[-1].choice.streamed
     assert 0 < share < 1
     assert made.rejected[0].settings == "LoRA, all weights on the device"
     answer = json.loads(json.dumps(made.to_dict()))
-    assert answer["ladder"][-1]["memory_arguments"]["weight_streaming_ratio"] == share
-    assert f"weights of {share:.0%} of the layers in host memory" in answer["ladder"][-1]["settings"]
+    assert answer["profiles"][-1]["memory_arguments"]["weight_streaming_ratio"] == share
+    assert f"weights of {share:.0%} of the layers in host memory" in answer["profiles"][-1]["settings"]
 
 
 @pytest.mark.slow

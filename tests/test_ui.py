@@ -104,10 +104,10 @@ def test_profiles_of_the_same_settings_share_a_row():
             "tokens_per_second": 1200.0,
         }
 
-    ladder = [
+    profiles = [
         profile("safe", "micro-batch 1"),
         profile("balanced", "micro-batch 2"),
         profile("maximum", "micro-batch 2"),
     ]
-    shown = show_plan({"ladder": ladder, "seq_len": 64, "effective_batch_size": 8})
+    shown = show_plan({"profiles": profiles, "seq_len": 64, "effective_batch_size": 8})
     assert shown.count("micro-batch 2") == 1 and "<td>balanced, maximum</td>" in shown and "<td>safe</td>" in shown

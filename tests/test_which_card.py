@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hf_memopt import InputError, plan, which_card
 from hf_memopt.cli.app import app
 from hf_memopt.hardware.catalog import catalog
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import cards
 from hf_memopt.planner.prices import read_prices
 from hf_memopt.presets.catalog import preset_for
@@ -82,7 +82,7 @@ def test_a_card_gets_what_its_own_plan_says(answer, name):
     fit = next(fit for fit in answer[0].fits["lora"] if fit.device.name == name)
     assert fit.devices == 1
     made = plan(config(), name, effective_batch_size=32, seq_len=512, method="lora")
-    balanced = next(rung for rung in made.ladder if rung.name == "balanced")
+    balanced = next(profile for profile in made.profiles if profile.name == "balanced")
     # A sketch's speed beside an estimate's: the sketch counts a loss in chunks as one whole.
     assert fit.tokens_per_second == pytest.approx(balanced.tokens_per_second, rel=0.1)
     if fit.choice == balanced.choice:
@@ -224,4 +224,4 @@ def test_options_that_do_not_go_together_are_refused(capsys, words, message):
 
 
 def test_shares_are_those_of_the_profiles():
-    assert cards._SHARES[cards._BALANCED] == RUNGS["balanced"][1]
+    assert cards._SHARES[cards._BALANCED] == PLAN_PROFILES["balanced"][1]

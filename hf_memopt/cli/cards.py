@@ -10,7 +10,7 @@ from typing import Any
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.cli.speed import AmountOptions
 from hf_memopt.errors import InputError
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.units import gib
 
 ANY = "any"
@@ -109,8 +109,8 @@ def _print_answer(answer, options: CardOptions) -> None:
 
 def _notes(answer, shown: list, every: bool) -> Iterator[str]:
     """What the table's figures do and do not say."""
-    shares = [share for _, share in RUNGS.values()]
-    yield from (line.format(limit=RUNGS["balanced"][1], most=max(shares)) for line in _LEGEND)
+    shares = [share for _, share in PLAN_PROFILES.values()]
+    yield from (line.format(limit=PLAN_PROFILES["balanced"][1], most=max(shares)) for line in _LEGEND)
     devices = {fit.device.name: fit.device for fit in shown}
     if old := [name for name, device in devices.items() if 0 < device.capability < 7.5]:
         yield _OLD.format(cards=", ".join(old))

@@ -12,7 +12,7 @@ from hf_memopt.cli.settings import JobSettings, parse_settings, quantization_con
 from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.packages import missing_for
 from hf_memopt.presets.quantization import check_4bit
 from hf_memopt.terminal import say
@@ -88,8 +88,8 @@ def _check_quantization(settings: JobSettings, method: str) -> None:
 
 def run_plan(options: PlanOptions, as_json: bool) -> int:
     """Print the profiles that fit; 0 if anything fits, 1 if nothing does."""
-    if options.profile not in RUNGS:
-        raise choose("profile", options.profile, RUNGS)
+    if options.profile not in PLAN_PROFILES:
+        raise choose("profile", options.profile, PLAN_PROFILES)
     if options.export:
         folder_for(options.export)
     import_libraries()
@@ -113,12 +113,12 @@ def run_plan(options: PlanOptions, as_json: bool) -> int:
         say=_log,
         **_model_arguments(options.model, settings) | _task(options, settings),
     )
-    written = _export(made, options) if options.export and made.ladder else []
+    written = _export(made, options) if options.export and made.profiles else []
     if as_json:
         print_json(made.to_dict() | {"exported": written, "durations": _durations(made, options.amount)})
     else:
         _print_plan(made, written, options.amount)
-    return 0 if made.ladder else 1
+    return 0 if made.profiles else 1
 
 
 def _task(options: PlanOptions, settings: JobSettings) -> dict[str, str]:
@@ -160,7 +160,7 @@ def _export(made, options: PlanOptions) -> list[str]:
     """Write a profile's files; where it does not fit, the next safer one's that does."""
     from hf_memopt.planner.launch import write_files
 
-    profile = next((rung for rung in made.ladder if rung.name == options.profile), made.ladder[0])
+    profile = next((profile for profile in made.profiles if profile.name == options.profile), made.profiles[0])
     if profile.name != options.profile:
         _log(f"nothing fits the profile {options.profile}: writing {profile.name}")
     return write_files(made.request, profile, options.export, options.overwrite)
@@ -170,10 +170,10 @@ def _durations(made, amount: AmountOptions) -> dict[str, Any]:
     """Time and cost by profile; None where nobody asks, or where the speed is unknown."""
     request = made.request
     return {
-        rung.name: to_dict(
-            rung.estimate, amount.time_and_cost(rung.estimate, request.seq_len, request.preset.processes)
+        profile.name: to_dict(
+            profile.estimate, amount.time_and_cost(profile.estimate, request.seq_len, request.preset.processes)
         )
-        for rung in made.ladder
+        for profile in made.profiles
     }
 
 
@@ -181,25 +181,25 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
     request = made.request
     preset = request.preset
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
-    method = f"{preset.method}, " if made.ladder else ""
+    method = f"{preset.method}, " if made.profiles else ""
     length = "videos" if request.more.get("video") is not None else f"{request.seq_len} tokens"
     print(
         f"{request.model}, {method}{request.effective_batch_size} samples a step of {length}, on {devices}"
         f"{preset.hardware.label} ({gib(request.memory)} each)"
     )
-    if made.ladder:
+    if made.profiles:
         _print_profiles(made)
-        print_profile_speeds(_by_settings(made.ladder), amount, request.seq_len, preset.processes)
+        print_profile_speeds(_by_settings(made.profiles), amount, request.seq_len, preset.processes)
         _print_methods(made)
         say(_host_memory(made))
     if made.rejected:
         print_table(
             "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in made.rejected]
         )
-    if made.ladder:
+    if made.profiles:
         from hf_memopt.planner.plan import usual_profile
 
-        _print_start(request, usual_profile(made.ladder))
+        _print_start(request, usual_profile(made.profiles))
     else:
         _print_nearest(made)
     for note in made.notes:
@@ -208,7 +208,7 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
         print(f"wrote {', '.join(written)}")
 
 
-def _print_start(request, rung) -> None:
+def _print_start(request, profile) -> None:
     """The command that starts a profile; where there is no recipe, the fields for a script of one's own."""
     from hf_memopt.planner.launch import (
         has_recipe,
@@ -219,31 +219,31 @@ def _print_start(request, rung) -> None:
     )
 
     if has_recipe(request):
-        print(f"{rung.name}:\n  {launch_command(request, rung)}")
-        if missing := missing_for(recipe_name(request), rung.preset.strategy):
+        print(f"{profile.name}:\n  {launch_command(request, profile)}")
+        if missing := missing_for(recipe_name(request), profile.preset.strategy):
             print(f"note: {missing}")
         return
-    print(f"{rung.name}, for your own script:")
+    print(f"{profile.name}, for your own script:")
     for name, fields in (
-        (request.trl.row.config if request.trl else "TrainingArguments", training_arguments(request, rung)),
-        ("MemoryArguments", memory_settings(rung)),
+        (request.trl.row.config if request.trl else "TrainingArguments", training_arguments(request, profile)),
+        ("MemoryArguments", memory_settings(profile)),
     ):
         values = ", ".join(f"{key}={value!r}" for key, value in sorted(fields.items()))
         print(f"  {name}({values})")
 
 
-def _by_settings(ladder) -> list[list]:
+def _by_settings(profiles) -> list[list]:
     """The profiles, those with the same settings together."""
-    return [list(group) for _, group in itertools.groupby(ladder, lambda rung: rung.choice)]
+    return [list(group) for _, group in itertools.groupby(profiles, lambda profile: profile.choice)]
 
 
 def _print_profiles(made) -> None:
     """What each profile sets and is predicted to need; profiles with the same settings are one row."""
-    groups = _by_settings(made.ladder)
+    groups = _by_settings(made.profiles)
     rows = [
         (
-            " = ".join(rung.name for rung in group),
-            " ".join(f"{rung.share:.0%}" for rung in group),
+            " = ".join(profile.name for profile in group),
+            " ".join(f"{profile.share:.0%}" for profile in group),
             group[0].summary,
             size(group[0].estimate.device_bytes),
             _speed(group[0].tokens_per_second),
@@ -255,11 +255,15 @@ def _print_profiles(made) -> None:
     print_table("", ("profile", "fills", "settings", "predicted", "tokens/s"), rows)
     first = [group[0] for group in groups]
     kinds = [
-        kind for kind in first[0].estimate.breakdown if any(rung.estimate.breakdown[kind] > 2**20 for rung in first)
+        kind
+        for kind in first[0].estimate.breakdown
+        if any(profile.estimate.breakdown[kind] > 2**20 for profile in first)
     ]
-    rows = [("phase", *(rung.estimate.phase for rung in first))]
-    rows += [(kind.replace("_", " "), *(size(rung.estimate.breakdown[kind]) for rung in first)) for kind in kinds]
-    print_table("at the peak", ("memory", *(" = ".join(rung.name for rung in group) for group in groups)), rows)
+    rows = [("phase", *(profile.estimate.phase for profile in first))]
+    rows += [
+        (kind.replace("_", " "), *(size(profile.estimate.breakdown[kind]) for profile in first)) for kind in kinds
+    ]
+    print_table("at the peak", ("memory", *(" = ".join(profile.name for profile in group) for group in groups)), rows)
 
 
 def _plain_row(plain) -> tuple[str, ...]:
@@ -290,7 +294,7 @@ def _print_methods(made) -> None:
 
 def _host_memory(made) -> str:
     """What the host must have, and what it is taken to have."""
-    host, most = made.request.host_memory, max(rung.estimate.host_bytes for rung in made.ladder)
+    host, most = made.request.host_memory, max(profile.estimate.host_bytes for profile in made.profiles)
     short = "" if most <= host.bytes else ": too little to load the weights through, where that holds"
     origin = f"assumed ({host.source})" if host.assumed else f"there ({host.source})"
     return (
@@ -356,7 +360,7 @@ def run_lengths(options: PlanOptions, as_json: bool) -> int:
 def _print_lengths(request, found) -> None:
     print(
         f"{request.model_name} on {request.preset.hardware.label} ({gib(request.memory)}): the longest sequence "
-        f"predicted to fit in {RUNGS['balanced'][1]:.0%} of it, one sample at a time"
+        f"predicted to fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
     )
     if not found:
         print("nothing fits: the weights alone take more; see --method qlora")

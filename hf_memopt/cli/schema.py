@@ -131,7 +131,7 @@ def _profiles() -> dict[str, Any]:
         host_memory_source=_or_none(_TEXT),
         effective_batch_size=_INTEGER,
         seq_len=_INTEGER,
-        ladder=_list(_profile()),
+        profiles=_list(_profile()),
         rejected=_list(_object(**_properties(Rejected))),
         plain=_or_none(alternative),
         methods=_list(alternative),
@@ -145,7 +145,6 @@ def _profiles() -> dict[str, Any]:
 
 def _profile() -> dict[str, Any]:
     return _object(
-        rung=_TEXT,
         profile={"enum": ["safe", "balanced", "aggressive", "maximum"]},
         settings=_TEXT,
         target_utilization=_NUMBER,

@@ -89,7 +89,7 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int
         speeds = [two_digits(estimate.tokens_per_second), mfu, time_text(estimate.step_seconds)]
         if took := amount.time_and_cost(estimate, seq_len, devices):
             speeds += [time_text(took.seconds), *([] if took.cost is None else [two_digits(took.cost)])]
-        rows.append((" = ".join(rung.name for rung in group), *speeds))
+        rows.append((" = ".join(profile.name for profile in group), *speeds))
     heads = ["profile", "tokens/s", "MFU", "a step"]
     if tokens := amount.read().count_tokens(seq_len):
         price = [] if amount.price is None else [f"cost at {amount.price:g} a device and hour"]

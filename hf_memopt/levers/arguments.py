@@ -13,7 +13,7 @@ PROFILES = {
     "conservative": (0.85, 0.88, 0.92, 0.95),
 }
 # A plan's profile -> (memory_profile, share of device memory to fill). `maximum` fills up to the warning threshold.
-RUNGS = {
+PLAN_PROFILES = {
     "safe": ("conservative", PROFILES["conservative"][0]),
     "balanced": ("balanced", PROFILES["balanced"][0]),
     "aggressive": ("aggressive", PROFILES["aggressive"][0]),

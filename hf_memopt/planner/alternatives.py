@@ -48,19 +48,19 @@ class Alternative:
         }
 
 
-def plain_alternative(request, search: Search, rung) -> Alternative | None:
+def plain_alternative(request, search: Search, profile) -> Alternative | None:
     """The preferred settings with every layer checkpointed and without host memory and rounding; of those that do not
     fit, the smallest. None where the profile itself is so, and where the user's settings leave none."""
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1.0]
-    budget = int(request.memory * rung.share)
+    budget = int(request.memory * profile.share)
     fitting = [choice for choice in plain if search.fits(choice, budget)]
-    if not plain or rung.choice in plain:
+    if not plain or profile.choice in plain:
         return None
     best = fitting[0] if fitting else min(plain, key=search.needs)
-    return _alternative(request, search, best, bool(fitting), rung)
+    return _alternative(request, search, best, bool(fitting), profile)
 
 
-def method_alternative(request, search: Search | None, rung) -> Alternative | None:
+def method_alternative(request, search: Search | None, profile) -> Alternative | None:
     """What a method would take of a profile's share of the memory: for the profile's own method the profile, for
     another by its sketch what is plain, if anything plain fits. None where nothing fits.
 
@@ -69,18 +69,18 @@ def method_alternative(request, search: Search | None, rung) -> Alternative | No
     """
     if search is None:
         return None
-    if request.preset.method == rung.preset.method:
-        return _alternative(request, search, rung.choice, True, rung)
-    budget = int(request.memory * rung.share / search.caution)
+    if request.preset.method == profile.preset.method:
+        return _alternative(request, search, profile.choice, True, profile)
+    budget = int(request.memory * profile.share / search.caution)
     best = search.first(budget, search.is_plain) or search.sketched(budget)
-    return best and _alternative(request, search, best, True, rung)
+    return best and _alternative(request, search, best, True, profile)
 
 
-def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> Alternative:
-    if request.preset.method == rung.preset.method:
-        relative_time = search.relative_time(choice, rung.choice)
+def _alternative(request, search: Search, choice: Choice, fits: bool, profile) -> Alternative:
+    if request.preset.method == profile.preset.method:
+        relative_time = search.relative_time(choice, profile.choice)
     else:
-        relative_time = search.seconds[choice] / rung.seconds  # for the same step
+        relative_time = search.seconds[choice] / profile.seconds  # for the same step
     return Alternative(
         method=request.preset.method,
         settings=summarize(choice),
@@ -88,7 +88,7 @@ def _alternative(request, search: Search, choice: Choice, fits: bool, rung) -> A
         estimated=bool(search.found.get(choice)),
         fits=fits,
         relative_time=relative_time,
-        tokens_per_second=rung.tokens_per_second and rung.tokens_per_second / relative_time,
+        tokens_per_second=profile.tokens_per_second and profile.tokens_per_second / relative_time,
     )
 
 

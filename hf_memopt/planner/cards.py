@@ -20,7 +20,7 @@ from hf_memopt.estimator.speed import peak_rate
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import constant, measured_value
-from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.plan import Question, Request, ask
 from hf_memopt.planner.prices import Prices, read_prices
@@ -32,8 +32,8 @@ from hf_memopt.units import GIB
 
 SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
 NEAR = 0.05  # of the limit: what a full estimate may change of a sketch
-_SHARES = [share for _, share in RUNGS.values()]
-_BALANCED = list(RUNGS).index("balanced")
+_SHARES = [share for _, share in PLAN_PROFILES.values()]
+_BALANCED = list(PLAN_PROFILES).index("balanced")
 _MOST_ESTIMATES = 6
 _QUICK_ENGINES = ("none", "ddp")  # an estimate under the others takes several times as long
 _ROUNDS = 3

@@ -23,70 +23,69 @@ from hf_memopt.redaction import is_secret, without_secrets
 logger = logging.getLogger(__name__)
 
 
-def as_dict(request, rung) -> dict[str, Any]:
+def as_dict(request, profile) -> dict[str, Any]:
     """A profile as one JSON object."""
-    quantization = rung.preset.quantization() if rung.preset.method == "qlora" else None
-    lora = None if rung.preset.method == "full" else {**rung.preset.lora(), **without_secrets(request.lora)}
+    quantization = profile.preset.quantization() if profile.preset.method == "qlora" else None
+    lora = None if profile.preset.method == "full" else {**profile.preset.lora(), **without_secrets(request.lora)}
     attention = request.more.get("attn_implementation") or "sdpa"
-    kwargs = {"dtype": rung.preset.dtype, "attn_implementation": attention}
+    kwargs = {"dtype": profile.preset.dtype, "attn_implementation": attention}
     return {
-        "rung": rung.name,
-        "profile": rung.name,
-        "settings": rung.summary,
-        "target_utilization": rung.share,
-        "strategy": rung.preset.strategy,
-        "training_arguments": training_arguments(request, rung),
-        "memory_arguments": memory_settings(rung),
+        "profile": profile.name,
+        "settings": profile.summary,
+        "target_utilization": profile.share,
+        "strategy": profile.preset.strategy,
+        "training_arguments": training_arguments(request, profile),
+        "memory_arguments": memory_settings(profile),
         "model_kwargs": kwargs | ({"quantization_config": quantization} if quantization else {}),
         "lora": lora,
-        "launch": launch_command(request, rung) if has_recipe(request) else None,
-        "estimate": rung.estimate.to_dict(),
-        "relative_speed": round(rung.relative_speed, 3),
+        "launch": launch_command(request, profile) if has_recipe(request) else None,
+        "estimate": profile.estimate.to_dict(),
+        "relative_speed": round(profile.relative_speed, 3),
         "relative_speed_is": "predicted",
-        "tokens_per_second": round(rung.tokens_per_second, 1) if rung.tokens_per_second else None,
+        "tokens_per_second": round(profile.tokens_per_second, 1) if profile.tokens_per_second else None,
     }
 
 
-def training_arguments(request, rung) -> dict[str, Any]:
+def training_arguments(request, profile) -> dict[str, Any]:
     """All TrainingArguments fields of a profile but secrets: a job without hub_token takes HF_TOKEN."""
-    fields = {**rung.preset.settings(), **request.fields}
+    fields = {**profile.preset.settings(), **request.fields}
     if request.trl is None:
         return without_secrets(fields)
-    kind, own = request.trl.row.config_class, rung.choice.trl.fields()
-    fields = {**preset_fields(replace(rung.preset, seq_len=request.seq_len), kind), **fields, **own}
+    kind, own = request.trl.row.config_class, profile.choice.trl.fields()
+    fields = {**preset_fields(replace(profile.preset, seq_len=request.seq_len), kind), **fields, **own}
     if "steps_per_generation" in own:
         fields.pop("generation_batch_size", None)
     return without_secrets(fields)
 
 
-def memory_settings(rung) -> dict[str, Any]:
+def memory_settings(profile) -> dict[str, Any]:
     """The MemoryArguments fields of a profile that differ from the defaults."""
-    memory_args = rung.memory_args
+    memory_args = profile.memory_args
     shares = {name: getattr(memory_args, name) for name in ("memory_profile", "target_memory_utilization")}
     return shares | memory_args.levers()
 
 
-def launch_command(request, rung) -> str:
+def launch_command(request, profile) -> str:
     """The command that starts a profile from the current folder, with the recipes of this installation."""
-    return " ".join([*launcher_command(rung), *recipe_command(request, rung)])
+    return " ".join([*launcher_command(profile), *recipe_command(request, profile)])
 
 
-def accelerate_config(rung, deepspeed_file: str | None = None) -> dict[str, Any]:
+def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, Any]:
     """The accelerate configuration of a profile."""
-    config = rung.preset.accelerate_config(deepspeed_file)
+    config = profile.preset.accelerate_config(deepspeed_file)
     if "fsdp_config" in config:
-        checkpointed = bool(rung.choice.checkpointed)
+        checkpointed = bool(profile.choice.checkpointed)
         config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": checkpointed}
     return config
 
 
-def launcher_command(rung) -> list[str]:
+def launcher_command(profile) -> list[str]:
     """`accelerate launch`, with the shipped file where one has the same settings."""
-    preset = rung.preset
+    preset = profile.preset
     file = shipped("accelerate_configs") / config_name(preset)
-    if file.is_file() and yaml.safe_load(file.read_text(encoding="utf-8")) == accelerate_config(rung):
+    if file.is_file() and yaml.safe_load(file.read_text(encoding="utf-8")) == accelerate_config(profile):
         return ["accelerate", "launch", "--config_file", shlex.quote(from_here(file))]
-    config = accelerate_config(rung, from_here(file.parent / "deepspeed" / f"{preset.strategy}.json"))
+    config = accelerate_config(profile, from_here(file.parent / "deepspeed" / f"{preset.strategy}.json"))
     argv = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
     argv += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
         config["distributed_type"]
@@ -101,7 +100,7 @@ def launcher_command(rung) -> list[str]:
     return argv + machine_words(preset)
 
 
-def write_files(request, rung, directory: str, overwrite: bool = False) -> list[str]:
+def write_files(request, profile, directory: str, overwrite: bool = False) -> list[str]:
     """Write training_arguments.json, accelerate.yaml, deepspeed.json (if used), plan.json, launch.sh and, for several
     devices, slurm.sbatch.
 
@@ -122,17 +121,17 @@ def write_files(request, rung, directory: str, overwrite: bool = False) -> list[
     if hidden := [name for name in request.fields if is_secret(name)]:
         logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
     files = {
-        "training_arguments.json": _json(training_arguments(request, rung)),
-        "plan.json": _json(as_dict(request, rung)),
+        "training_arguments.json": _json(training_arguments(request, profile)),
+        "plan.json": _json(as_dict(request, profile)),
     }
-    if deepspeed := rung.preset.deepspeed_config():
+    if deepspeed := profile.preset.deepspeed_config():
         files["deepspeed.json"] = _json(deepspeed)
-    config = accelerate_config(rung, str(folder / "deepspeed.json"))
-    comment = f"{rung.preset.name}, profile {rung.name}: {rung.summary}; written by hf-memopt plan"
+    config = accelerate_config(profile, str(folder / "deepspeed.json"))
+    comment = f"{profile.preset.name}, profile {profile.name}: {profile.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
-    argv = recipe_command(request, rung)
+    argv = recipe_command(request, profile)
     argv[0] = shlex.quote(str(_recipe_file(request)))
-    files |= scripts(rung.preset, folder, argv)
+    files |= scripts(profile.preset, folder, argv)
     write_folder(folder, files, overwrite)
     return [str(folder / file) for file in sorted(files)]
 
@@ -141,9 +140,9 @@ def _json(value: dict) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def recipe_command(request, rung) -> list[str]:
+def recipe_command(request, profile) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
-    preset = rung.preset
+    preset = profile.preset
     argv = [shlex.quote(from_here(_recipe_file(request))), "--preset", preset.name, "--method", preset.method]
     argv += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
     argv += _length_arguments(request)
@@ -160,7 +159,7 @@ def recipe_command(request, rung) -> list[str]:
         given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if preset.dtype != usual.dtype:
         given["dtype"] = preset.dtype
-    given |= {**without_secrets(request.fields), **rung.choice.trl.fields(), **memory_settings(rung)}
+    given |= {**without_secrets(request.fields), **profile.choice.trl.fields(), **memory_settings(profile)}
     for name, value in sorted(given.items()):
         argv += [f"--{name}", as_word(value)]
     return argv + [

@@ -8,7 +8,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.changes import CHUNK, MLP_TILES
 from hf_memopt.levers.refusals import refusals
 from hf_memopt.planner.choices import Choice
@@ -148,7 +148,7 @@ class _Search:
         """Shares of the device's and the host's budget that so many tokens take."""
         estimate, host = self.tried[tokens], self.request.host_memory
         of_host = estimate.host_bytes / host.bytes if host and self.choice.offloads else 0.0
-        return estimate.device_bytes / (self.request.memory * RUNGS["balanced"][1]), of_host
+        return estimate.device_bytes / (self.request.memory * PLAN_PROFILES["balanced"][1]), of_host
 
     def _guess(self) -> int:
         fills = {tokens: self._fills(tokens) for tokens in self.tried}

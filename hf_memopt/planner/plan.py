@@ -22,7 +22,7 @@ from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.hardware.measured import measured_on
-from hf_memopt.levers.arguments import RUNGS, THRESHOLDS, MemoryArguments
+from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArguments
 from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
@@ -47,7 +47,7 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
-class Rung:
+class Profile:
     """One profile of a plan, and its settings.
 
     Attributes:
@@ -123,7 +123,7 @@ class Request:
     @property
     def memory_budget(self) -> int:
         """Bytes of each device that the maximum profile may fill."""
-        return int(self.memory * max(share for _, share in RUNGS.values()))
+        return int(self.memory * max(share for _, share in PLAN_PROFILES.values()))
 
     @property
     def trl(self) -> TrlSpace | None:
@@ -230,7 +230,7 @@ class Plan:
 
     Attributes:
         request: with the method that was chosen.
-        ladder: the profiles, from safe to maximum; empty where nothing fits.
+        profiles: the profiles, from safe to maximum; empty where nothing fits.
         rejected: methods and kinds of settings that do not fit, with reasons.
         missing_bytes: where nothing fits, what the smallest settings lack, of the device or else of the host.
         nearest: where nothing fits, changes that would make it fit.
@@ -241,7 +241,7 @@ class Plan:
     """
 
     request: Request
-    ladder: list[Rung]
+    profiles: list[Profile]
     rejected: list[Rejected]
     missing_bytes: int | None = None
     nearest: list[str] = field(default_factory=list)
@@ -250,16 +250,18 @@ class Plan:
     link: str | None = None
 
     def __iter__(self):
-        return iter(self.ladder)
+        return iter(self.profiles)
 
     def __str__(self) -> str:
         request = self.request
         preset = request.preset
         head = f"{request.model_name} on {preset.processes} × {preset.hardware.label}"
-        if not self.ladder:
+        if not self.profiles:
             return f"{head}: nothing fits\n" + "\n".join(f"would fit: {change}" for change in self.nearest)
-        rungs = (f"{rung.name}: {rung.summary}: {rung.estimate}".splitlines()[0] for rung in self.ladder)
-        return f"{head}, {preset.method}, {request.effective_batch_size} samples a step\n" + "\n".join(rungs)
+        profiles = (
+            f"{profile.name}: {profile.summary}: {profile.estimate}".splitlines()[0] for profile in self.profiles
+        )
+        return f"{head}, {preset.method}, {request.effective_batch_size} samples a step\n" + "\n".join(profiles)
 
     @property
     def notes(self) -> list[str]:
@@ -271,15 +273,15 @@ class Plan:
         notes = [*memory, *filter(None, [self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
-        if self.request.trl is not None and self.ladder:
-            notes += self.request.trl.notes(usual_profile(self.ladder).choice, device)
+        if self.request.trl is not None and self.profiles:
+            notes += self.request.trl.notes(usual_profile(self.profiles).choice, device)
         return notes
 
     def _speed_note(self) -> str | None:
         """What the speeds rest on, or why there are none; None of a plan without profiles."""
-        if not self.ladder:
+        if not self.profiles:
             return None
-        device, estimate = self.request.preset.hardware, usual_profile(self.ladder).estimate
+        device, estimate = self.request.preset.hardware, usual_profile(self.profiles).estimate
         if estimate.step_seconds is not None or unknown_rates(device):
             return speed_note(device)
         return next((note for note in estimate.notes if note.startswith("speed:")), None)
@@ -299,7 +301,7 @@ class Plan:
             "host_memory_source": host and host.source,
             "effective_batch_size": self.request.effective_batch_size,
             "seq_len": self.request.seq_len,
-            "ladder": [as_dict(self.request, rung) for rung in self.ladder],
+            "profiles": [as_dict(self.request, profile) for profile in self.profiles],
             "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
             "plain": self.plain and self.plain.to_dict(),
             "methods": [method.to_dict() for method in self.methods],
@@ -418,7 +420,7 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
     question = question.of_one_length(methods)
     rejected: list[Rejected] = []
     searches: dict[str, tuple[Request, Search | None]] = {}
-    ladders: dict[str, list[Rung]] = {}
+    profiles_by_method: dict[str, list[Profile]] = {}
     refused: list[MethodRefused] = []
     for method in methods:
         try:
@@ -432,15 +434,15 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
         searches[method] = request, search
         if reason:
             rejected.append(reason)
-        elif ladder := _ladder(request, search) if search else []:
-            ladders[method] = ladder
-            if not usual_profile(ladder).choice.offloads:
+        elif profiles := _profiles(request, search) if search else []:
+            profiles_by_method[method] = profiles
+            if not usual_profile(profiles).choice.offloads:
                 break
         else:
             rejected.append(_too_large(request, search, search.smallest() if search else None))
     if not searches:
         raise refused[0]
-    if not ladders:
+    if not profiles_by_method:
         nearest: list[str] = []
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
@@ -448,18 +450,21 @@ def _answer(question: "Question", methods: tuple[str, ...], say: Callable[[str],
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
     # Of methods whose usual profiles lean on the host, one that has a safe profile without it.
     method = min(
-        ladders,
-        key=lambda one: (bool(usual_profile(ladders[one]).choice.offloads), bool(ladders[one][0].choice.offloads)),
+        profiles_by_method,
+        key=lambda one: (
+            bool(usual_profile(profiles_by_method[one]).choice.offloads),
+            bool(profiles_by_method[one][0].choice.offloads),
+        ),
     )
-    (request, search), ladder = searches[method], ladders[method]
-    rung = usual_profile(ladder)
-    rejected += [*_safe_left_out(ladder), *left_out(request, search, [rung.choice for rung in ladder])]
+    (request, search), profiles = searches[method], profiles_by_method[method]
+    profile = usual_profile(profiles)
+    rejected += [*_safe_left_out(profiles), *left_out(request, search, [profile.choice for profile in profiles])]
     if request.trl is not None:
         rejected += [Rejected(field, reason) for field, reason in request.trl.left_out()]
-    plain = plain_alternative(request, search, rung)
-    beside = _methods(question, methods, searches, rung, say) if len(methods) > 1 else []
-    link = search.cost.link_bound(rung.choice)
-    return Plan(request, ladder, rejected, plain=plain, methods=beside, link=link)
+    plain = plain_alternative(request, search, profile)
+    beside = _methods(question, methods, searches, profile, say) if len(methods) > 1 else []
+    link = search.cost.link_bound(profile.choice)
+    return Plan(request, profiles, rejected, plain=plain, methods=beside, link=link)
 
 
 def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
@@ -483,15 +488,15 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
             continue
         if search is None:
             continue
-        if not (ladder := _ladder(request, search)):
+        if not (profiles := _profiles(request, search)):
             lacking = Rejected(_streamed_method(request), what_lacks(request, search))
             rejected.append(lacking)
             resident.append(lacking)
             nearest += filter(None, [with_host_memory(request, search)])
             continue
-        others = left_out(request, search, [rung.choice for rung in ladder])
-        link = search.cost.link_bound(usual_profile(ladder).choice)
-        return Plan(request, ladder, [*resident, *_safe_left_out(ladder), *others], link=link)
+        others = left_out(request, search, [profile.choice for profile in profiles])
+        link = search.cost.link_bound(usual_profile(profiles).choice)
+        return Plan(request, profiles, [*resident, *_safe_left_out(profiles), *others], link=link)
     return None
 
 
@@ -526,23 +531,23 @@ def _nothing_fits(request: Request, search: Search | None, rejected: list[Reject
     return Plan(request, [], rejected, int(search.needs(least)) - budget, nearest)
 
 
-def usual_profile(ladder: list[Rung]) -> Rung:
+def usual_profile(profiles: list[Profile]) -> Profile:
     """The balanced profile, or the safest that fits."""
-    return next((rung for rung in ladder if rung.name == "balanced"), ladder[0])
+    return next((profile for profile in profiles if profile.name == "balanced"), profiles[0])
 
 
-def _safe_left_out(ladder: list[Rung]) -> list[Rejected]:
+def _safe_left_out(profiles: list[Profile]) -> list[Rejected]:
     """Why there is no safe profile, or why it depends on the host."""
-    if ladder[0].name != "safe":
-        share, apart = RUNGS["safe"][1], ladder[0].preset.hardware.memory_apart
+    if profiles[0].name != "safe":
+        share, apart = PLAN_PROFILES["safe"][1], profiles[0].preset.hardware.memory_apart
         without = " without host memory, which a safe profile does not need" if apart else ""
         return [Rejected("safe", f"nothing fits {share:.0%}{without}")]
-    if ladder[0].choice.offloads:
+    if profiles[0].choice.offloads:
         return [Rejected("safe without host memory", "nothing fits: every profile depends on host memory")]
     return []
 
 
-def _methods(question: "Question", methods, searches, rung: Rung, say) -> list[Alternative]:
+def _methods(question: "Question", methods, searches, profile: Profile, say) -> list[Alternative]:
     """Every method that fits the memory of a profile, with its settings; by sketches but for the profile's own."""
     beside = []
     for method in methods:
@@ -552,7 +557,7 @@ def _methods(question: "Question", methods, searches, rung: Rung, say) -> list[A
                 searches[method] = request, request.search(_numbered(say, method, methods))
             except InputError:  # the plan stands without it, as without 4 bits where there are no kernels for them
                 continue
-        if alternative := method_alternative(*searches[method], rung):
+        if alternative := method_alternative(*searches[method], profile):
             beside.append(alternative)
     return beside
 
@@ -659,21 +664,23 @@ class Question:
         return batch, {**fields, **dict(zip(_BATCH, settings, strict=True))}
 
 
-def _ladder(request: Request, search: Search) -> list[Rung]:
-    picks = search.ladder(int(request.memory * share) for _, share in RUNGS.values())
-    chosen = [(rung, choice) for rung, choice in zip(RUNGS.items(), picks, strict=True) if choice is not None]
+def _profiles(request: Request, search: Search) -> list[Profile]:
+    picks = search.fastest_for(int(request.memory * share) for _, share in PLAN_PROFILES.values())
+    chosen = [
+        (profile, choice) for profile, choice in zip(PLAN_PROFILES.items(), picks, strict=True) if choice is not None
+    ]
     fastest = min((search.seconds[choice] for _, choice in chosen), default=0)
-    rungs = []
-    for (name, (profile, share)), choice in chosen:
+    profiles = []
+    for (name, (thresholds, share)), choice in chosen:
         memory_args = memory_arguments(
             request.memory_args,
             choice,
-            memory_profile=profile,
+            memory_profile=thresholds,
             target_memory_utilization=share,
             **dict.fromkeys(THRESHOLDS[1:]),  # the profile's
         )
-        rungs.append(
-            Rung(
+        profiles.append(
+            Profile(
                 name,
                 share,
                 choice,
@@ -684,7 +691,7 @@ def _ladder(request: Request, search: Search) -> list[Rung]:
                 fastest / search.seconds[choice],
             )
         )
-    return rungs
+    return profiles
 
 
 _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}

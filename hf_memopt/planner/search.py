@@ -50,7 +50,7 @@ class Search:
         self.short_of_host = [choice for choice in self.choices if not enough[choice]]
         self.choices = [choice for choice in self.choices if enough[choice]]
 
-    def ladder(self, budgets: Iterable[int]) -> list[Choice | None]:
+    def fastest_for(self, budgets: Iterable[int]) -> list[Choice | None]:
         """For every memory budget, in bytes, the fastest choice that fits it; None where none does.
 
         Args:

@@ -14,7 +14,7 @@ _ENGINES = {
     "h100_80gb_x16_nodes": ("zero3", "zero3_offload_cpu", "fsdp2", "hsdp8", "tp8"),
     "cpu_x2": ("ddp", "zero2", "zero3"),
 }
-# Rungs of the ladder launch like the first one.
+# Variants of a preset launch like the first one.
 _SAME_AS_BASE = ("l40s_x4_medium", "l40s_x4_aggressive", "l40s_x4_maximum")
 
 _EMBEDDED = """

@@ -26,10 +26,11 @@ class RecipeArguments:
         metadata={"help": "Hardware preset (hf-memopt presets), or auto: a plan for the memory that is free."},
     )
     method: str = field(default="full", metadata={"help": "full, lora or qlora."})
-    rung: str = field(
+    profile: str = field(
         default="balanced",
         metadata={
-            "help": "Profile of --preset auto, by how much memory it fills: safe, balanced, aggressive or maximum."
+            "help": "Profile of --preset auto, by how much memory it fills: safe, balanced, aggressive or maximum.",
+            "aliases": ["--rung"],  # its name in 0.1
         },
     )
     config: str | None = field(default=None, metadata={"help": "YAML or JSON file with any of these arguments."})

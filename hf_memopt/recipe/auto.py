@@ -92,21 +92,21 @@ def plan_here(request: PlanRequest) -> Planned:
         say=lambda text: print(text, file=sys.stderr),
         **request.layout,
     )
-    if not made.ladder:
+    if not made.profiles:
         changes = "; ".join(made.nearest) or "a smaller model"
         raise InputError(
             f"nothing fits the {gib(memory)} that are free here: {gib(made.missing_bytes)} missing. What would fit: "
             f"{changes}. A named --preset runs without a plan"
         )
-    return _pick_profile(made.ladder, request.profile, memory)
+    return _pick_profile(made.profiles, request.profile, memory)
 
 
-def _pick_profile(ladder, name: str, memory: int) -> Planned:
+def _pick_profile(profiles, name: str, memory: int) -> Planned:
     """The profile of that name, or the safest one, and the next safer one with other settings."""
-    names = [rung.name for rung in ladder]
+    names = [profile.name for profile in profiles]
     place = names.index(name) if name in names else 0
-    chosen = ladder[place]
-    safer = [rung.name for rung in ladder[:place] if rung.choice != chosen.choice]
+    chosen = profiles[place]
+    safer = [profile.name for profile in profiles[:place] if profile.choice != chosen.choice]
     batch = {
         "per_device_train_batch_size": chosen.choice.micro_batch,
         "gradient_accumulation_steps": chosen.choice.accumulation,
@@ -156,4 +156,4 @@ def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: i
         asked,
         safer,
     )
-    raise StartAgain([*argv, "--rung", safer], free_memory)
+    raise StartAgain([*argv, "--profile", safer], free_memory)

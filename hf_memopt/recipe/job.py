@@ -26,7 +26,7 @@ from hf_memopt.files import check_links
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
-from hf_memopt.levers.arguments import RUNGS, MemoryArguments
+from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
 from hf_memopt.levers.streamed_loading import weights_streamed_on_load
 from hf_memopt.packages import require
@@ -335,7 +335,7 @@ def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool
             config=config,
             preset=job.preset,
             seq_len=sequence_length(job, config),
-            profile=recipe.rung,
+            profile=recipe.profile,
             training=training,
             lora=lora,
             quantization=quantize if recipe.method == "qlora" else None,
@@ -379,8 +379,8 @@ def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
         raise InputError("a stream has no known length: set max_steps")
     if recipe.dtype not in (None, *DTYPES):
         raise choose("dtype", recipe.dtype, DTYPES)
-    if recipe.rung not in RUNGS:
-        raise choose("rung", recipe.rung, RUNGS)
+    if recipe.profile not in PLAN_PROFILES:
+        raise choose("profile", recipe.profile, PLAN_PROFILES)
     if recipe.held_out < 0:
         raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
 

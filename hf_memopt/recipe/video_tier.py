@@ -21,7 +21,7 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job as EstimatedJob
 from hf_memopt.files import user_path, write_json
 from hf_memopt.levers.answer_logits import with_few_logits
-from hf_memopt.levers.arguments import RUNGS
+from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner.video_tiers import (
     SHARE,
     Given,
@@ -280,7 +280,7 @@ class _Wanted:
         recipe, preset, given = self.job.recipe, self.job.preset, self.given
         planned = plans_here(recipe.preset)
         memory = free_memory_of(preset.hardware) if planned else preset.hardware.memory
-        share = RUNGS[recipe.rung][1] if planned else SHARE
+        share = PLAN_PROFILES[recipe.profile][1] if planned else SHARE
         where = f"the {gib(memory)} that are free" if planned else preset.name
         own = (given.max_frames, given.max_pixels_per_frame, given.micro_batch)
         smallest = [mine or least for mine, least in zip(own, _SMALLEST, strict=True)]
@@ -347,7 +347,7 @@ class _Wanted:
                 config=config,
                 preset=job.preset,
                 seq_len=length,
-                profile=recipe.rung,
+                profile=recipe.profile,
                 training=fields,
                 lora=self.parsed.lora,
                 quantization=quantize if recipe.method == "qlora" else None,

@@ -188,7 +188,7 @@ def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tupl
     picture, answer = folder / "timeline.png", folder / f"{command}.json"
     more = [f"--plot={picture}"] if command == "estimate" else []
     result = json.loads(ask(question, command, limits, *more))
-    for profile in result.get("ladder", ()):
+    for profile in result.get("profiles", ()):
         profile.pop("launch", None)  # it names this machine's folders
     answer.write_text(json.dumps(result, indent=2), encoding="utf-8")
     script = folder / "hf_memopt.sh"

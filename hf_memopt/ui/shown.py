@@ -73,7 +73,7 @@ def _changes(levers: list[dict[str, Any]]) -> str:
 
 def show_plan(plan: dict[str, Any]) -> str:
     """What plan answers, from its JSON."""
-    if not plan["ladder"]:
+    if not plan["profiles"]:
         missing = plan.get("missing_bytes")
         more = f"; {size(missing)} are missing" if missing else ""
         if not plan["nearest"]:
@@ -81,7 +81,7 @@ def show_plan(plan: dict[str, Any]) -> str:
         changes = "".join(f"<li>{escape(change)}</li>" for change in plan["nearest"])
         return show_error(f"Nothing fits{more}.") + f"<p>It would with:</p><ul>{changes}</ul>"
     same: dict[str, list[dict[str, Any]]] = {}  # profiles that settled for the same settings share a row
-    for one in plan["ladder"]:
+    for one in plan["profiles"]:
         same.setdefault(one["settings"], []).append(one)
     rows = [
         [
