@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from conftest import slow
 from test_plan import config, least, request_for
 
 from hf_memopt import InputError, plan
@@ -16,7 +17,7 @@ from hf_memopt.presets import METHODS, get_preset
 from hf_memopt.units import GIB, MIB
 
 
-@pytest.mark.parametrize("planned", ["full", "lora"])
+@pytest.mark.parametrize("planned", ["full", slow("lora")])
 def test_methods_are_compared_over_the_same_step(planned, monkeypatch):
     """Presets of a card have other lengths for other methods; samples twice as long are half as many. A method that
     does not fit is not said to fit beside the one that does."""
@@ -166,6 +167,7 @@ def test_errors_name_the_fix(words, says, command):
     assert code == 2 and says.lower() in errors.lower() and "not TOML" not in errors, errors
 
 
+@pytest.mark.slow
 def test_speed_that_is_unknown_has_no_error():
     note = "±"
     known = plan(config(2), "rtx_4090", method="lora", seq_len=256)

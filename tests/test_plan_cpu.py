@@ -49,6 +49,7 @@ def test_the_command_line_imports_no_compiler():
     assert run.stdout.split() == ["torch", "False"]
 
 
+@pytest.mark.slow
 def test_fake_collectives_are_asked_for_once_and_programs_never(monkeypatch):
     pytest.importorskip("deepspeed")
     collectives, asked = [], FakeTensorMode.dispatch
