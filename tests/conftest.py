@@ -51,6 +51,7 @@ os.environ.setdefault("LOCAL_SIZE", "1")
 
 BIN = Path(sys.executable).parent
 _ENVIRONMENT = os.environ
+_COMPILERS = {name: os.environ[name] for name in ("CC", "CXX") if name in os.environ}
 
 
 _frozen_modules = 0
@@ -116,6 +117,11 @@ def pytest_runtest_setup(item):
     vars(os)["environ"] = _ENVIRONMENT
     for name in _foreign():
         del os.environ[name]
+    # peft's BOFT (0.21, boft/layer.py) sets both to gcc for good where its kernel cannot be built. Every process with
+    # another compiler than the last one's compiles DeepSpeed's operators anew, half a minute each time.
+    for name in ("CC", "CXX"):
+        os.environ.pop(name, None)
+    os.environ.update(_COMPILERS)
     for marker, (there, reason) in _NEEDS.items():
         if item.get_closest_marker(marker) and not there():
             pytest.skip(reason)
