@@ -41,20 +41,20 @@ test-slow: $(TESTABLE)
 	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
 	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not sweep and not engines and not pages and not cuda"
 
-# Every case of the long lists that the slow tests take a part of: before a release.
-test-sweeps: $(TESTABLE)
-	python -m pytest -m "sweep and not engines and not pages and not cuda"
+# What the long tests leave out: further cases of the same kind, and what takes minutes by itself. Before a release.
+test-sweeps: $(READABLE)
+	python -m pytest -m "sweep and not cuda"
 
 test-engines: $(TESTABLE)
-	python -m pytest -m engines
+	python -m pytest -m "engines and not sweep"
 
 test-pages: $(READABLE)
-	python -m pytest -m pages
+	python -m pytest -m "pages and not sweep"
 
 # The last three in one: libraries are imported once, and no core waits for the other three times.
 test-long: $(READABLE)
 	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
-	python -m pytest -m "engines or pages or (slow or needs_compiler or needs_libaio) and not sweep and not cuda"
+	python -m pytest -m "(engines or pages or slow or needs_compiler or needs_libaio) and not sweep and not cuda"
 
 test-all: test test-long
 

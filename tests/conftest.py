@@ -74,21 +74,22 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = 8  # slow cases of one test in make test-slow
+_KEPT = {"slow": 4, "pages": 8}  # cases of one test in make test-long, which has 15 minutes of 2 cores
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items):
-    """Of a test with more slow cases than _KEPT, evenly spaced ones stay in make test-slow; make test-sweeps runs the
+    """Of a test with more cases than _KEPT, evenly spaced ones stay in make test-long; make test-sweeps runs the
     others."""
-    tests: dict[str, list] = {}
+    tests: dict[tuple[str, int], list] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("sweep"):
-            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for cases in tests.values():
-        kept = {place * len(cases) // _KEPT for place in range(_KEPT)}
+        most = next((most for marker, most in _KEPT.items() if item.get_closest_marker(marker)), None)
+        if most and not item.get_closest_marker("sweep"):
+            tests.setdefault((item.nodeid.split("[")[0], most), []).append(item)
+    for (_, most), cases in tests.items():
+        kept = {place * len(cases) // most for place in range(most)}
         for place, item in enumerate(cases):
-            if len(cases) > _KEPT and place not in kept:
+            if len(cases) > most and place not in kept:
                 item.add_marker("sweep")
 
 

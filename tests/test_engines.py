@@ -39,10 +39,16 @@ def alone(model, tmp_path_factory) -> list[float]:
     return found["none-1"][0]["losses"]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(name, marks=pytest.mark.needs_libaio if name.endswith("nvme") else ()) for name in engines.ENGINES],
-)
+# Their parts are those of the others: replicas, states alone sharded, states on the host.
+SWEPT = ("ddp", "zero1", "zero2_offload_cpu", "zero3_offload_nvme", "tp2_hsdp1")
+
+
+def marks(strategy: str) -> list:
+    swept, libaio = strategy in SWEPT, strategy.endswith("nvme")
+    return [pytest.mark.sweep] * swept + [pytest.mark.needs_libaio] * libaio
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(name, marks=marks(name)) for name in engines.ENGINES])
 def test_an_engine(strategy, model, alone, tmp_path):
     cases = [engines.case(strategy, size, model, saved=strategy not in UNSAVED) for size in engines.ENGINES[strategy]]
     found, near = engines.run(tmp_path, cases), NEAR.get(strategy, 0.01)

@@ -40,6 +40,7 @@ def _config(layers=8):
 
 
 @pytest.mark.engines
+@pytest.mark.sweep  # test_engines.py compares every rank of the same engines
 @pytest.mark.parametrize(
     ("yaml", "strategy", "fields", "memory"),
     [

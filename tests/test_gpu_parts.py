@@ -118,6 +118,7 @@ def test_without_a_card_it_says_so(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # two minutes; the parts' own tests remain
 @pytest.mark.timeout(1800)
 def test_every_part_is_rehearsed_though_the_first_run_is_killed(tmp_path):
     process = rehearse(tmp_path)

@@ -23,6 +23,7 @@ def outcomes(rows: list[dict]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # a minute of twenty families; test_video_recipe.py trains the usual ones
 def test_every_type_trains_or_is_refused(tmp_path):
     """The benchmark asserts that a batch has the loss of its samples, which depends on their pixels."""
     if not TORCHVISION.is_dir():
