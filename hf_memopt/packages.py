@@ -1,8 +1,9 @@
 """Packages that only some commands need: named before any work starts, not in a traceback after it."""
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 
 from hf_memopt.errors import InputError
@@ -31,6 +32,15 @@ _ON_PYPI = {"PIL": "pillow", "optimi": "torch-optimi"}
 def is_installed(package: str) -> bool:
     """Whether a package can be found; it is not imported."""
     return importlib.util.find_spec(package) is not None
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed: hf_memopt runs from a checkout, too."""
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def how_to_install(package: str, extra: str | None = None) -> str:

@@ -56,9 +56,10 @@ def test_the_loss_is_the_same_and_the_gradient_nearly(name, half, checkpointed):
         model = model_of(name)
         if checkpointed:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        compressor = compress_activations(model) if compressed else None
+        if compressed:
+            compress_activations(model)
         found[compressed] = step(model, half)
-    assert compressor.original_bytes > 0
+    assert not torch.equal(found[True][1], found[False][1])
     assert found[True][0] == found[False][0]
     assert torch.nn.functional.cosine_similarity(found[True][1], found[False][1], dim=0) >= 0.999
 
@@ -69,7 +70,9 @@ def test_what_it_takes(dtype, share):
     compressor = compress_activations(model)
     ids = torch.randint(3, 300, (2, 128))
     out = model(input_ids=ids).logits
-    assert compressor.compressed_bytes <= share * compressor.original_bytes
+    kept = list(compressor._alive.values())
+    plain = sum(each.codes.numel() + each.rest.numel() for each in kept) * dtype.itemsize
+    assert 0 < sum(part.nbytes for each in kept for part in (each.codes, each.scales, each.rest)) <= share * plain
     del out
 
 
@@ -176,7 +179,7 @@ def test_evaluation_and_generation_do_not_pass_through():
     compressor = compress_activations(model)
     model.eval()
     model(input_ids=torch.ones(1, 64, dtype=torch.long)).logits.sum().backward()
-    assert compressor.original_bytes == 0
+    assert not compressor._weights, "no forward pass began"
 
 
 def test_a_forward_that_fails_leaves_nothing():

@@ -169,7 +169,7 @@ def test_compressed_tensors_move_compressed(checkpointed, late, monkeypatch):
     compressor = Compressor()
     model, keeper = offloaded(late, checkpointed, compressor)
     found, wanted = step(model), step(llama(torch.float32).train())
-    assert compressor.original_bytes > 0 and late.copies > 0
+    assert not torch.equal(found, wanted) and late.copies > 0
     assert torch.nn.functional.cosine_similarity(found, wanted, dim=0) > 0.999
     assert any(kept.dtype is torch.uint8 for buffers in keeper._free.values() for kept in buffers)
 

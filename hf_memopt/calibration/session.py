@@ -5,7 +5,6 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.files import is_there, read_json, user_path, write_json
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.measured import FORMAT, device_path, parse_device_file, versions_here
+from hf_memopt.packages import installed_versions
 
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 _SLOW = 20  # times the limit that a rehearsal gets: a loaded CPU is no reason to fail it
@@ -182,17 +182,8 @@ def _description() -> dict[str, Any]:
     from hf_memopt.hardware import detect
 
     device = vars(detect()) | {"sources": {}}
-    return {"device": device, "versions": {**versions_here(), "python": platform.python_version(), **_packages()}}
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # hf_memopt runs from a checkout, too
-            continue
-    return found
+    versions = versions_here() | {"python": platform.python_version()} | installed_versions(_PACKAGES)
+    return {"device": device, "versions": versions}
 
 
 def _outcome(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hf_memopt.files import cache_folder
@@ -75,25 +75,29 @@ def _make(folder: Path) -> None:
 
 
 def _tokenizer():
-    """A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), trained on the embedded corpus."""
+    from hf_memopt.data.embedded import documents
+
+    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = train_tokenizer(documents(), VOCABULARY, special, MAX_POSITIONS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: list[str], length: int):
+    """A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2) for inputs of `length` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
-
-    from hf_memopt.data.embedded import documents
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
+        vocab_size=vocabulary,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents(), trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=MAX_POSITIONS
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=length
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped

@@ -91,11 +91,9 @@ def caught_trainer(
 
 def _import_before() -> None:
     """Import what asks for the device while it is imported, and takes the answer for good."""
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
     import transformers.trainer  # noqa: F401
-
-    for name in ("peft", "bitsandbytes"):
-        if importlib.util.find_spec(name):
-            importlib.import_module(name)
 
 
 def _run(path: Path):

@@ -1,6 +1,5 @@
 """Models of a script on fake tensors: transformers' own from_pretrained up to the weights, which are never read."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,9 +173,6 @@ def _matches(pattern: str, name: str) -> bool:
 @contextmanager
 def _fake_adapters(mode: FakeMode) -> Iterator[None]:
     """PeftModel.from_pretrained, AutoPeftModel: the adapter of a folder's configuration, without its weights."""
-    if importlib.util.find_spec("peft") is None:
-        yield
-        return
 
     def load(model, *args, **kwargs):
         with mode:

@@ -11,8 +11,8 @@ import torch
 from hf_memopt.data.lengths import relative_sizes, sample_lengths
 from hf_memopt.data.packed_batches import packed_batches
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.patches.trace_errors import users_code
-from hf_memopt.estimator.tracing.batches import tensors_in_batch
 from hf_memopt.estimator.tracing.process_state import generators_kept
 from hf_memopt.estimator.tracing.rollouts import generates
 from hf_memopt.levers.token_budget import samples_within
@@ -37,7 +37,7 @@ def largest_batch(trainer):
     with _left_as_it_was(trainer), users_code("the trainer's data"):
         batch = _largest(trainer.get_train_dataloader(), trainer.args.per_device_train_batch_size, budget)
     batch = trainer.joined(batch) if hasattr(trainer, "joined") else batch
-    if not any(True for _ in tensors_in_batch(batch)):
+    if not any(True for _ in tensors_in(batch)):
         raise InputError("the trainer's collator returns no tensors for its longest samples")
     return batch
 
@@ -137,7 +137,7 @@ def _weight(batch: Any) -> tuple[int, bool]:
 
 
 def _elements(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in_batch(batch))
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def is_padded(batch: Any) -> bool:

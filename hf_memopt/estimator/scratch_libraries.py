@@ -75,6 +75,7 @@ def _transformers(scratch: Scratch) -> Iterator[None]:
 
 def _writers(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
     """Owner, name and replacement of functions that write, or read what was written, without Python's open()."""
+    import peft
     import safetensors.torch
     import tokenizers
 
@@ -99,14 +100,7 @@ def _writers(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
             "memory_map",
             lambda path, mode="r": memory_map((scratch.read if mode == "r" else scratch.write)(path), mode),
         )
-    if importlib.util.find_spec("peft"):
-        import peft
-
-        yield (
-            peft.PeftModel,
-            "save_pretrained",
-            lambda self, folder, *args, **kwargs: os.makedirs(folder, exist_ok=True),
-        )
+    yield peft.PeftModel, "save_pretrained", lambda self, folder, *args, **kwargs: os.makedirs(folder, exist_ok=True)
 
 
 def _saved(save):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
-from hf_memopt.estimator.tracing.batches import tensors_in_batch
 from hf_memopt.estimator.tracing.extrapolate import count_layers, read_config
 from hf_memopt.estimator.tracing.rollouts import check_rollouts, generates
 from hf_memopt.estimator.tracing.segments import repeated_layers
@@ -54,7 +54,7 @@ class TrainerJob(Job):
 
     @property
     def batch(self) -> dict:
-        tensors = enumerate(tensors_in_batch(self.inputs))
+        tensors = enumerate(tensors_in(self.inputs))
         return {str(number): (tuple(tensor.shape), tensor.dtype) for number, tensor in tensors}
 
     @property
@@ -164,7 +164,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         check_sharded_generation(trainer, engine, fields)
     layer_lists = _layer_lists(model)
     inputs = largest_batch(trainer)
-    tensors = list(tensors_in_batch(inputs))
+    tensors = list(tensors_in(inputs))
     names = [str(name) for name in inputs] if isinstance(inputs, Mapping) else []
     sees = "input_ids" in names and any(name.startswith("pixel_values") for name in names)
     return TrainerJob(

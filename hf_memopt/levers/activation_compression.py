@@ -54,11 +54,6 @@ class Compressed:
         for rows in _slices(len(blocks)):
             self.codes[rows], self.scales[rows] = quantize(blocks[rows])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and rest."""
-        return sum(part.numel() * part.element_size() for part in (self.codes, self.scales, self.rest))
-
     def decompress(self, codes: torch.Tensor | None = None) -> torch.Tensor:
         """The dequantized elements as a vector.
 
@@ -77,15 +72,9 @@ class Compressed:
 
 
 class Compressor:
-    """A Keeper that compresses activations; weights, masks and statistics, which must be exact, pass unchanged.
-
-    Attributes:
-        original_bytes: of the tensors compressed in the last forward pass, before compression.
-        compressed_bytes: of the same tensors, after it.
-    """
+    """A Keeper that compresses activations; weights, masks and statistics, which must be exact, pass unchanged."""
 
     def __init__(self) -> None:
-        self.original_bytes = self.compressed_bytes = 0
         self._weights: set[int] = set()
         self._shapes: set[tuple] = set()
         self._vocabulary = 0
@@ -100,7 +89,6 @@ class Compressor:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._vocabulary = getattr(text, "vocab_size", 0)
         self._tokens = max((tensor.shape[0] * tensor.shape[1] for tensor in inputs if tensor.dim() > 1), default=0)
-        self.original_bytes = self.compressed_bytes = 0
 
     def end(self) -> None:
         pass
@@ -112,8 +100,6 @@ class Compressor:
         compressed = self._alive.get(key)
         if compressed is None:
             compressed = self._alive[key] = Compressed(tensor)
-            self.original_bytes += tensor.numel() * tensor.element_size()
-            self.compressed_bytes += compressed.nbytes
         stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
         return compressed, tensor.shape, stride
 

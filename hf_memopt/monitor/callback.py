@@ -43,7 +43,6 @@ class MemoryCallback(TrainerCallback):
         self.predicted_peak_bytes = predicted_peak_bytes
         self.monitor: MemoryMonitor | None = None
         self.growth: GrowthDiagnosis | None = None
-        self._peaks: dict[str, int] = {}
         self._last_tokens: tuple[float, int] | None = None
         self._last_label: str | None = None
         self.data_wait, self._disk_wait = DataWait(), DiskWait()

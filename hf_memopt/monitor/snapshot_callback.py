@@ -257,9 +257,7 @@ class _CudaRecorder:
         """Label the allocations that this thread makes from now on."""
         import torch
 
-        # Private, and missing in older releases. Without it, allocations have no module; everything else is recorded.
-        if hasattr(torch.cuda.memory, "_set_memory_metadata"):
-            torch.cuda.memory._set_memory_metadata(text)
+        torch.cuda.memory._set_memory_metadata(text)  # private (torch 2.13)
 
     def write(self, path: Path, metadata: dict[str, Any]) -> Path:
         import torch

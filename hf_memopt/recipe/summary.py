@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 from hf_memopt.compatibility import resolve_engine
@@ -17,6 +16,7 @@ from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.files import write_json
 from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.packages import installed_versions
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
@@ -227,7 +227,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
         "model": Path(job.model_name).name if Path(job.model_name).is_dir() else job.model_name,
         "command": " ".join(redact_argv(job.argv)),
         "preset": job.preset.name,
@@ -379,13 +379,3 @@ def _count_parameters(weight) -> int:
 
 def _rows(data) -> str:
     return "none" if data is None else f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hf_memopt.data.builtin_model import cached
+from hf_memopt.data.builtin_model import cached, train_tokenizer
 from hf_memopt.video.moving_shapes import COLOURS, QUESTION
 
 _VERSION = 1  # raise it when anything below changes: it invalidates cached folders
@@ -94,21 +94,6 @@ def _config(tokenizer):
 
 
 def _tokenizer():
-    """A byte-level BPE tokenizer, trained on all answers."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(_SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    """A tokenizer that is trained on all answers."""
     texts = [f"{QUESTION}\nfirst {first} then {second}" for first in COLOURS for second in COLOURS]
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=4096
-    )
+    return train_tokenizer(texts, 400, list(_SPECIAL_TOKENS), 4096)

@@ -1,5 +1,7 @@
 """The kinds of DeepSpeed's tensors, and which of them are in host memory."""
 
+from collections.abc import Mapping
+
 import torch
 
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
@@ -82,10 +84,10 @@ def _offloaded(engine) -> set[str]:
 
 
 def tensors_in(held):
-    """Every tensor in nested lists, dicts and DeepSpeed's buckets."""
+    """Every tensor in nested lists, dicts (a BatchEncoding, too) and DeepSpeed's buckets."""
     if isinstance(held, torch.Tensor):
         yield held
-    elif isinstance(held, dict):
+    elif isinstance(held, Mapping):
         for part in held.values():
             yield from tensors_in(part)
     elif isinstance(held, list | tuple):

@@ -144,16 +144,11 @@ def _sparse_matmul(layer, activations, sparse):
     return _SparseMatmul.apply(values, indices, activations)
 
 
-class _Dense(torch.autograd.Function):
+class _Dense(_Scatter):
     @staticmethod
     def forward(ctx, values, indices, shape):
         ctx.save_for_backward(indices)
         return values.new_zeros(shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (indices,) = ctx.saved_tensors
-        return grad[indices[0], indices[1]], None, None
 
 
 class _SparseMatmul(torch.autograd.Function):

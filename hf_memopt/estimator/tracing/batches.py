@@ -1,24 +1,11 @@
 """Batches as collators return them: tensors in dicts, lists and tuples, with anything else between."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.estimator.accounting.known_values import is_worth_knowing, set_value
-
-
-def tensors_in_batch(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a batch."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in_batch(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_in_batch(value)
 
 
 def fake_batch(batch: Any):

@@ -3,23 +3,11 @@
 import torch
 
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
-from hf_memopt.levers.activation_offload import AtOnce
 from hf_memopt.levers.weight_streaming import LanesAtOnce
 
 
-def host_buffers(ledger: Ledger) -> AtOnce:
-    """What copies for levers.activation_offload."""
-
-    class HostBuffers(AtOnce):
-        def buffer(self, size):
-            with ledger.booking(HOST):
-                return super().buffer(size)
-
-    return HostBuffers()
-
-
-def streaming_lanes(ledger: Ledger) -> LanesAtOnce:
-    """What copies for levers.weight_streaming."""
+def counted_lanes(ledger: Ledger) -> LanesAtOnce:
+    """What copies for levers.activation_offload and levers.weight_streaming."""
 
     class CountedLanes(LanesAtOnce):
         def buffer(self, size):

@@ -27,7 +27,7 @@ from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
 from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
-from hf_memopt.estimator.tracing.host_copies import host_buffers, save_on_host, streaming_lanes
+from hf_memopt.estimator.tracing.host_copies import counted_lanes, save_on_host
 from hf_memopt.estimator.tracing.optimizers import stand_ins
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet, without_deepspeed
 from hf_memopt.estimator.tracing.quantization import companions, staged_bytes
@@ -153,7 +153,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     ledger.unquantized_experts = _unquantized_experts(model)
     _load(model, ledger, moved)
     if streamer is not None:
-        streamer.place(streaming_lanes(ledger))
+        streamer.place(counted_lanes(ledger))
     ledger.enter("start", "other")
     announce_layers(job.batch, model, stacks, ledger)
     for each in held:
@@ -204,7 +204,7 @@ def _leave_on_load(streamer: Streamer, model: torch.nn.Module, ledger: Ledger) -
     Returns:
         Bytes of the largest one that is quantized on the device.
     """
-    lanes, largest = streaming_lanes(ledger), 0
+    lanes, largest = counted_lanes(ledger), 0
     quantized = getattr(model, "is_quantized", False)
     for weights in streamer.weights():
         weight = weights.weight
@@ -328,7 +328,7 @@ def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
     if not isinstance(keeper, Offloader):
         return
 
-    keeper.lanes_for = lambda _: host_buffers(ledger) if job.host_apart else None
+    keeper.lanes_for = lambda _: counted_lanes(ledger) if job.host_apart else None
 
 
 def _inputs_on_host(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContextManager:
