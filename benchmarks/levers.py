@@ -273,7 +273,7 @@ def predicted_peak(name: str) -> int:
     if quantization := four_bits(name):
         settings |= {"dtype": "float32", "quantization_config": quantization}
     if memory.get("weight_streaming") and not torch.cuda.is_available():  # an estimate for a CPU does not stream
-        job = dataclasses.replace(describe(shape, **settings).at_depth(shape.num_hidden_layers), host_apart=True)
+        job = dataclasses.replace(describe(shape, **settings).at_depth(shape.num_hidden_layers), discrete_memory=True)
         return max(peak.total for peak in run_trace(job).peaks.values())
     return estimate(shape, **settings).peak_allocated_bytes
 

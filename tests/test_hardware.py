@@ -77,7 +77,7 @@ def test_every_figure_has_a_source(name):
         assert DOCUMENT.search(source) or (unknown and WHY_NONE.search(source)), f"{figure}: {source}"
     assert 0.6 * device.nominal_memory <= device.memory <= device.nominal_memory
     assert device.unified_memory or device.backend not in ("mps", "cpu")
-    assert device.memory_apart != device.unified_memory
+    assert device.discrete_memory != device.unified_memory
     assert (device.bf16_flops is None) or device.native_bf16
 
 
@@ -237,10 +237,10 @@ def test_a_described_device(tmp_path):
     text = '{"name": "my card", "memory": "24 GiB", "bandwidth": "1008 GB/s", "bf16_flops": 165e12}'
     device = get_hardware(text)
     assert (device.name, device.memory, device.bandwidth, device.bf16_flops) == ("my card", 24 * GIB, 1008e9, 165e12)
-    assert device.backend == "cuda" and device.native_bf16 and device.memory_apart
+    assert device.backend == "cuda" and device.native_bf16 and device.discrete_memory
     file = tmp_path / "card.toml"
     file.write_text('name = "box"\nmemory = "96 GiB"\nbackend = "rocm"\nunified_memory = true\n')
-    assert not get_hardware(str(file)).memory_apart
+    assert not get_hardware(str(file)).discrete_memory
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_an_unknown_card_tells_only_what_it_knows():
     assert found.bandwidth == pytest.approx(448e9)
     assert found.bf16_flops is None and not found.native_bf16 and not found.fp8
     integrated = detect._cuda(_card("Some Chip", 119, 12, 1, is_integrated=1), hip=None)
-    assert integrated.unified_memory and integrated.native_bf16 and not integrated.memory_apart
+    assert integrated.unified_memory and integrated.native_bf16 and not integrated.discrete_memory
 
 
 def test_rocm_is_distinguished_from_cuda():

@@ -248,7 +248,7 @@ def test_host_memory_is_assumed_small():
     for name in list_hardware():
         host = assumed_host_memory(catalog_entry(name))
         assert host.assumed and host.source, name
-        assert host.bytes <= 256 * GIB or not catalog_entry(name).memory_apart, name
+        assert host.bytes <= 256 * GIB or not catalog_entry(name).discrete_memory, name
     server = assumed_host_memory(catalog_entry("a100_pcie_80gb"))
     assert server == assumed_host_memory(catalog_entry("a100_80gb")) != assumed_host_memory(catalog_entry("l4"))
 

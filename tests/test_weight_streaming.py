@@ -381,7 +381,7 @@ def test_the_device_holds_what_is_predicted(tmp_path, monkeypatch):
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     fields = {name: value for name, value in trainer.args.to_dict().items() if name in FIELDS}
     job = describe(wide, fields, 12, "cpu", peft_config=lora, memory_args=trainer.memory_args)
-    peaks = run_trace(dataclasses.replace(job.at_depth(LAYERS), host_apart=True)).peaks
+    peaks = run_trace(dataclasses.replace(job.at_depth(LAYERS), discrete_memory=True)).peaks
     assert max(peak.total for peak in peaks.values()) == pytest.approx(measured, rel=0.03)
     assert min(peak.host for peak in peaks.values()) >= 0.9 * sum(
         weight.numel() * 4 for weight in trainer.model.parameters() if not weight.requires_grad

@@ -305,7 +305,7 @@ class Job(ModelSettings):
         return {
             "fields": traceable_fields(self.fields, self.engine),
             "backend": self.device.backend,
-            "host_apart": self.device.memory_apart,
+            "discrete_memory": self.device.discrete_memory,
             "flex": runs_flex(self.device),
             "attention": self.attention,
             "capability": self.device.capability,

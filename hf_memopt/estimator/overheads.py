@@ -65,12 +65,12 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
 def _one_at_a_time(job) -> bool:
     """Whether a MemoryTrainer keeps the batches of a step in host memory until they run."""
     recovers = getattr(job.memory_args, "oom_recovery", False)
-    return recovers and job.device.memory_apart and job.engine in ("none", "ddp")
+    return recovers and job.device.discrete_memory and job.engine in ("none", "ddp")
 
 
 def _joins(job) -> bool:
     """Whether VideoTrainer's copy of the samples that run lies in the memory where they wait."""
-    return job.video is not None and job.memory_args is not None and not job.device.memory_apart
+    return job.video is not None and job.memory_args is not None and not job.device.discrete_memory
 
 
 def _sees(job, segment: str) -> bool:
@@ -114,7 +114,7 @@ def add_concatenation(peaks: dict[str, Peak], size: int) -> None:
 def _evaluated(job, logits: int) -> int:
     """Host memory of the logits of an evaluation: moved in steps, they are concatenated there, and are there twice."""
     in_steps = job.kept_batches < job.evaluated_batches
-    if job.evaluated_batches < 1 or not (in_steps or job.device.memory_apart):
+    if job.evaluated_batches < 1 or not (in_steps or job.device.discrete_memory):
         return 0  # numpy's arrays are torch's memory
     return logits * job.evaluated_batches * (2 if in_steps and job.concatenates_logits else 1)
 
@@ -157,7 +157,7 @@ def host_bytes(peaks: dict[str, Peak], job, cached: int, logits: int) -> int:
     fetched = job.fields["gradient_accumulation_steps"] if _one_at_a_time(job) else 0
     evaluated = _evaluated(job, logits)
     loader = evaluated + (waiting + fetched + bool(job.fields.get("dataloader_pin_memory", True))) * batch_bytes(job)
-    if not job.device.memory_apart:
+    if not job.device.discrete_memory:
         return max(peak.total + peak.host for peak in peaks.values()) + cached + swapped + loader + spare
     staged = 0 if job.quantization_config is not None else peaks["load"].by_kind.get("parameters", 0)
     return max(offloaded, staged) + loader + spare

@@ -101,7 +101,7 @@ def job_facts(job: Job) -> JobFacts:
         setup=setup,
         training=fields,
         memory_args=job.memory_args or MemoryArguments(),
-        discrete_memory=job.device.memory_apart,
+        discrete_memory=job.device.discrete_memory,
         task=job.task,
         seq_len=job.seq_len,
         halved_frames=None if job.video is None else fewer.frames if fewer else 0,

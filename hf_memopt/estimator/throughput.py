@@ -77,7 +77,8 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
         micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / micro_batches),
         micro_matmuls=matmuls(kernels) / micro_batches,
         optimizer_seconds=optimizer / steps,
-        optimizer_offloaded=job.device.memory_apart and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
+        optimizer_offloaded=job.device.discrete_memory
+        and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
     )
     rest, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())

@@ -74,7 +74,7 @@ class Hardware:
     sources: MappingProxyType = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
-    def memory_apart(self) -> bool:
+    def discrete_memory(self) -> bool:
         """Whether there is host memory beside the device's, for what is offloaded."""
         return self.backend not in ("cpu", "mps") and not self.unified_memory
 

@@ -44,7 +44,7 @@ _SERVER = (64, "a server with 64 GiB for each device")  # of large devices that 
 
 def assumed_host_memory(device: Hardware) -> HostMemory:
     """What a box with this device is assumed to have for it; of unified memory, all of the machine's."""
-    if not device.memory_apart and device.nominal_memory:
+    if not device.discrete_memory and device.nominal_memory:
         return HostMemory(device.nominal_memory, "unified memory, which holds what the device uses, too")
     usual = _SERVER if device.is_large and not device.name.startswith("rtx") else _DESKTOP
     size, source = next((box[1:] for box in _BOXES if re.fullmatch(box[0], device.name)), usual)

@@ -181,7 +181,7 @@ def _name(device: Hardware, devices: int) -> str:
 def boxes(device: Hardware) -> tuple[int, ...]:
     """How many of a card people have in one machine."""
     label = device.label
-    if not device.memory_apart or "Laptop" in label or "GH200" in label:
+    if not device.discrete_memory or "Laptop" in label or "GH200" in label:
         return (1,)
     if "GB200" in label or "GB300" in label:  # trays of two superchips
         return (1, 2, 4)
@@ -208,7 +208,7 @@ def has_preset(device: Hardware) -> bool:
 
 def _kind(device: Hardware) -> tuple:
     """What people compare cards by: the maker, the sort of machine, and the memory."""
-    machine = boxes(device)[-1] == _LARGEST_BOX if device.memory_apart else "unified"
+    machine = boxes(device)[-1] == _LARGEST_BOX if device.discrete_memory else "unified"
     return device.vendor, machine, device.nominal_memory
 
 
@@ -374,7 +374,7 @@ class _Market:
         context, workspace = (constant(f"{name}_bytes", device).value for name in ("context", "workspace"))
         bytes_key = (preset.method, preset.processes, preset.dtype, training.get("optim"), context)
         bytes_key += (self._architecture(device),)
-        key = (*bytes_key, device.backend, device.memory_apart, workspace, repr(sorted(training.items())))
+        key = (*bytes_key, device.backend, device.discrete_memory, workspace, repr(sorted(training.items())))
         if key not in self._groups:
             choices = request.choices()
             known = self._known.setdefault(bytes_key, {})

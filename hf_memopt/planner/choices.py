@@ -280,7 +280,9 @@ class SearchSpace:
             return ["none"]
         if self.preset.strategy != "none":
             return [self.preset.strategy]
-        return [name for name in available_strategies() if self.preset.hardware.memory_apart or "offload" not in name]
+        return [
+            name for name in available_strategies() if self.preset.hardware.discrete_memory or "offload" not in name
+        ]
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""
@@ -297,7 +299,7 @@ class SearchSpace:
         shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
         if layers <= _FEW_LAYERS and not self.streaming:
             shares = [part / layers for part in range(layers + 1)]
-        offloads = self.preset.hardware.memory_apart and not strategy.startswith("zero3")
+        offloads = self.preset.hardware.discrete_memory and not strategy.startswith("zero3")
         return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
 
     def _activations(self, strategy: str) -> list[tuple[bool, bool]]:
@@ -305,7 +307,7 @@ class SearchSpace:
         fixed = self.memory_args.activation_compression or self.memory_args.activation_offload
         if fixed or strategy.startswith("zero3") or strategy == "fsdp2":
             return [(False, False)]
-        return [(False, False), (True, False)] + ([(False, True)] if self.preset.hardware.memory_apart else [])
+        return [(False, False), (True, False)] + ([(False, True)] if self.preset.hardware.discrete_memory else [])
 
     def _streamed(self) -> list[float]:
         if not self.streaming:
@@ -325,7 +327,7 @@ class SearchSpace:
         if "optim" in self.fixed or preset.method != "full" or "offload" in strategy:
             return [(self.fixed.get("optim", default), dtype, False, False)]
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
-        job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.memory_apart)
+        job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)
         optimizers = [(exact, dtype, False, False)]
         if eight_bit := ADAM_8BIT.settings_for(job):
             optimizers.append((eight_bit["optim"], dtype, False, True))

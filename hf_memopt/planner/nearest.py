@@ -186,7 +186,7 @@ class _Combinations:
         yield {}, [], request
         hardware = request.preset.hardware
         setup = replace(self.least.configured(request.preset).setup(), strategy="none", offload="none")
-        job = JobFacts(setup=setup, discrete_memory=hardware.memory_apart)
+        job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
         if request.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
             text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
             yield {"dtype": 1}, [text], replace(request, preset=replace(request.preset, **settings))

@@ -539,7 +539,7 @@ def usual_profile(profiles: list[Profile]) -> Profile:
 def _safe_left_out(profiles: list[Profile]) -> list[Rejected]:
     """Why there is no safe profile, or why it depends on the host."""
     if profiles[0].name != "safe":
-        share, apart = PLAN_PROFILES["safe"][1], profiles[0].preset.hardware.memory_apart
+        share, apart = PLAN_PROFILES["safe"][1], profiles[0].preset.hardware.discrete_memory
         without = " without host memory, which a safe profile does not need" if apart else ""
         return [Rejected("safe", f"nothing fits {share:.0%}{without}")]
     if profiles[0].choice.offloads:
@@ -612,7 +612,7 @@ class Question:
         self._check_memory(preset.hardware)
         if self.host_memory is not None:
             host_memory = HostMemory(self.host_memory, "--host-memory", assumed=False)
-        elif self.hardware == "auto" and preset.hardware.memory_apart:
+        elif self.hardware == "auto" and preset.hardware.discrete_memory:
             host_memory = own_host_memory(preset.processes)
         else:
             host_memory = assumed_host_memory(preset.hardware)

@@ -16,7 +16,7 @@ def streaming_request(request):
     It is not asked for before: a device that holds the weights trains faster, and needs no host memory.
     """
     preset, more = request.preset, request.more
-    if preset.processes > 1 or not preset.hardware.memory_apart or preset.method == "full":
+    if preset.processes > 1 or not preset.hardware.discrete_memory or preset.method == "full":
         return None
     if request.memory_args.weight_streaming or request.streaming:
         return None

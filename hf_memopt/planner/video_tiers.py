@@ -359,7 +359,7 @@ class _Remembered:
 
     def _trace(self, function, job: Job, depth: int):
         fields = {name: value for name, value in job.fields.items() if not name.startswith(_UNTRACED)}
-        device = {"rocm": "cuda"}.get(job.device.backend, job.device.backend), job.device.memory_apart
+        device = {"rocm": "cuda"}.get(job.device.backend, job.device.backend), job.device.discrete_memory
         key = repr((device, depth, job.dtype, fields, job.peft_config, job.quantization_config, job.video))
         if key not in self.traces:
             self.traces[key] = function((job, depth))

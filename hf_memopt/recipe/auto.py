@@ -124,7 +124,7 @@ def _host_memory(device) -> int | None:
     """Bytes free on the host, beside a device with memory of its own."""
     import psutil
 
-    return psutil.virtual_memory().available if device.memory_apart else None
+    return psutil.virtual_memory().available if device.discrete_memory else None
 
 
 def free_memory_of(device) -> int:

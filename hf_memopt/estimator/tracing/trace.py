@@ -59,7 +59,7 @@ class TracedJob:
         trainer: makes the copy of the user's own that is traced; None for transformers' Trainer.
         inputs: the user's own micro-batch, in place of `batch`.
         eval_inputs: the user's own evaluation batch.
-        host_apart: the device has discrete memory.
+        discrete_memory: the device has memory of its own, beside the host's.
         memory_args: MemoryArguments, whose levers make_model() has applied to the model.
         values: the values of those tensors of the batch whose values the model asks for.
         counted: count the kernels of the step, too.
@@ -84,7 +84,7 @@ class TracedJob:
     trainer: TrainerCopy | None = None
     inputs: Any = None
     eval_inputs: Any = None
-    host_apart: bool = True
+    discrete_memory: bool = True
     memory_args: Any = None
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     counted: bool = False
@@ -147,7 +147,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     for each in (model, *held):
         _add_weights(each, ledger)
     stacks = repeated_layers(model)
-    streamer = streamer_of(model) if job.host_apart else None
+    streamer = streamer_of(model) if job.discrete_memory else None
     moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
@@ -328,13 +328,13 @@ def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
     if not isinstance(keeper, Offloader):
         return
 
-    keeper.lanes_for = lambda _: counted_lanes(ledger) if job.host_apart else None
+    keeper.lanes_for = lambda _: counted_lanes(ledger) if job.discrete_memory else None
 
 
 def _inputs_on_host(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContextManager:
     """Count the inputs of checkpointed layers that transformers offloads as host memory, where that is discrete."""
     offloads = (job.fields.get("activation_checkpointing_kwargs") or {}).get("offload")
-    if not (offloads and job.host_apart):
+    if not (offloads and job.discrete_memory):
         return contextlib.nullcontext()
     return replaced("transformers.modeling_utils:save_on_cpu", save_on_host(ledger))
 

@@ -50,9 +50,9 @@ def make_trainer(job, model, args, ledger: Ledger):
     trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
     memory_args = getattr(trainer, "memory_args", job.memory_args)
     if memory_args is not None:
-        host = {"is_apart": lambda _: job.host_apart, "booking": functools.partial(ledger.booking, HOST)}
+        host = {"is_apart": lambda _: job.discrete_memory, "booking": functools.partial(ledger.booking, HOST)}
         apply_to_trainer(trainer, memory_args, **host)
-    trainer.steps_on_host = job.host_apart and getattr(memory_args, "optimizer_cpu_offload", False)
+    trainer.steps_on_host = job.discrete_memory and getattr(memory_args, "optimizer_cpu_offload", False)
     return trainer
 
 
