@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy
 import torch
 import torchvision_operators  # noqa: F401
+import yaml
 from record import record
 from tiny_video_models import make_config, make_processor, video_types
-from tiny_video_settings import SETTINGS
 from transformers import AutoModelForImageTextToText, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -40,6 +40,7 @@ TEMPLATE = (
     "{% elif part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+SETTINGS = yaml.safe_load((Path(__file__).parent / "data" / "tiny_video_settings.yaml").read_text())["types"]
 CLIPS = ((6, 56, 84), (4, 70, 56))  # frames, height, width
 # Media of a row beside its first video, by what the result calls it.
 MIXED = {"image": {"images": ["picture.png"]}, "second_video": {"videos": ["clip1"]}}
