@@ -67,7 +67,6 @@ operators: $(INSTALLED)
 	-$(OPERATOR) AsyncIOBuilder
 
 bench: $(INSTALLED)
-	python benchmarks/startup.py
 	python benchmarks/main_job.py
 	python benchmarks/trainer_overhead.py
 	python benchmarks/levers.py
@@ -88,7 +87,6 @@ bench: $(INSTALLED)
 	python benchmarks/cards.py
 	python benchmarks/trl_trainers.py
 	python benchmarks/estimator_published.py
-	-python benchmarks/estimator_cuda.py
 
 # Does not install anything: the card's machine may have no network.
 gpu:

@@ -5,22 +5,15 @@ import tempfile
 import time
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-)
+from jobs import make_trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from hf_memopt import MemoryArguments, MemoryTrainer
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import packed
 
-LENGTH, ROWS = 128, 8
+LENGTH = 128
+SCHEDULE = {"learning_rate": 3e-3, "warmup_steps": 0.1, "lr_scheduler_type": "cosine"}
 
 
 @functools.cache
@@ -44,6 +37,10 @@ class StepTimes(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.began)
 
 
+def make_model():
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(builtin_model()))
+
+
 def train(fields: dict, memory: dict | None = None, steps: int = 60):
     """Train from the same random weights on the same batches.
 
@@ -51,35 +48,16 @@ def train(fields: dict, memory: dict | None = None, steps: int = 60):
         The trainer, its held-out loss, and the seconds of every step.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(builtin_model()))
-    times = StepTimes()
+    times, (training, held_out) = StepTimes(), data()
+    usual = {
+        "per_device_train_batch_size": 8,
+        "max_steps": steps,
+        "use_cpu": not torch.cuda.is_available(),
+        **SCHEDULE,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            folder,
-            **{
-                "per_device_train_batch_size": ROWS,
-                "max_steps": steps,
-                "learning_rate": 3e-3,
-                "warmup_steps": 0.1,
-                "lr_scheduler_type": "cosine",
-                "report_to": "none",
-                "disable_tqdm": True,
-                "logging_strategy": "no",
-                "save_strategy": "no",
-                "use_cpu": not torch.cuda.is_available(),
-                **fields,
-            },
-        )
-        training, held_out = data()
-        given = {
-            "model": model,
-            "args": args,
-            "train_dataset": training,
-            "eval_dataset": held_out,
-            "data_collator": default_data_collator,
-            "callbacks": [times],
-        }
-        trainer = MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
+        more = {"eval_dataset": held_out, "callbacks": [times]}
+        trainer = make_trainer(folder, make_model(), {**usual, **fields}, training, memory or None, **more)
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
     return trainer, loss, times.seconds

@@ -22,6 +22,7 @@ from unittest import mock
 
 import deepspeed
 import torch
+from jobs import QUIET, four_bits, lora
 from transformers import TrainerCallback
 
 SAMPLES = 64
@@ -54,16 +55,8 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
         sizes = mesh_of(case["strategy"], case["world_size"])
         kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
     quantization, adapters = qlora() if case.get("qlora") else (None, None)
-    args = TrainingArguments(
-        output_dir=folder / "out",
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        **fields,
-    )
+    logged = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
+    args = TrainingArguments(folder / "out", **{**QUIET, **logged, **fields})
     quiet = MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {}))
     trainers: list[MemoryTrainer] = []
     with Ledger() as ledger, following_fsdp(ledger), fsdp2(case, trainers), tensor_parallel(case):
@@ -88,11 +81,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
 
 def qlora() -> tuple:
     """The 4-bit layers and adapters of a case."""
-    from peft import LoraConfig
-    from transformers import BitsAndBytesConfig
-
-    adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), adapters
+    return four_bits(compute="float32"), lora(init_lora_weights=False)
 
 
 class Swapping(TrainerCallback):
@@ -210,14 +199,8 @@ def run(case: dict, folder: Path) -> None:
 def _as_rank(case: dict, rank: int, port: int, folder: Path) -> int:
     """What a launcher tells its processes; the exit code."""
     size = str(case["world_size"])
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=size,
-        LOCAL_WORLD_SIZE=size,
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     if case["strategy"].startswith("zero"):
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if (shared := case.get("sequence_parallel", 1)) > 1:

@@ -15,29 +15,13 @@ from pathlib import Path
 from record import record
 
 MODEL = {
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "vocab_size": 4000,
+    **{"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 352},
+    **{"num_attention_heads": 4, "max_position_embeddings": 512, "vocab_size": 4000},
 }
 TOKENS, EFFECTIVE, STEPS = 64, 8, 3
 # strategy -> numbers of processes
-ENGINES = {
-    "ddp": (2, 4),
-    "zero1": (2, 4),
-    "zero2": (2, 4),
-    "zero3": (2, 4),
-    "zero2_offload_cpu": (2, 4),
-    "zero3_offload_cpu": (2, 4),
-    "zero3_offload_nvme": (2, 4),
-    "fsdp2": (2, 4),
-    "hsdp2": (2, 4),
-    "tp2": (2, 4),
-    "tp2_hsdp1": (4,),
-}
+ENGINES = dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "zero2_offload_cpu", "zero3_offload_cpu"), (2, 4))
+ENGINES |= dict.fromkeys(("zero3_offload_nvme", "fsdp2", "hsdp2", "tp2"), (2, 4)) | {"tp2_hsdp1": (4,)}
 
 
 def case(strategy: str, world_size: int, model: Path, **more) -> dict:
@@ -46,21 +30,10 @@ def case(strategy: str, world_size: int, model: Path, **more) -> dict:
 
     batches = mesh_of(strategy, world_size).batches if is_mesh(strategy) else world_size
     batches //= more.get("sequence_parallel", 1)
-    fields = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": EFFECTIVE // (2 * batches),
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-    }
-    return {
-        "name": f"{strategy}-{world_size}",
-        "strategy": strategy,
-        "world_size": world_size,
-        "fields": fields,
-        "seq_len": TOKENS,
-        "model": str(model),
-        **more,
-    }
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": EFFECTIVE // (2 * batches)}
+    fields |= {"max_steps": STEPS, "learning_rate": 1e-3}
+    named = {"name": f"{strategy}-{world_size}", "strategy": strategy, "world_size": world_size}
+    return {**named, "fields": fields, "seq_len": TOKENS, "model": str(model), **more}
 
 
 def save_model(folder: Path, **config) -> Path:
@@ -151,7 +124,7 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    record("engines", "python benchmarks/engines.py", rows)
+    record("engines", rows)
 
 
 if __name__ == "__main__":

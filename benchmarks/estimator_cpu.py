@@ -8,7 +8,6 @@ processes are started by accelerate launch under DDP and DeepSpeed; there the tr
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+from jobs import CHECKPOINTED, four_bits, loaded_bytes, lora, same_rows, trained_peak
 from record import record
 from rich.progress import track
 
@@ -35,21 +35,14 @@ FAMILIES = {
     "gpt2": {"n_embd": 128, "n_head": 4, "n_positions": 2048},
     "gpt_neox": SHAPE,
     "opt": {
-        "hidden_size": 128,
-        "word_embed_proj_dim": 128,
-        "ffn_dim": 352,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 2048,
+        **{"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 352},
+        **{"num_attention_heads": 4, "max_position_embeddings": 2048},
     },
     "bloom": {"hidden_size": 128, "n_head": 4},
     "stablelm": GROUPED,
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-EVERY_SECOND = {
-    "activation_checkpointing": True,
-    "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
-}
+EVERY_SECOND = {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 SAVED = {**EVALUATED, "save_strategy": "steps", "save_steps": 1}
 # name -> (TrainingArguments fields, dtype, LoraConfig fields or None, attention, layers)
@@ -59,8 +52,8 @@ SETTINGS = {
     "full, checkpointed": (CHECKPOINTED, "float32", None, None, 10),
     "pure bf16, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", None, None, 12),
     "every second layer": ({**EVERY_SECOND, "bf16": True}, "float32", None, None, 11),
-    "LoRA bf16": ({"bf16": True}, "bfloat16", {"r": 8}, None, 9),
-    "LoRA, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", {"r": 8}, None, 10),
+    "LoRA bf16": ({"bf16": True}, "bfloat16", {}, None, 9),
+    "LoRA, checkpointed": ({**CHECKPOINTED, "bf16": True}, "bfloat16", {}, None, 10),
     "adafactor": ({"optim": "adafactor"}, "float32", None, None, 8),
     "8-bit AdamW": ({"optim": "adamw_8bit"}, "float32", None, None, 8),
     "AdamW over a loop": ({"optim": "adamw_torch"}, "float32", None, None, 5),
@@ -70,7 +63,7 @@ SETTINGS = {
     "SGD": ({"optim": "sgd"}, "float32", None, None, 8),
     "evaluated": (EVALUATED, "float32", None, None, 7),
     "evaluated and saved": ({**SAVED, **CHECKPOINTED, "bf16": True}, "float32", None, None, 8),
-    "DoRA": ({"bf16": True}, "bfloat16", {"r": 8, "use_dora": True}, None, 8),
+    "DoRA": ({"bf16": True}, "bfloat16", {"use_dora": True}, None, 8),
     "8-bit Lion": ({"optim": "lion_8bit"}, "float32", None, None, 8),
 }
 LENGTHS = (64, 256, 512, 1024)
@@ -94,12 +87,6 @@ def config_of(family: str, vocabulary: int, layers: int):
     return AutoConfig.for_model(family, vocab_size=vocabulary, **{depth: layers}, **FAMILIES[family])
 
 
-def peft_config(adapter: dict | None):
-    from peft import LoraConfig
-
-    return LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **adapter) if adapter else None
-
-
 # What is trained with 4-bit weights: (TrainingArguments fields, double quantization, length)
 PACKED = {
     "QLoRA": ({}, True, 64),
@@ -109,17 +96,14 @@ PACKED = {
     "QLoRA, accumulation 4": ({**CHECKPOINTED, "gradient_accumulation_steps": 4}, True, 512),
     "QLoRA, saved": ({**CHECKPOINTED, **SAVED}, True, 512),
 }
+BF16 = {**CHECKPOINTED, "bf16": True}
 # Two processes: name -> (accelerate YAML, strategy, fields)
 SHARDED = {
     "DDP": ("cpu_x2", "ddp", {}),
     "DDP, checkpointed, bf16": ("cpu_x2", "ddp", {**CHECKPOINTED, "bf16": True}),
     "ZeRO-2": ("cpu_x2_zero2", "zero2", {}),
     "ZeRO-2, bf16": ("cpu_x2_zero2", "zero2", {"bf16": True}),
-    "ZeRO-2, accumulation 4": (
-        "cpu_x2_zero2",
-        "zero2",
-        {**CHECKPOINTED, "bf16": True, "gradient_accumulation_steps": 4},
-    ),
+    "ZeRO-2, accumulation 4": ("cpu_x2_zero2", "zero2", {**BF16, "gradient_accumulation_steps": 4}),
     "ZeRO-3": ("cpu_x2_zero3", "zero3", {}),
     "ZeRO-3, bf16": ("cpu_x2_zero3", "zero3", {"bf16": True}),
     "ZeRO-3, checkpointed": ("cpu_x2_zero3", "zero3", {**CHECKPOINTED, "bf16": True}),
@@ -128,71 +112,32 @@ SHARDED = {
 
 def packed_rows():
     import torch
-    from peft import LoraConfig
-    from transformers import (
-        AutoModelForCausalLM,
-        BitsAndBytesConfig,
-        Trainer,
-        TrainingArguments,
-        default_data_collator,
-    )
+    from transformers import AutoModelForCausalLM
 
     from hf_memopt.estimator import estimate
-    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-    from hf_memopt.estimator.tracing.trace import loaded_tensors
     from hf_memopt.levers.adapters import add_adapters
 
     for number, (setting, (fields, double, length)) in enumerate(PACKED.items()):
         family, vocabulary = ("llama", "qwen2", "mistral")[number % 3], VOCABULARIES[number % 3]
-        config = config_of(family, vocabulary, 8)
-        packing = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=double,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        config, packing = config_of(family, vocabulary, 8), four_bits(double)
         fields = {"per_device_train_batch_size": 2, "bf16": True, **fields}
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=packing)
-            # Loading is left out: on a CPU the checkpoint, mapped into memory, would be the peak of so small a model.
-            loaded = {
-                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in loaded_tensors(model)
-            }
-
-            def train(model=model, folder=folder, fields=fields, length=length, lora=lora):
-                rows = [{"input_ids": [7] * length, "labels": [7] * length}] * 16
-                quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-                saving = {"save_strategy": "no"} | fields
-                args = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, max_steps=2, **quiet, **saving)
-                Trainer(
-                    add_adapters(model, lora),
-                    args,
-                    train_dataset=rows,
-                    eval_dataset=rows[:8],
-                    data_collator=default_data_collator,
-                ).train()
-
-            measured = allocator_peak(train) + sum(loaded.values())
-        found = estimate(config, fields, length, "cpu", lora, "bfloat16", quantization_config=packing)
+        # Loading is left out: on a CPU the checkpoint, mapped into memory, would be the peak of so small a model.
+        measured = loaded_bytes(model)
+        adapted, rows = (lambda model=model: add_adapters(model, lora())), same_rows(length, 16)
+        measured += trained_peak(adapted, fields, rows, eval_dataset=rows[:8])
+        found = estimate(config, fields, length, "cpu", lora(), "bfloat16", quantization_config=packing)
         yield row_of(family, setting, length, vocabulary, config, found, measured, 1)
 
 
 def sharded_rows():
-    from hf_memopt.estimator import estimate
-
-    shape = {
-        "model_type": "llama",
-        "num_hidden_layers": 8,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-    }
     from transformers import AutoConfig
 
+    from hf_memopt.estimator import estimate
+
+    shape = {"model_type": "llama", "num_hidden_layers": 8, **GROUPED, "hidden_size": 256, "intermediate_size": 704}
     for number, (setting, (yaml, strategy, fields)) in enumerate(SHARDED.items()):
         length, vocabulary = (128, 256)[number % 2], (8000, 4000)[number % 2]
         config = {**shape, "vocab_size": vocabulary}
@@ -211,22 +156,9 @@ def sharded_truth(yaml: str, job: dict) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         described, peak = Path(folder, "job.json"), Path(folder, "peak.json")
         described.write_text(json.dumps(job))
-        subprocess.run(
-            [
-                Path(sys.executable).parent / "accelerate",
-                "launch",
-                "--config_file",
-                root / f"accelerate_configs/{yaml}.yaml",
-                root / "benchmarks/sharded_truth.py",
-                described,
-                peak,
-            ],
-            check=True,
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            timeout=600,
-        )
+        launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
+        launch += [root / f"accelerate_configs/{yaml}.yaml", root / "benchmarks/sharded_truth.py", described, peak]
+        subprocess.run(launch, check=True, cwd=root, env=environment, capture_output=True, timeout=600)
         return json.loads(peak.read_text())
 
 
@@ -242,15 +174,8 @@ def row_of(family, setting, length, vocabulary, config, found, measured, process
     weights = sum(weight.numel() for weight in model.parameters())
     widest = max(sum(weight.numel() for weight in part.parameters(recurse=False)) for part in model.modules())
     accelerate = max(estimate_training_usage(weights * 4, "float32").values())
-    _, deepspeed, _ = estimate_zero3_model_states_mem_needs(
-        weights,
-        widest,
-        num_gpus_per_node=processes,
-        num_nodes=1,
-        cpu_offload=False,
-        cpu_offload_params=False,
-        zero_init=True,
-    )
+    offloading = {"cpu_offload": False, "cpu_offload_params": False, "zero_init": True}
+    _, deepspeed, _ = estimate_zero3_model_states_mem_needs(weights, widest, processes, 1, **offloading)
     return {
         "family": family,
         "setting": setting,
@@ -270,26 +195,17 @@ def row_of(family, setting, length, vocabulary, config, found, measured, process
 def truth(config, fields, length, dtype, adapter, attention) -> int:
     """Bytes: the allocator's peak over model, two steps and all between."""
     import torch
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+    from transformers import AutoModelForCausalLM
 
-    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
     from hf_memopt.levers.adapters import add_adapters
 
-    rows = [{"input_ids": [7] * length, "labels": [7] * length}] * 32
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"} | fields
-
-    def train():
+    def make_model():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
-        model = add_adapters(model, peft_config(adapter)) if adapter else model
-        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet)
-        Trainer(
-            model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=default_data_collator
-        ).train()
+        return add_adapters(model, adapter) if adapter else model
 
     # As in a process of its own: bitsandbytes keeps what a Trainer asks of a weight, by its place, for the next one.
-    alone = mock.patch("bitsandbytes.optim.GlobalOptimManager._instance", None)
-    with alone, tempfile.TemporaryDirectory() as folder:
-        return allocator_peak(train)
+    with mock.patch("bitsandbytes.optim.GlobalOptimManager._instance", None):
+        return trained_peak(make_model, fields, same_rows(length), eval_dataset=same_rows(length, 8))
 
 
 def main() -> None:
@@ -298,10 +214,10 @@ def main() -> None:
     rows = []
     for family, setting, length, vocabulary in track(list(jobs()), description="jobs"):
         fields, dtype, adapter, attention, layers = SETTINGS[setting]
-        fields = {"per_device_train_batch_size": 2, **fields}
+        fields, adapter = {"per_device_train_batch_size": 2, **fields}, None if adapter is None else lora(**adapter)
         config = config_of(family, vocabulary, layers)
         start = time.perf_counter()
-        found = estimate(config, fields, length, "cpu", peft_config(adapter), dtype, attention)
+        found = estimate(config, fields, length, "cpu", adapter, dtype, attention)
         seconds = time.perf_counter() - start
         measured = truth(config, fields, length, dtype, adapter, attention)
         row = row_of(family, setting, length, vocabulary, config, found, measured, 1)
@@ -310,18 +226,7 @@ def main() -> None:
         rows += list(more)
     for row in sorted(rows, key=lambda row: -abs(row["error"]))[:12]:
         print(f"{row['error']:+9.3%}  {row['family']:>12}  {row['setting']}, {row['seq_len']} × {row['vocab_size']}")
-    errors = [row["error"] for row in rows]
-    print(
-        f"{len(rows)} jobs: median |error| {statistics.median(map(abs, errors)):.4%}, "
-        f"lowest {min(errors):+.3%}, highest {max(errors):+.3%}"
-    )
-    for tool in ("accelerate", "deepspeed"):
-        others = [row[f"{tool}_error"] for row in rows]
-        print(
-            f"{tool}'s formula: median |error| {statistics.median(map(abs, others)):.1%}, "
-            f"lowest {min(others):+.1%}, highest {max(others):+.1%}"
-        )
-    record("estimator_cpu", "python benchmarks/estimator_cpu.py", rows)
+    record("estimator_cpu", rows)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ the fields of its class (tiny_models.py) and estimated, in a process of its own 
 the job was answered, refused with a sentence, or failed with another error. Where it was answered, the same step is
 measured: two steps of the real Trainer on real tensors, the sum of the allocator's events.
 
-Args: names of tasks or model types to run only these; --measure N to measure every N-th answer (0: none);
---seconds per job.
+Args: names of tasks or model types to run only these and keep the other rows; --measure N to measure every N-th
+answer (0: none); --seconds per job.
 """
 
 import argparse
 import json
 import os
 import signal
-import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -124,49 +122,30 @@ def limited(function, seconds: int, *args) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--measure", type=int, default=1)
-    parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument("--skip", nargs="*", default=[], help="tasks or model types to leave out")
-    parser.add_argument("--first", action="store_true", help="one task of each model type")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="every N-th job: its number and N")
-    parser.add_argument("--keep", action="store_true", help="keep the other rows of the results")
-    options = parser.parse_args()
     import transformers
 
     from hf_memopt.estimator import estimate
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--measure", type=int, default=1)
+    parser.add_argument("--seconds", type=int, default=120)
+    options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     estimate("smollm2-135m", {}, 8, "cpu")  # imports what every process needs
     chosen = [job for job in jobs() if not options.names or {job[0], job[1]} & set(options.names)]
-    chosen = [job for job in chosen if not {job[0], job[1]} & set(options.skip)]
-    if options.first:
-        chosen = list({model_type: job for job in reversed(chosen) if (model_type := job[1])}.values())[::-1]
-    chosen = chosen[options.part[0] :: options.part[1]]
     rows = []
     for number, (task, model_type, kind) in enumerate(track(chosen, description="model types")):
         measure = options.measure > 0 and number % options.measure == 0
         row = limited(estimated, options.seconds, task, model_type, kind, measure)
         rows.append({"task": task, "model_type": model_type, **row})
-        if sys.stdout.isatty() is False:
-            print(json.dumps(rows[-1])[:400], flush=True)
-    _summarise(rows)
-    if options.keep:
-        path = RESULTS / "estimator_model_types.json"
-        old = json.loads(path.read_text())["rows"] if path.exists() else []
-        new = {(row["task"], row["model_type"]) for row in rows}
-        rows = [row for row in old if (row["task"], row["model_type"]) not in new] + rows
-    rows.sort(key=lambda row: (row["model_type"], row["task"]))
-    record("estimator_model_types", "python benchmarks/estimator_model_types.py", rows)
-
-
-def _summarise(rows: list[dict]) -> None:
     print(Counter(row["outcome"] for row in rows))
-    errors = [abs(row["error"]) for row in rows if "error" in row]
-    if errors:
-        within = sum(error <= 0.01 for error in errors)
-        print(f"{len(errors)} measured: median |error| {statistics.median(errors):.3%}, {within} within 1 %")
+    path = RESULTS / "estimator_model_types.json"
+    old = json.loads(path.read_text())["rows"] if options.names else []
+    new = {(row["task"], row["model_type"]) for row in rows}
+    rows += [row for row in old if (row["task"], row["model_type"]) not in new]
+    rows.sort(key=lambda row: (row["model_type"], row["task"]))
+    record("estimator_model_types", rows)
 
 
 if __name__ == "__main__":

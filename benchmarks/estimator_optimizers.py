@@ -10,8 +10,9 @@ import sys
 import tempfile
 
 import torch
+from jobs import make_trainer, same_rows
 from optimizers import fields_of
-from record import record
+from record import record_each
 from transformers.training_args import OptimizerNames
 
 LENGTH = 16
@@ -20,14 +21,8 @@ LENGTH = 16
 def config():
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    return LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0)
 
 
 def fields(name: str) -> dict:
@@ -65,22 +60,18 @@ def state_bytes(optimizer) -> int:
 
 def measured(name: str) -> tuple[int, int]:
     """The allocator's peak of two real steps, and the bytes of the states after them."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+    from transformers import AutoModelForCausalLM
 
     from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-    row = {"input_ids": [7] * LENGTH, "labels": [7] * LENGTH}
     # RAdam without a schedule is SGD for five steps.
-    steps = 8 if name == "schedule_free_radam" else 2
+    chosen = {**fields(name), "max_steps": 8 if name == "schedule_free_radam" else 2}
     trainers = []
 
     def train() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            args = TrainingArguments(folder, use_cpu=True, max_steps=steps, **quiet, **fields(name))
             model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
-            data = {"train_dataset": [row] * 16, "data_collator": default_data_collator}
-            trainers.append(Trainer(model=model, args=args, **data))
+            trainers.append(make_trainer(folder, model, chosen, same_rows(LENGTH, 16)))
             trainers[0].train()
 
     peak = allocator_peak(train)
@@ -105,13 +96,6 @@ def row_of(name: str) -> dict:
     return row
 
 
-def main(names: list[str]) -> None:
-    rows = []
-    for name in names or [member.value for member in OptimizerNames]:
-        rows.append(row_of(name))
-        print(rows[-1], flush=True)
-    record("estimator_optimizers", "python benchmarks/estimator_optimizers.py", rows)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    names = sys.argv[1:] or [member.value for member in OptimizerNames]
+    record_each("estimator_optimizers", row_of, ((name,) for name in names))

@@ -10,7 +10,6 @@ among them, until the next batch has its own. The rows were measured with a peft
 
 import inspect
 import json
-import statistics
 import time
 from importlib import metadata
 from pathlib import Path
@@ -77,12 +76,8 @@ def reserved(row: dict, seq_len: int) -> int:
     from hf_memopt.estimator import estimate
     from hf_memopt.estimator.tracing import model
 
-    fields = {
-        "per_device_train_batch_size": row["micro_batch"],
-        "optim": "adamw_torch",
-        "max_grad_norm": 1.0,
-        "use_cache": True,
-    }
+    fields = {"per_device_train_batch_size": row["micro_batch"], "optim": "adamw_torch", "max_grad_norm": 1.0}
+    fields["use_cache"] = True
     with (
         mock.patch.object(model, "add_adapters", as_measured(model.add_adapters)),
         mock.patch.object(Trainer, "compute_loss", hold_outputs(Trainer.compute_loss)),
@@ -128,9 +123,7 @@ def main() -> None:
         )
     for row in sorted(rows, key=lambda row: row["error"]):
         print(f"{row['error']:+8.2%}  {row['name']}{' (fitted)' if row['fitted'] else ''}, {row['seconds']} s")
-    errors = [abs(row["error"]) for row in rows if not row["fitted"]]
-    print(f"{seq_len} tokens; {len(errors)} predicted rows, median {statistics.median(errors):.2%}, {max(errors):.2%}")
-    record("estimator_peft", "python benchmarks/estimator_peft.py", rows)
+    record("estimator_peft", rows)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ kernels (a fused loss, another implementation of the model), which it does not k
 
 import functools
 import json
-import statistics
 import sys
 from pathlib import Path
 from unittest import mock
 
+from jobs import CHECKPOINTED, four_bits, lora
 from record import record
 from rich.progress import track
 
@@ -30,39 +30,12 @@ SAME_SHAPE = {  # model type of the published models whose sizes are those of a 
     "google/gemma": "gemma",
     "stabilityai": "gpt_neox",
 }
-TARGETS = {  # LitGPT's names of linear layers -> Hugging Face's
-    "llama": {
-        "query": ["q_proj"],
-        "key": ["k_proj"],
-        "value": ["v_proj"],
-        "projection": ["o_proj"],
-        "mlp": ["gate_proj", "up_proj", "down_proj"],
-        "head": ["lm_head"],
-    },
-    "phi3": {
-        "query": ["qkv_proj"],
-        "key": [],
-        "value": [],
-        "projection": ["o_proj"],
-        "mlp": ["gate_up_proj", "down_proj"],
-        "head": ["lm_head"],
-    },
-    "phi": {
-        "query": ["q_proj"],
-        "key": ["k_proj"],
-        "value": ["v_proj"],
-        "projection": ["dense"],
-        "mlp": ["fc1", "fc2"],
-        "head": ["lm_head"],
-    },
-    "fused": {
-        "query": ["query_key_value"],
-        "key": [],
-        "value": [],
-        "projection": ["dense"],
-        "mlp": ["dense_h_to_4h", "dense_4h_to_h"],
-        "head": ["embed_out"],
-    },
+LITGPT_LAYERS = ("query", "key", "value", "projection", "mlp", "head")
+TARGETS = {  # Hugging Face's names of LitGPT's linear layers, in that order
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj up_proj down_proj", "lm_head"),
+    "phi3": ("qkv_proj", "", "", "o_proj", "gate_up_proj down_proj", "lm_head"),
+    "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1 fc2", "lm_head"),
+    "fused": ("query_key_value", "", "", "dense", "dense_h_to_4h dense_4h_to_h", "embed_out"),
 }
 
 
@@ -74,16 +47,9 @@ def config_of(row: dict):
     if arch.get("experts"):
         family = "mixtral"
     if family == "gpt_bigcode":
-        return AutoConfig.for_model(
-            family,
-            n_embd=arch["hidden"],
-            n_layer=arch["layers"],
-            n_head=arch["heads"],
-            multi_query=True,
-            n_inner=arch["intermediate"],
-            vocab_size=arch["vocab"],
-            n_positions=arch["max_pos"],
-        )
+        sizes = {"n_embd": arch["hidden"], "n_inner": arch["intermediate"], "n_positions": arch["max_pos"]}
+        sizes |= {"n_layer": arch["layers"], "n_head": arch["heads"], "vocab_size": arch["vocab"]}
+        return AutoConfig.for_model(family, **sizes, multi_query=True)
     more = {"num_local_experts": arch["experts"], "num_experts_per_tok": arch["top_k"]} if "experts" in arch else {}
     more |= {"num_key_value_heads": arch["kv_heads"]} if family not in ("bert", "gpt_neox") else {}
     more |= {"pad_token_id": 0} if family == "phi3" else {}
@@ -104,36 +70,21 @@ def config_of(row: dict):
 
 
 def lora_of(row: dict, family: str):
-    from peft import LoraConfig
-
-    lora = row["lora"]
-    if not lora:
+    settings = row["lora"]
+    if not settings:
         return None
     names = TARGETS.get(family, TARGETS["fused" if family in ("falcon", "gpt_neox") else "llama"])
-    targets = [name for target in lora["targets"] for name in names.get(target, [target])]
-    return LoraConfig(
-        r=lora["r"],
-        lora_alpha=lora["alpha"],
-        lora_dropout=lora["dropout"],
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
+    names = dict(zip(LITGPT_LAYERS, map(str.split, names), strict=True))
+    targets = [name for target in settings["targets"] for name in names.get(target, [target])]
+    more = {"lora_alpha": settings["alpha"], "lora_dropout": settings["dropout"]}
+    return lora(settings["r"], target_modules=targets, **more)
 
 
 def quantization_of(row: dict):
-    import torch
-    from transformers import BitsAndBytesConfig
-
     if not row["quant"]:
         return None
-    storage = {"bnb_4bit_quant_storage": torch.bfloat16} if "quant_storage" in row["quant"] else {}
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant="double" in row["quant"],
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        **storage,
-    )
+    storage = {"bnb_4bit_quant_storage": "bfloat16"} if "quant_storage" in row["quant"] else {}
+    return four_bits("double" in row["quant"], **storage)
 
 
 def loss_of_then(row: dict):
@@ -210,22 +161,17 @@ def experts_of_then(row: dict):
 def job_arguments(row: dict) -> dict:
     """The arguments of estimate() for a row."""
     config = config_of(row)
-    dtype = row["dtype"]
+    dtype, optimizer = row["dtype"], row["optimizer"]
     upcast = "FSDP1 upcasts to fp32" in dtype and "gemma" not in row["model"]
+    adamw = "adamw_8bit" if "8bit" in optimizer else "adamw_torch"
     fields = {
         "per_device_train_batch_size": row["micro_batch"],
         "gradient_accumulation_steps": row["grad_accum"] or 1,
-        "activation_checkpointing": bool(row["grad_checkpointing"]),
-        "optim": "adafactor"
-        if row["optimizer"] == "adafactor"
-        else "adamw_8bit"
-        if "8bit" in row["optimizer"]
-        else "adamw_torch",
+        "optim": "adafactor" if optimizer == "adafactor" else adamw,
         "bf16": "autocast" in dtype or "--bf16" in dtype,
         "use_liger_kernel": row["fused_loss"].startswith("liger"),
+        **(CHECKPOINTED if row["grad_checkpointing"] else {"activation_checkpointing": False}),
     }
-    if row["grad_checkpointing"]:
-        fields["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     hardware = {"V100-SXM2-16GB": "v100_32gb", "A10G 24GB": "rtx_3090"}.get(row["gpu"], "a100_80gb")
     return {
         "model": config,
@@ -265,23 +211,9 @@ def main(only: list[str]) -> None:
         error = round(size / row["peak_bytes"] - 1, 5)
         rows.append({**told, "predicted_bytes": size, "published_bytes": row["peak_bytes"], "error": error})
     for row in sorted(rows, key=lambda row: (row["tier"], row["method"], row["error"])):
-        print(
-            f"{row['error']:+8.2%}  {row['tier']} {row['method']:>5}  {row['id']}, {row['n_gpus']} × "
-            f"{row['micro_batch']}, {row['model']}"
-        )
-    groups = {}
-    for row in rows:
-        names = [f"tier {row['tier']}", f"tier {row['tier']}, {row['method']}"]
-        names += [f"{names[1]}, {row['n_gpus']} GPUs"]
-        for name in names:
-            groups.setdefault(name, []).append(row["error"])
-    for name, errors in sorted(groups.items()):
-        print(
-            f"{name:>24}: {len(errors):3} rows, median |error| {statistics.median(map(abs, errors)):.2%}, "
-            f"{min(errors):+.2%} … {max(errors):+.2%}"
-        )
+        print(f"{row['error']:+8.2%}  {row['tier']} {row['method']:>5}  {row['id']}, {row['model']}")
     if not only:
-        record("estimator_published", "python benchmarks/estimator_published.py", rows)
+        record("estimator_published", rows)
 
 
 if __name__ == "__main__":

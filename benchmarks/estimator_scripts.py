@@ -154,7 +154,7 @@ def main(names: list[str]) -> None:
     if failures:
         raise SystemExit("\n".join(failures))
     if not names:
-        record("estimator_scripts", "python benchmarks/estimator_scripts.py", done)
+        record("estimator_scripts", done)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) 
 from collections.abc import Callable
 from statistics import median
 
-from levers_docs import results
+from docs_tables import results
 
 from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware
@@ -14,45 +14,38 @@ from hf_memopt.hardware.constants import assumed
 from hf_memopt.levers.arguments import PLAN_PROFILES
 
 GIB, GB, MB = 2**30, 1e9, 1e6
+CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 WEIGHTS_7B = 6_738_415_616  # Llama-2-7B's, counted from its configuration by tests/test_docs.py
 WEIGHTS_70B = 70_553_706_496  # Llama-3.1-70B's, likewise
 
 
+def _rows(name: str) -> list[dict]:
+    return results(name)["rows"]
+
+
 def _main_job() -> dict:
-    return next(row for row in results("main_job")["rows"] if row["recipe"] == "pretrain")
+    return next(row for row in _rows("main_job") if row["recipe"] == "pretrain")
 
 
-def _losses() -> list[float]:
-    return list(_main_job()["held_out_loss"].values())
+def _losses(job: dict) -> list[float]:
+    return list(job["held_out_loss"].values())
 
 
 def _lever(name: str) -> dict:
-    return next(row for row in results("levers")["rows"] if row["lever"] == name)
+    return next(row for row in _rows("levers") if row["lever"] == name)
 
 
 def _share(name: str) -> str:
     return _percent(_lever(name)["peak_ratio"])
 
 
-def _cpu_errors() -> list[float]:
-    return [row["error"] for row in results("estimator_cpu")["rows"]]
-
-
 def _published(method: str) -> list[float]:
-    return [
-        row["error"]
-        for row in results("estimator_published")["rows"]
-        if row["tier"] == "A" and row["method"] == method
-    ]
-
-
-def _peft_errors() -> list[float]:
-    """Of the rows that were not used to fit the length."""
-    return [row["error"] for row in results("estimator_peft")["rows"] if not row["fitted"]]
+    rows = _rows("estimator_published")
+    return [row["error"] for row in rows if row["tier"] == "A" and row["method"] == method]
 
 
 def _script_errors() -> list[float]:
-    return [row["error"] for row in results("estimator_scripts")["rows"]]
+    return [row["error"] for row in _rows("estimator_scripts")]
 
 
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
@@ -69,20 +62,19 @@ def _range(errors: list[float], digits: int = 0) -> str:
 
 
 def _others(name: str) -> str:
-    found = [abs(row[name]) for row in results("estimator_cpu")["rows"] if row.get(name) is not None]
-    return _percent(median(found), 0)
+    return _middle([row[name] for row in _rows("estimator_cpu") if row.get(name) is not None], 0)
 
 
 def _overhead() -> dict:
-    return results("trainer_overhead")["rows"][0]
+    return _rows("trainer_overhead")[0]
 
 
-def _video(name: str) -> list[float]:
-    return [row["measures"]["both"][name] for row in results("video")["rows"].values()]
+def _video_shares() -> list[float]:
+    return [family["measures"]["both"]["of_plain"] for family in _rows("video").values()]
 
 
 def _video_demo() -> dict:
-    return results("video_demo")["rows"][0]
+    return _rows("video_demo")[0]
 
 
 def _tokens_of_1080p(model: str, frames: int) -> str:
@@ -97,16 +89,14 @@ def _tokens_of_1080p(model: str, frames: int) -> str:
 
 def _video_loss_error() -> float:
     """The largest relative difference of a family's losses from the plain Trainer's."""
-    families = results("video")["rows"].values()
+    families = _rows("video").values()
     pairs = ((family["measures"]["plain Trainer"], row) for family in families for row in family["measures"].values())
     return max(abs(a - b) / a for plain, row in pairs for a, b in zip(plain["losses"], row["losses"], strict=True))
 
 
 def _video_error() -> float:
     """The largest error of the estimate, over frames and families."""
-    return max(
-        abs(row["error"]) for family in results("video")["rows"].values() for row in family["by_frames"].values()
-    )
+    return max(abs(row["error"]) for family in _rows("video").values() for row in family["by_frames"].values())
 
 
 def _small_with_many_logits(chunk: int | None) -> int:
@@ -114,22 +104,10 @@ def _small_with_many_logits(chunk: int | None) -> int:
     from hf_memopt import MemoryArguments, estimate, get_preset
 
     preset = get_preset("a100_80gb", method="lora")
-    fields = {
-        "per_device_train_batch_size": 4,
-        "bf16": True,
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
-    }
-    found = estimate(
-        "llama-3.2-1b",
-        fields,
-        4096,
-        "a100_80gb",
-        peft_config=preset.peft_config(),
-        dtype="bfloat16",
-        memory_args=MemoryArguments(loss_chunk_size=chunk),
-    )
-    return found.peak_allocated_bytes
+    fields = {"per_device_train_batch_size": 4, "bf16": True, **CHECKPOINTED}
+    memory_args = MemoryArguments(loss_chunk_size=chunk)
+    job = "llama-3.2-1b", fields, 4096, "a100_80gb", preset.peft_config(), "bfloat16"
+    return estimate(*job, memory_args=memory_args).peak_allocated_bytes
 
 
 def _lever_weights() -> str:
@@ -146,9 +124,7 @@ def _lever_weights() -> str:
 def _least_cosine() -> str:
     """Of gradients from compressed activations with the exact ones, rounded down."""
     found = min(
-        row["gradient_cosine"]
-        for row in results("levers")["rows"]
-        if "int8" in row["lever"] and "bf16" not in row["lever"]
+        row["gradient_cosine"] for row in _rows("levers") if "int8" in row["lever"] and "bf16" not in row["lever"]
     )
     return f"{int(found * 1e5) / 1e5:.5f}"
 
@@ -166,7 +142,7 @@ def _worst_lever_error() -> str:
 
 
 def _plan_seconds() -> list[float]:
-    return [row["seconds"] for row in results("plans")["rows"] if row["table"] == "plan"]
+    return [row["seconds"] for row in _rows("plans") if row["table"] == "plan"]
 
 
 def _gb(size: float, digits: int = 1) -> str:
@@ -187,11 +163,8 @@ def _traced(checkpointing: bool) -> int:
     config = LlamaConfig(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8, vocab_size=32000
     )
-    fields = {"per_device_train_batch_size": 12, "bf16": True}
-    if checkpointing:
-        fields |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-    found = estimate(config, fields, 256, "a100_80gb", dtype="float32")
-    return found.breakdown["activations"]
+    fields = {"per_device_train_batch_size": 12, "bf16": True} | (CHECKPOINTED if checkpointing else {})
+    return estimate(config, fields, 256, "a100_80gb", dtype="float32").breakdown["activations"]
 
 
 def _seven_billion(bytes_each: float) -> str:
@@ -203,42 +176,35 @@ def _nf4() -> float:
     return 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
+# Errors of the estimate by what it is compared with: how to get them, digits of their median and of their range.
+ERRORS: dict[str, tuple[Callable[[], list[float]], int, int]] = {
+    "cpu": (lambda: [row["error"] for row in _rows("estimator_cpu")], 2, 2),
+    "full": (lambda: _published("full"), 1, 0),
+    "lora": (lambda: _published("lora"), 1, 0),
+    "qlora": (lambda: _published("qlora"), 1, 0),
+    "peft": (lambda: [row["error"] for row in _rows("estimator_peft") if not row["fitted"]], 1, 1),
+}
 FIGURES: dict[str, Callable[[], str]] = {
-    "main_job.first_loss": lambda: f"{_losses()[0]:.2f}",
-    "main_job.last_loss": lambda: f"{_losses()[-1]:.2f}",
+    "main_job.first_loss": lambda: f"{_losses(_main_job())[0]:.2f}",
+    "main_job.last_loss": lambda: f"{_losses(_main_job())[-1]:.2f}",
     "main_job.seconds": lambda: f"{_main_job()['seconds_with_start_and_sampling']:.0f} s",
     "main_job.predicted": lambda: f"{_main_job()['predicted_allocated_bytes']:,}",
     "main_job.measured": lambda: f"{_main_job()['measured']['peak_allocated_bytes']:,}",
     "main_job.steps": lambda: f"{_main_job()['steps']}",
-    "estimator.families": lambda: f"{len({row['family'] for row in results('estimator_cpu')['rows']})}",
-    "estimator.settings": lambda: f"{len({row['setting'] for row in results('estimator_cpu')['rows']})}",
-    "estimator.cpu_rows": lambda: f"{len(_cpu_errors())}",
-    "estimator.cpu_median": lambda: _middle(_cpu_errors(), 2),
-    "estimator.cpu_range": lambda: _range(_cpu_errors(), 2),
-    "estimator.full_rows": lambda: f"{len(_published('full'))}",
-    "estimator.full_median": lambda: _middle(_published("full"), 1),
-    "estimator.full_range": lambda: _range(_published("full")),
-    "estimator.lora_rows": lambda: f"{len(_published('lora'))}",
-    "estimator.lora_median": lambda: _middle(_published("lora"), 1),
-    "estimator.lora_range": lambda: _range(_published("lora")),
-    "estimator.qlora_rows": lambda: f"{len(_published('qlora'))}",
-    "estimator.qlora_median": lambda: _middle(_published("qlora"), 1),
-    "estimator.qlora_range": lambda: _range(_published("qlora")),
+    "estimator.families": lambda: f"{len({row['family'] for row in _rows('estimator_cpu')})}",
+    "estimator.settings": lambda: f"{len({row['setting'] for row in _rows('estimator_cpu')})}",
     "scripts.count": lambda: f"{len(_script_errors())}",
     "scripts.median": lambda: _middle(_script_errors(), 2),
     "scripts.largest": lambda: _percent(max(map(abs, _script_errors())), 1),
-    "estimator.peft_rows": lambda: f"{len(_peft_errors())}",
-    "estimator.peft_median": lambda: _middle(_peft_errors(), 1),
-    "estimator.peft_range": lambda: _range(_peft_errors(), 1),
     "estimator.accelerate": lambda: _others("accelerate_error"),
     "estimator.deepspeed": lambda: _others("deepspeed_error"),
     "plans.fills": lambda: f"{PLAN_PROFILES['maximum'][1]:.0%}".replace("%", " %"),
     "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",
-    "video.of_plain": lambda: f"{_percent(min(_video('of_plain')), 0)} to {_percent(max(_video('of_plain')), 0)}",
+    "video.of_plain": lambda: f"{_percent(min(_video_shares()), 0)} to {_percent(max(_video_shares()), 0)}",
     "video.losses": lambda: f"{_video_loss_error():.0e}".replace("e-0", "e-"),
     "video.error": lambda: _percent(-(-_video_error() * 1000 // 1) / 1000),
-    "video.demo_first_loss": lambda: f"{next(iter(_video_demo()['held_out_loss'].values())):.2f}",
-    "video.demo_last_loss": lambda: f"{list(_video_demo()['held_out_loss'].values())[-1]:.4f}",
+    "video.demo_first_loss": lambda: f"{_losses(_video_demo())[0]:.2f}",
+    "video.demo_last_loss": lambda: f"{_losses(_video_demo())[-1]:.4f}",
     "training.all_logits": lambda: f"{_small_with_many_logits(None) / GIB:.1f} GiB",
     "training.chunks": lambda: f"{_small_with_many_logits(512) / GIB:.1f} GiB",
     "video.qwen2_5_1080p": lambda: _tokens_of_1080p("qwen2.5-vl-7b", 64),
@@ -290,3 +256,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "memory.zero3_7b": lambda: _gb(WEIGHTS_7B * 16 / 8),
     "memory.zero0_7b": lambda: _gb(WEIGHTS_7B * 16),
 }
+for _name, (_errors, _median_digits, _range_digits) in ERRORS.items():
+    FIGURES |= {
+        f"estimator.{_name}_rows": lambda errors=_errors: f"{len(errors())}",
+        f"estimator.{_name}_median": lambda errors=_errors, digits=_median_digits: _middle(errors(), digits),
+        f"estimator.{_name}_range": lambda errors=_errors, digits=_range_digits: _range(errors(), digits),
+    }

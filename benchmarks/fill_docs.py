@@ -3,44 +3,10 @@
 import re
 from pathlib import Path
 
-import api_docs
-import cards_docs
-import clusters_docs
-import devices_docs
-import grpo_docs
-import guides_docs
-import levers_docs
-import model_types_docs
-import optimizers_docs
-import peft_docs
-import plans_docs
-import presets_docs
-import questions_docs
-import scripts_docs
-import speed_docs
-import trl_docs
-import video_docs
+from docs_tables import ROOT, TABLES
 from figures import FIGURES
-from levers_docs import ROOT
 
 _INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)
-_TABLES = {
-    "docs/index.md": questions_docs.FIRST_PAGE,
-    "docs/levers.md": levers_docs.TABLES,
-    "docs/memory.md": {**devices_docs.TABLES, **optimizers_docs.TABLES, **peft_docs.TABLES},
-    "docs/estimate.md": {**model_types_docs.TABLES, **scripts_docs.TABLES},
-    "docs/plans.md": {**plans_docs.TABLES, **questions_docs.TABLES, **speed_docs.TABLES},
-    "docs/clusters.md": clusters_docs.TABLES,
-    "docs/grpo.md": grpo_docs.TABLES,
-    "docs/guides.md": guides_docs.TABLES,
-    "README.md": {**cards_docs.TABLES, **speed_docs.TABLES},
-    "docs/video.md": video_docs.TABLES,
-    "docs/api.md": api_docs.TABLES,
-    "docs/training.md": api_docs.TABLES,
-    "docs/presets.md": presets_docs.TABLES,
-    "docs/trl.md": trl_docs.TABLES,
-    "docs/quickstart.md": cards_docs.TABLES,
-}
 
 
 def pages() -> list[Path]:
@@ -48,13 +14,16 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def filled(path: Path) -> str:
+def filled(page: Path) -> str:
     """A page with its tables and numbers regenerated.
 
     Raises:
         KeyError: the page names a number that figures.py does not have.
     """
-    text = levers_docs.filled(path, _TABLES.get(str(path.relative_to(ROOT)), {}))
+    text = page.read_text(encoding="utf-8")
+    for name, make in TABLES.get(str(page.relative_to(ROOT)), {}).items():
+        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text = marked.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
     return _INLINE.sub(lambda match: f"<!-- ={match[1]} -->{FIGURES[match[1]]()}<!-- = -->", text)
 
 

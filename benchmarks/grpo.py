@@ -12,17 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from jobs import four_bits, lora
 from record import record
 
 ROOT = Path(__file__).parents[1]
 MICRO, PROMPT, VOCABULARY = 8, 12, 151_936
-PUBLISHED = {
-    "per_device_train_batch_size": MICRO,
-    "gradient_accumulation_steps": 4,
-    "activation_checkpointing": True,
-    "bf16": True,
-    "beta": 0.0,
-}
+PUBLISHED = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": 4, "bf16": True, "beta": 0.0}
+PUBLISHED["activation_checkpointing"] = True
 
 
 def on_cpu() -> list[dict]:
@@ -57,9 +53,6 @@ def on_cpu() -> list[dict]:
 
 
 def published() -> list[dict]:
-    from peft import LoraConfig
-    from transformers import BitsAndBytesConfig
-
     from hf_memopt import estimate
 
     rows = []
@@ -70,25 +63,14 @@ def published() -> list[dict]:
             {**PUBLISHED, "max_completion_length": length, "num_generations": groups},
             PROMPT + length,
             "rtx_4090",
-            peft_config=LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"),
-            quantization_config=BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype="bfloat16",
-            ),
+            peft_config=lora(lora_alpha=16, lora_dropout=0.05, task_type=None),
+            quantization_config=four_bits(double=True),
             dtype="bfloat16",
             task="grpo",
         )
         above = row["peak_allocated_bytes"] - predicted.peak_allocated_bytes
-        rows.append(
-            row
-            | {
-                "predicted_bytes": predicted.peak_allocated_bytes,
-                "phases": predicted.phases,
-                "above_bytes_per_logit": above / (MICRO * length * VOCABULARY),
-            }
-        )
+        made = {"predicted_bytes": predicted.peak_allocated_bytes, "phases": predicted.phases}
+        rows.append(row | made | {"above_bytes_per_logit": above / (MICRO * length * VOCABULARY)})
         print(row["id"], rows[-1]["predicted_bytes"], f"{rows[-1]['above_bytes_per_logit']:.1f}", flush=True)
     return rows
 
@@ -96,4 +78,4 @@ def published() -> list[dict]:
 if __name__ == "__main__":
     parts = sys.argv[1:] or ["cpu", "published"]
     rows = [{"part": part} | row for part in parts for row in {"cpu": on_cpu, "published": published}[part]()]
-    record("grpo", "python benchmarks/grpo.py " + " ".join(sys.argv[1:]), rows)
+    record("grpo", rows, " ".join(["python benchmarks/grpo.py", *sys.argv[1:]]))

@@ -34,7 +34,7 @@ def main() -> None:
     for command in COMMANDS:
         print(f"hf-memopt {command}", flush=True)
         rows += rows_of(command)
-        record("lengths", "python benchmarks/lengths.py", rows)
+        record("lengths", rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import time
 
 import embedded_run
 import torch
-from peft import LoraConfig
+from jobs import CHECKPOINTED, four_bits, loaded_bytes, make_trainer
+from jobs import lora as lora_config
 from record import RESULTS, record
 from rich.progress import track
 from transformers import (
@@ -31,21 +32,18 @@ from transformers import (
     PreTrainedConfig,
     Qwen3MoeConfig,
     Trainer,
-    TrainingArguments,
     default_data_collator,
 )
 
-from hf_memopt import MemoryArguments, MemoryTrainer, estimate
+from hf_memopt import MemoryArguments, estimate
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
-from hf_memopt.estimator.tracing.trace import loaded_tensors
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
 
 VOCABULARY, LENGTH, ROWS, TURNS = 16_000, 1024, 2, 7
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 EAGER = "attn_implementation=eager, beside which guides state sparse attention's savings"
 PROMPTS = "three quarters of every sample are a prompt without labels"
 LORA = "LoRA of all linear layers"
@@ -118,15 +116,9 @@ class HostLanes(weight_streaming.LanesAtOnce):
 
 def config(name: str = "") -> PreTrainedConfig:
     sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "max_position_embeddings": LENGTH,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
+        **{"vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8},
+        **{"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": LENGTH},
+        **{"sliding_window": None, "tie_word_embeddings": False},
         "attn_implementation": "eager" if name == EAGER else "sdpa",
     }
     if EXPERTS in name:
@@ -135,15 +127,13 @@ def config(name: str = "") -> PreTrainedConfig:
     return MistralConfig(**sizes)
 
 
-def lora(name: str) -> LoraConfig | None:
+def lora(name: str):
     linear = ["q_proj", "k_proj", "v_proj", "o_proj"] if EXPERTS in name else "all-linear"
-    return LoraConfig(r=8, target_modules=linear, task_type="CAUSAL_LM") if name.endswith(FROZEN) else None
+    return lora_config(target_modules=linear) if name.endswith(FROZEN) else None
 
 
-def four_bits(name: str) -> BitsAndBytesConfig | None:
-    if EXPERTS not in name:
-        return None
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+def quantization_of(name: str) -> BitsAndBytesConfig | None:
+    return four_bits(compute="float32") if EXPERTS in name else None
 
 
 def model_of(name: str, folder: str):
@@ -151,7 +141,7 @@ def model_of(name: str, folder: str):
     if not name.endswith(FROZEN):
         return MistralForCausalLM(config(name))
     model = AutoModelForCausalLM.from_config(config(name))
-    if quantization := four_bits(name):
+    if quantization := quantization_of(name):
         model.save_pretrained(folder)
         with experts_quantized_on_load(MemoryArguments(**LEVERS[name][1]), quantization, lora(name)):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=quantization)
@@ -169,22 +159,8 @@ def rows(prompts: bool) -> list[dict]:
 
 def trainer_of(name: str, folder: str) -> Trainer:
     fields, memory = LEVERS[name]
-    settings = {
-        "per_device_train_batch_size": ROWS,
-        "max_steps": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    given = {
-        "model": model_of(name, folder),
-        "args": TrainingArguments(folder, **settings, **fields),
-        "train_dataset": rows(PROMPTS in name),
-        "data_collator": default_data_collator,
-    }
-    return MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
+    settings = {"per_device_train_batch_size": ROWS, "use_cpu": not torch.cuda.is_available(), **fields}
+    return make_trainer(folder, model_of(name, folder), settings, rows(PROMPTS in name), memory or None)
 
 
 @functools.cache
@@ -195,9 +171,7 @@ def peak_of(name: str) -> int:
             if not name.endswith(FROZEN):
                 return allocator_peak(lambda: trainer_of(name, folder).train())
             trainer = trainer_of(name, folder)
-            storages = [tensor.untyped_storage() for tensor in loaded_tensors(trainer.model)]
-            loaded = {storage._cdata: storage.nbytes() for storage in storages}
-            return sum(loaded.values()) + allocator_peak(trainer.train)
+            return loaded_bytes(trainer.model) + allocator_peak(trainer.train)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         trainer_of(name, folder).train()
@@ -270,7 +244,7 @@ def predicted_peak(name: str) -> int:
         "attn_implementation": shape._attn_implementation,
         "memory_args": MemoryArguments(**memory),
     }
-    if quantization := four_bits(name):
+    if quantization := quantization_of(name):
         settings |= {"dtype": "float32", "quantization_config": quantization}
     if memory.get("weight_streaming") and not torch.cuda.is_available():  # an estimate for a CPU does not stream
         job = dataclasses.replace(describe(shape, **settings).at_depth(shape.num_hidden_layers), discrete_memory=True)
@@ -309,18 +283,13 @@ def main(chosen: list[str]) -> None:
         weight_streaming.make_lanes = lambda _: HostLanes()
     found = [row_of(name) for name in track(chosen or LEVERS, description="levers")]
     for row in found:
-        print(
-            f"{row['lever']:>60}: {row['peak_ratio']:6.1%} of the peak, {row['step_time_ratio']:.2f} of the time, "
-            f"gradient {row.get('gradient_error', float('nan')):.1e}, held-out loss "
-            f"{row.get('held_out_loss_ratio', float('nan')):.4f}, "
-            f"predicted {row['predicted_error']:+.2%}"
-        )
+        print(json.dumps(row))
     if chosen:
         older = json.loads((RESULTS / "levers.json").read_text())
         measured = {"date": older["date"], "device": older["hardware"]["device"]}
         rows = {row["lever"]: row for row in (*({**measured, **row} for row in older["rows"]), *found)}
         found = [rows[name] for name in LEVERS if name in rows]
-    record("levers", "python benchmarks/levers.py", found)
+    record("levers", found)
 
 
 if __name__ == "__main__":

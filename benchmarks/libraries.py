@@ -105,7 +105,7 @@ def main() -> None:
             rows.append(generation_masks(file.name, file.read_text(encoding="utf-8")))
     for row in rows:
         print(row)
-    record("libraries", "python benchmarks/libraries.py", rows)
+    record("libraries", rows)
 
 
 if __name__ == "__main__":

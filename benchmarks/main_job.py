@@ -22,18 +22,11 @@ def main() -> None:
             subprocess.run(["sh", str(run / "launch.sh")], check=True)
             seconds = time.perf_counter() - start
             report = json.loads((run / "out" / "memory_report.json").read_text())
-            rows.append(
-                {
-                    "recipe": recipe,
-                    "preset": report["preset"],
-                    "steps": report["global_step"],
-                    "seconds_with_start_and_sampling": round(seconds, 1),
-                    "held_out_loss": report["held_out_loss"],
-                    "predicted_allocated_bytes": (report["estimate"] or {}).get("peak_allocated_bytes"),
-                    "measured": report["measured"],
-                }
-            )
-    record("main_job", "python benchmarks/main_job.py", rows)
+            row = {"recipe": recipe, "preset": report["preset"], "steps": report["global_step"]}
+            row |= {"seconds_with_start_and_sampling": round(seconds, 1), "held_out_loss": report["held_out_loss"]}
+            row["predicted_allocated_bytes"] = (report["estimate"] or {}).get("peak_allocated_bytes")
+            rows.append(row | {"measured": report["measured"]})
+    record("main_job", rows)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ ENGINES = {
     "NVMe, 4 drives": ({"strategy": "zero3_offload_nvme"}, 4),
 }
 ONE_DEVICE = {"host memory": ({"optimizer_offloaded": True}, 1)}
+# Of a choice: nothing but the place of weights and states differs.
+PLAIN = {"micro_batch": 1, "checkpointed": 1.0, "optim": "adamw_torch_fused"}
+PLAIN |= dict.fromkeys(("inputs_offloaded", "chunked_loss", "compressed"), False)
+PLAIN |= dict.fromkeys(("activations_offloaded", "optimizer_offloaded"), False)
 # model, hardware, tokens a sample, accumulation, strategy without offloading
 JOBS = (
     ("llama-3.2-1b", "rtx_4090", 2048, (1, 8, 32), "none"),
@@ -37,36 +41,17 @@ def rows() -> list[dict]:
         search = request.search(lambda text: print("   ", text, flush=True))
         alike = next(one for one in search.choices if one.strategy == strategy)
         for accumulation in windows:
-            plain = dataclasses.replace(
-                alike,
-                micro_batch=1,
-                accumulation=accumulation,
-                checkpointed=1.0,
-                optim="adamw_torch_fused",
-                inputs_offloaded=False,
-                chunked_loss=False,
-                compressed=False,
-                activations_offloaded=False,
-                optimizer_offloaded=False,
-            )
+            plain = dataclasses.replace(alike, **PLAIN, accumulation=accumulation)
             seconds = Cost(search.sketch).step(plain)
             factors = {
                 name: Cost(search.sketch, drives).step(dataclasses.replace(plain, **changes)) / seconds
                 for name, (changes, drives) in (ENGINES if preset.processes > 1 else ONE_DEVICE).items()
             }
-            made.append(
-                {
-                    "model": model,
-                    "hardware": hardware,
-                    "devices": preset.processes,
-                    "strategy": strategy,
-                    "tokens_of_a_device": tokens * accumulation,
-                    "times_as_long": factors,
-                }
-            )
+            row = {"model": model, "hardware": hardware, "devices": preset.processes, "strategy": strategy}
+            made.append(row | {"tokens_of_a_device": tokens * accumulation, "times_as_long": factors})
             print(made[-1], flush=True)
     return made
 
 
 if __name__ == "__main__":
-    record("offloading", "python benchmarks/offloading.py", rows())
+    record("offloading", rows())

@@ -17,17 +17,8 @@ from transformers.training_args import OptimizerNames
 USUAL = "adamw_torch_fused"
 PROJECTED = {"optim_target_modules": ["attn", "mlp"]}
 # What is not Adam at a rate of 3e-3.
-RATES = {
-    "lion": 3e-4,
-    "sgd": 0.5,
-    "rmsprop": 1e-3,
-    "adagrad": 1e-2,
-    "lomo": 0.3,
-    "adalomo": 3e-3,
-    "schedule_free_sgd": 1.0,
-    "galore": 1e-2,
-    "apollo": 1e-2,
-}
+RATES = {"lion": 3e-4, "sgd": 0.5, "rmsprop": 1e-3, "adagrad": 1e-2, "lomo": 0.3, "adalomo": 3e-3}
+RATES |= {"schedule_free_sgd": 1.0, "galore": 1e-2, "apollo": 1e-2}
 LEVERS = {"adam_mini": {"adam_mini": True}, "optimizer_in_backward": {"optimizer_in_backward": True}}
 
 
@@ -76,20 +67,12 @@ def row_of(name: str) -> dict:
         except BaseException as error:  # whatever an optimizer's package raises, this table is to show
             if isinstance(error, KeyboardInterrupt):
                 raise
-            return {
-                "optim": name,
-                "works": False,
-                "why": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}",
-            }
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            return {"optim": name, "works": False, "why": why}
         if found is None or loss < found["held_out_loss"]:
             weights = sum(weight.numel() for weight in trainer.model.parameters())
-            found = {
-                "optim": name,
-                "works": True,
-                "learning_rate": rate,
-                "held_out_loss": round(loss, 3),
-                "state_bytes_per_weight": round(state_bytes(trainer) / weights, 2),
-            }
+            found = {"optim": name, "works": True, "learning_rate": rate, "held_out_loss": round(loss, 3)}
+            found["state_bytes_per_weight"] = round(state_bytes(trainer) / weights, 2)
     pairs = [
         (train(fields_of(name, rate), LEVERS.get(name), 6)[2], train(fields_of(USUAL, 3e-3), None, 6)[2])
         for _ in range(3)
@@ -105,10 +88,9 @@ def main(names: list[str]) -> None:
     for name in names:
         rows.append(row_of(name))
         print(rows[-1], flush=True)
-    rows += [
-        {"optim": name, "works": False, "why": "for other devices, or of a package that is gone"} for name in elsewhere
-    ]
-    record("optimizers", "python benchmarks/optimizers.py", rows)
+    why = "for other devices, or of a package that is gone"
+    rows += [{"optim": name, "works": False, "why": why} for name in elsewhere]
+    record("optimizers", rows)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ are estimated, one by one, and the best of those that fit is compared with the o
 of a step as torch's FlopCounterMode counts them.
 """
 
-import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from unittest import mock
 
 import torch
-from record import record
+from jobs import make_trainer
+from record import record_each
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_memopt import MemoryTrainer
@@ -28,13 +27,8 @@ from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import Request, plan
 from hf_memopt.planner.search import summarize
 
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 1024}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = {
     "llama": {**SHAPE, "num_hidden_layers": 4},
     "qwen3": {**SHAPE, "num_hidden_layers": 5, "head_dim": 32},
@@ -80,16 +74,13 @@ def config_of(family: str, vocabulary: int):
     return AutoConfig.for_model(family, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **FAMILIES[family])
 
 
-def make_trainer(request: Request, choice, folder: str, steps: int, **more):
+def trainer_of(request: Request, choice, folder: str, steps: int, **more):
     """The MemoryTrainer that a choice describes, which does not recover: what does not fit fails."""
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
+    from transformers import AutoModelForCausalLM
 
     preset = choice.configured(request.preset)
-    fields = {**preset.settings(), **choice.fields(preset, request.fields), **more}
-    args = TrainingArguments(
-        folder, max_steps=steps, report_to="none", disable_tqdm=True, logging_strategy="no", **fields
-    )
+    fields = {**preset.settings(), **choice.fields(preset, request.fields), "max_steps": steps, **more}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(request.config, dtype=getattr(torch, preset.dtype))
     if preset.method == "lora":
@@ -98,14 +89,8 @@ def make_trainer(request: Request, choice, folder: str, steps: int, **more):
     ids = torch.randint(0, request.config.vocab_size, (ROWS, request.seq_len), generator=generator).tolist()
     data = [{"input_ids": row, "labels": row} for row in ids]
     memory_args = memory_arguments(request.memory_args, choice, oom_recovery=False)
-    return MemoryTrainer(
-        model=model,
-        args=args,
-        train_dataset=data,
-        eval_dataset=data[:BATCH],
-        data_collator=default_data_collator,
-        memory_args=memory_args,
-    )
+    parts = {"eval_dataset": data[:BATCH], "memory_args": memory_args}
+    return make_trainer(folder, model, fields, data, kind=MemoryTrainer, **parts)
 
 
 def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, int]:
@@ -117,7 +102,7 @@ def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, in
         try:
             for steps, resume in ((2, None), (4, True)):
                 with alone, Budget(limit) as books:
-                    trainer = make_trainer(request, choice, folder, steps, save_strategy="steps", save_steps=2)
+                    trainer = trainer_of(request, choice, folder, steps, save_strategy="steps", save_steps=2)
                     trainer.train(resume_from_checkpoint=resume)
                     del trainer
                 peaks.append(max(peak.total for peak in books.peaks.values()))
@@ -131,7 +116,7 @@ def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, in
 def operations(request: Request, choice) -> int:
     """Of one optimizer step, as torch counts them."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(request, choice, folder, 1, save_strategy="no", eval_strategy="no")
+        trainer = trainer_of(request, choice, folder, 1, save_strategy="no", eval_strategy="no")
         with FlopCounterMode(display=False) as counted:
             trainer.train()
     return counted.get_total_flops()
@@ -154,16 +139,9 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         if profile.choice not in tried:
             tried[profile.choice] = lived_through(request, profile.choice, budget)
         survived, peak = tried[profile.choice]
-        profiles.append(
-            {
-                "profile": profile.name,
-                "settings": profile.summary,
-                "predicted_bytes": profile.estimate.device_bytes,
-                "room_bytes": int(budget * profile.share),
-                "measured_bytes": peak,
-                "survived": survived,
-            }
-        )
+        row = {"profile": profile.name, "settings": profile.summary}
+        row |= {"predicted_bytes": profile.estimate.device_bytes, "room_bytes": int(budget * profile.share)}
+        profiles.append(row | {"measured_bytes": peak, "survived": survived})
     under, _ = lived_through(request, least, int(needed * 0.98))
     best, chosen = best_by_trying(request, search, int(budget * found.profiles[-1].share)), found.profiles[-1].choice
     plain = replace(best, checkpointed=0.0, inputs_offloaded=False)
@@ -197,26 +175,5 @@ def best_by_trying(request: Request, search, room: int):
     return fitting[0]  # choices are sorted
 
 
-def main() -> None:
-    rows = []
-    for case in CASES[: int(sys.argv[1]) if len(sys.argv) > 1 else None]:
-        rows.append(run(*case))
-        print(json.dumps(rows[-1]), flush=True)
-    profiles = [profile for row in rows for profile in row["profiles"]]
-    summary = {
-        "cases": len(rows),
-        "profiles": len(profiles),
-        "profiles_survived": sum(profile["survived"] for profile in profiles),
-        "under_the_smallest_failed": sum(row["under_the_smallest_fails"] for row in rows),
-        "most_operations_over_best": max(row["operations_chosen"] / row["operations_best"] for row in rows),
-        "worst_error": max(
-            (profile["predicted_bytes"] / profile["measured_bytes"] - 1 for profile in profiles), key=abs
-        ),
-    }
-    print(json.dumps(summary, indent=2))
-    if len(sys.argv) == 1:
-        record("planner_cpu", "python benchmarks/planner_cpu.py", rows)
-
-
 if __name__ == "__main__":
-    main()
+    record_each("planner_cpu", run, CASES)

@@ -7,14 +7,13 @@ import json
 import time
 from dataclasses import asdict
 
-from record import record
+from jobs import CHECKPOINTED, lora
+from record import kept, record
 
 from hf_memopt import MemoryArguments, estimate, plan
 from hf_memopt.errors import InputError
 
-GIB = 2**30
 GB = 10**9
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 # What the guides ask for: model, hardware, tokens, effective batch, method.
 PLANS = [
     ("8B on one 24 GB card", "llama-3.1-8b", "rtx_4090", 2048, 32, "any"),
@@ -34,30 +33,14 @@ def planned(title: str, model: str, hardware: str, seq_len: int, batch: int, met
     found = plan(model, hardware, batch, seq_len, method, say=lambda text: print("   ", text, flush=True))
     took = time.perf_counter() - began
     profiles = [
-        {
-            "profile": profile.name,
-            "settings": profile.summary,
-            "device_bytes": profile.estimate.device_bytes,
-            "host_bytes": profile.estimate.host_bytes,
-            "breakdown": profile.estimate.breakdown,
-            "relative_speed": round(profile.relative_speed, 3),
-        }
+        {"profile": profile.name, "settings": profile.summary}
+        | kept(profile.estimate, "device_bytes", "host_bytes", "breakdown")
+        | {"relative_speed": round(profile.relative_speed, 3)}
         for profile in found
     ]
-    return {
-        "table": "plan",
-        "title": title,
-        "model": model,
-        "hardware": hardware,
-        "method": method,
-        "tokens": seq_len,
-        "effective_batch_size": batch,
-        "profiles": profiles,
-        "rejected": [asdict(one) for one in found.rejected],
-        "missing_bytes": found.missing_bytes,
-        "nearest": found.nearest,
-        "seconds": round(took, 1),
-    }
+    row = {"table": "plan", "title": title, "model": model, "hardware": hardware, "method": method, "tokens": seq_len}
+    row |= {"effective_batch_size": batch, "profiles": profiles, "rejected": [asdict(one) for one in found.rejected]}
+    return row | kept(found, "missing_bytes", "nearest") | {"seconds": round(took, 1)}
 
 
 def guessed(table: str, title: str, guide_gb: str, model, fields: dict, seq_len: int, hardware: str, **more) -> dict:
@@ -67,142 +50,89 @@ def guessed(table: str, title: str, guide_gb: str, model, fields: dict, seq_len:
         found = estimate(model, fields, seq_len, hardware, **{"dtype": "float32", **more})
     except InputError as error:
         return row | {"error": str(error)}
-    return row | {
-        "device_bytes": found.device_bytes,
-        "peak_allocated_bytes": found.peak_allocated_bytes,
-        "phase": found.phase,
-        "breakdown": found.breakdown,
-        "capacity_bytes": found.capacity_bytes,
-        "fits": found.fits,
-    }
+    return row | kept(found, "device_bytes", "peak_allocated_bytes", "phase", "breakdown", "capacity_bytes", "fits")
 
 
 def model_of_34_million():
     """34,083,904 weights in the guide, which does not tell their architecture: a Llama of about as many."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        vocab_size=8192,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return LlamaConfig(**sizes, vocab_size=8192, tie_word_embeddings=False)
+
+
+BF16 = {"bf16": True, **CHECKPOINTED}
+FP16 = {"fp16": True, **CHECKPOINTED}
+# Table -> title, what the guide says (GB), model, hardware, micro-batch, accumulation, tokens, fields, and more of
+# estimate()'s arguments.
+GUIDES = {
+    "settings": [
+        (
+            *("7B, bf16, checkpointing, micro-batch 1 × 16, 8-bit Adam, on 24 GB", "20", "llama-2-7b", "rtx_4090"),
+            *(1, 16, 2048, {**BF16, "optim": "adamw_8bit"}, {"dtype": "bfloat16"}),
+        ),
+        (
+            "70B, bf16, ZeRO-3, checkpointing, micro-batch 1 × 8, 4096 tokens, on 8 × 80 GB",
+            *("60", "llama-3.1-70b", "a100_80gb", 1, 8, 4096, BF16),
+            {"dtype": "bfloat16", "world_size": 8, "strategy": "zero3"},
+        ),
+        (
+            "405B, ZeRO-3 without offloading, checkpointing, micro-batch 1, on 128 × H100",
+            *("", "llama-3.1-405b", "h100_80gb", 1, 1, 4096, BF16),
+            {"dtype": "bfloat16", "world_size": 128, "strategy": "zero3"},
+        ),
+    ],
+    "small test": [
+        (
+            *("34M weights, micro-batch 2, 512 tokens, checkpointing", "0.63", None, "rtx_3060"),
+            *(2, 1, 512, {**CHECKPOINTED, "optim": "sgd"}, {}),
+        ),
+    ],
+    "platforms": [
+        (title, guide, "smollm2-135m", hardware, micro, accumulation, tokens, fields, {})
+        for title, guide, hardware, micro, accumulation, tokens, fields in (
+            ("as it was: 16 × 2, 1024 tokens", "32", "rtx_3090", 16, 2, 1024, {"bf16": True}),
+            ("NVIDIA: 8 × 4, 1024 tokens", "4–5", "rtx_3060", 8, 4, 1024, {"bf16": True}),
+            ("AMD: 2 × 16, 512 tokens, checkpointing", "2.6", "rx_6750_xt", 2, 16, 512, FP16),
+            ("Apple: 4 × 8, 512 tokens, checkpointing", "4–5", "apple_m2_16gb", 4, 8, 512, FP16),
+        )
+    ],
+    "512M on 44 GB": [
+        (title, guide, "qwen3-0.6b", "l40s", micro, 1, tokens, BF16, {"world_size": 4, "strategy": "ddp"})
+        for title, guide, micro, tokens in (
+            ("1 × 1024 tokens", "35", 1, 1024),
+            ("2 × 1024, safe", "38–40", 2, 1024),
+            ("3 × 1024, medium", "", 3, 1024),
+            ("4 × 1024, aggressive", "", 4, 1024),
+            ("2 × 1536, maximum", "may run out", 2, 1536),
+            ("8 × 2048, which ran out", "51 and more", 8, 2048),
+        )
+    ],
+}
 
 
 def guides() -> list[dict]:
     """The settings of the guides' practical configurations and tables."""
-    batch = "per_device_train_batch_size"
-    bf16 = {"bf16": True, **CHECKPOINTED}
-    lora = _lora()
-    rows = [
-        guessed(
-            "settings",
-            "7B, bf16, checkpointing, micro-batch 1 × 16, 8-bit Adam, on 24 GB",
-            "20",
-            "llama-2-7b",
-            {**bf16, batch: 1, "gradient_accumulation_steps": 16, "optim": "adamw_8bit"},
-            2048,
-            "rtx_4090",
-            dtype="bfloat16",
-        ),
-        guessed(
-            "settings",
-            "70B, bf16, ZeRO-3, checkpointing, micro-batch 1 × 8, 4096 tokens, on 8 × 80 GB",
-            "60",
-            "llama-3.1-70b",
-            {**bf16, batch: 1, "gradient_accumulation_steps": 8},
-            4096,
-            "a100_80gb",
-            dtype="bfloat16",
-            world_size=8,
-            strategy="zero3",
-        ),
-        guessed(
-            "settings",
-            "405B, ZeRO-3 without offloading, checkpointing, micro-batch 1, on 128 × H100",
-            "",
-            "llama-3.1-405b",
-            {**bf16, batch: 1},
-            4096,
-            "h100_80gb",
-            dtype="bfloat16",
-            world_size=128,
-            strategy="zero3",
-        ),
-        guessed(
-            "small test",
-            "34M weights, micro-batch 2, 512 tokens, checkpointing",
-            "0.63",
-            model_of_34_million(),
-            {**CHECKPOINTED, batch: 2, "optim": "sgd"},
-            512,
-            "rtx_3060",
-        ),
-    ]
-    for title, guide, hardware, micro, accumulation, tokens, fields in [
-        ("as it was: 16 × 2, 1024 tokens", "32", "rtx_3090", 16, 2, 1024, {"bf16": True}),
-        ("NVIDIA: 8 × 4, 1024 tokens", "4–5", "rtx_3060", 8, 4, 1024, {"bf16": True}),
-        ("AMD: 2 × 16, 512 tokens, checkpointing", "2.6", "rx_6750_xt", 2, 16, 512, {"fp16": True, **CHECKPOINTED}),
-        ("Apple: 4 × 8, 512 tokens, checkpointing", "4–5", "apple_m2_16gb", 4, 8, 512, {"fp16": True, **CHECKPOINTED}),
-    ]:
-        batches = {batch: micro, "gradient_accumulation_steps": accumulation}
-        rows.append(guessed("platforms", title, guide, "smollm2-135m", {**fields, **batches}, tokens, hardware))
-    for title, guide, micro, tokens in [
-        ("1 × 1024 tokens", "35", 1, 1024),
-        ("2 × 1024, safe", "38–40", 2, 1024),
-        ("3 × 1024, medium", "", 3, 1024),
-        ("4 × 1024, aggressive", "", 4, 1024),
-        ("2 × 1536, maximum", "may run out", 2, 1536),
-        ("8 × 2048, which ran out", "51 and more", 8, 2048),
-    ]:
-        rows.append(
-            guessed(
-                "512M on 44 GB",
-                title,
-                guide,
-                "qwen3-0.6b",
-                {"bf16": True, **CHECKPOINTED, batch: micro},
-                tokens,
-                "l40s",
-                world_size=4,
-                strategy="ddp",
-            )
-        )
-    for title, guide, fields, dtype, frames in [
-        ("before: fp32, all activations, 200 frames", "12–16", {}, "float32", 200),
-        ("after: bf16, checkpointing, 100 frames", "4–6", bf16, "bfloat16", 100),
-    ]:
-        rows.append(_video(title, guide, {**fields, batch: 1}, dtype, frames, lora))
+    rows = []
+    for name, table in GUIDES.items():
+        for title, guide, model, hardware, micro, accumulation, tokens, fields, more in table:
+            batches = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+            fields, model = {**fields, **batches}, model or model_of_34_million()
+            rows.append(guessed(name, title, guide, model, fields, tokens, hardware, **more))
+    rows.append(_video("before: fp32, all activations, 200 frames", "12–16", {}, "float32", 200))
+    rows.append(_video("after: bf16, checkpointing, 100 frames", "4–6", BF16, "bfloat16", 100))
     return rows + sharded()
 
 
-def _lora():
-    from peft import LoraConfig
-
-    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def _video(title: str, guide: str, fields: dict, dtype: str, frames: int, lora) -> dict:
+def _video(title: str, guide: str, fields: dict, dtype: str, frames: int) -> dict:
     from hf_memopt.video.inputs import VideoInputs
     from hf_memopt.video.published import published_settings
 
-    few = MemoryArguments(logits_to_keep=dtype != "float32")
-    return guessed(
-        "2B video",
-        title,
-        guide,
-        "qwen2.5-vl-3b",
-        fields,
-        1,
-        "rtx_3090",
-        dtype=dtype,
-        peft_config=lora,
-        video=VideoInputs(frames=frames, max_pixels_per_frame=224 * 224, settings=published_settings("qwen2.5-vl-3b")),
-        frozen=("vision",),
-        memory_args=few,
-    )
+    model, fields = "qwen2.5-vl-3b", {**fields, "per_device_train_batch_size": 1}
+    more = {"dtype": dtype, "peft_config": lora(16), "frozen": ("vision",)}
+    more["memory_args"] = MemoryArguments(logits_to_keep=dtype != "float32")
+    more["video"] = VideoInputs(frames, max_pixels_per_frame=224 * 224, settings=published_settings(model))
+    return guessed("2B video", title, guide, model, fields, 1, "rtx_3090", **more)
 
 
 def sharded() -> list[dict]:
@@ -215,19 +145,10 @@ def sharded() -> list[dict]:
             2 * weights / (8 if stage >= 2 else 1),
             4 * weights / (8 if stage >= 1 else 1),
         ]
-        fields = {"bf16": True, **CHECKPOINTED, "per_device_train_batch_size": 1}
-        row = guessed(
-            "ZeRO",
-            strategy,
-            f"{(56, 31.5, 19.25, 7)[stage]}",
-            "llama-2-7b",
-            fields,
-            2048,
-            "a100_80gb",
-            dtype="bfloat16",
-            world_size=8,
-            strategy=strategy,
-        )
+        fields = {**BF16, "per_device_train_batch_size": 1}
+        more = {"dtype": "bfloat16", "world_size": 8, "strategy": strategy}
+        guide = f"{(56, 31.5, 19.25, 7)[stage]}"
+        row = guessed("ZeRO", strategy, guide, "llama-2-7b", fields, 2048, "a100_80gb", **more)
         rows.append(row | {"by_the_guides_bytes_gb": sum(parts) / GB, "deepspeeds_formula_bytes": _formula(stage)})
     return rows
 
@@ -260,7 +181,7 @@ def main() -> None:
     rows += [*guides(), tensor_and_pipeline_split()]
     for row in rows:
         print(json.dumps({name: value for name, value in row.items() if name != "profiles"})[:300])
-    record("plans", "python benchmarks/plans.py", rows)
+    record("plans", rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from record import RESULTS, record
@@ -19,35 +18,24 @@ PRICED = Path(__file__).parent / "data" / "questions"  # the folder of prices.to
 TOKENS = 10**7  # whose hours are shown
 
 
-@dataclass(frozen=True)
-class Question:
-    """What somebody asks, and the command that answers it."""
-
-    name: str
-    command: str
-
-
-QUESTIONS = (
-    Question("8B on a 3060", "plan llama-3.1-8b --hardware rtx_3060_12gb --seq-len 2048"),
-    Question("8B on a 4090", "plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048"),
-    Question("14B on a 5090", "plan qwen3-14b --hardware rtx_5090 --seq-len 2048"),
-    Question("8B on Colab", "plan llama-3.1-8b --hardware t4 --host-memory 12 --seq-len 2048"),
-    Question("8B on an M2", "plan llama-3.1-8b --hardware m2_24gb --seq-len 2048"),
-    Question("32B at 8192 tokens", "plan qwen3-32b --hardware h100_80gb --method lora --seq-len 8192"),
-    Question("70B on 2 x 3090", "plan llama-3.1-70b --hardware 2x3090 --seq-len 2048"),
-    Question("70B on 4 x L40S", "plan llama-3.1-70b --hardware l40sx4 --seq-len 2048"),
-    Question("70B on an MI300X", "plan llama-3.1-70b --hardware mi300x --seq-len 2048"),
-    Question("70B on 8 x A100", "plan llama-3.1-70b --hardware a100_80gbx8 --seq-len 4096"),
-    Question("405B", "plan llama-3.1-405b --hardware h100_80gbx64 --seq-len 4096"),
-    Question("30B A3B", "plan qwen3-30b-a3b --hardware h100_80gb --seq-len 2048"),
-    Question("video 7B", "plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max"),
-    Question(
-        "cheapest card", "plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M --seq-len 2048"
-    ),
-    Question(
-        "10M tokens", "plan qwen3-8b --hardware a100_80gb --method lora --seq-len 2048 --tokens 10M --price 1.60"
-    ),
-)
+# What somebody asks -> the command that answers it.
+QUESTIONS = {
+    "8B on a 3060": "plan llama-3.1-8b --hardware rtx_3060_12gb --seq-len 2048",
+    "8B on a 4090": "plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048",
+    "14B on a 5090": "plan qwen3-14b --hardware rtx_5090 --seq-len 2048",
+    "8B on Colab": "plan llama-3.1-8b --hardware t4 --host-memory 12 --seq-len 2048",
+    "8B on an M2": "plan llama-3.1-8b --hardware m2_24gb --seq-len 2048",
+    "32B at 8192 tokens": "plan qwen3-32b --hardware h100_80gb --method lora --seq-len 8192",
+    "70B on 2 x 3090": "plan llama-3.1-70b --hardware 2x3090 --seq-len 2048",
+    "70B on 4 x L40S": "plan llama-3.1-70b --hardware l40sx4 --seq-len 2048",
+    "70B on an MI300X": "plan llama-3.1-70b --hardware mi300x --seq-len 2048",
+    "70B on 8 x A100": "plan llama-3.1-70b --hardware a100_80gbx8 --seq-len 4096",
+    "405B": "plan llama-3.1-405b --hardware h100_80gbx64 --seq-len 4096",
+    "30B A3B": "plan qwen3-30b-a3b --hardware h100_80gb --seq-len 2048",
+    "video 7B": "plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max",
+    "cheapest card": "plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M --seq-len 2048",
+    "10M tokens": "plan qwen3-8b --hardware a100_80gb --method lora --seq-len 2048 --tokens 10M --price 1.60",
+}
 
 
 def ask(command: str) -> tuple[dict, float]:
@@ -67,34 +55,22 @@ def ask(command: str) -> tuple[dict, float]:
     return json.loads(made.stdout), time.perf_counter() - began
 
 
-def answered(question: Question) -> dict:
+def answered(question: str) -> dict:
     """A question's row."""
-    found, took = ask(question.command)
-    kept = next(keep for name, keep in KEPT.items() if name in found)
-    asked = {"question": question.name, "command": f"hf-memopt {question.command}", "seconds": round(took, 1)}
-    return asked | kept(found)
+    command = QUESTIONS[question]
+    found, took = ask(command)
+    keep = next(keep for name, keep in KEPT.items() if name in found)
+    return {"question": question, "command": f"hf-memopt {command}", "seconds": round(took, 1)} | keep(found)
 
 
 def plan_of(found: dict) -> dict:
     """Of a plan: the usual profile, all profiles in short, and what stands beside them."""
     profiles = found["profiles"]
-    usual = next(
-        (profile for profile in profiles if profile["profile"] == "balanced"), profiles[0] if profiles else None
-    )
-    names = (
-        *("model", "hardware", "devices", "method", "seq_len", "effective_batch_size", "usable_bytes"),
-        *(
-            "usable_host_bytes",
-            "host_memory_source",
-            "missing_bytes",
-            "nearest",
-            "plain",
-            "methods",
-            "rejected",
-            "notes",
-        ),
-    )
-    row = {name: found[name] for name in names} | {"profiles": [_profile(profile) for profile in profiles]}
+    balanced = (profile for profile in profiles if profile["profile"] == "balanced")
+    usual = next(balanced, profiles[0] if profiles else None)
+    names = "model hardware devices method seq_len effective_batch_size usable_bytes usable_host_bytes"
+    names += " host_memory_source missing_bytes nearest plain methods rejected notes"
+    row = {name: found[name] for name in names.split()} | {"profiles": [_profile(profile) for profile in profiles]}
     if usual is None:
         return row
     took = found["durations"][usual["profile"]]
@@ -109,10 +85,8 @@ def plan_of(found: dict) -> dict:
 
 
 def _profile(profile: dict) -> dict:
-    names = (
-        *("device_bytes", "host_bytes", "phase", "breakdown", "step_seconds", "mfu", "speed_error"),
-        *("train_device_bytes",),
-    )
+    names = ("device_bytes", "host_bytes", "phase", "breakdown", "step_seconds", "mfu", "speed_error")
+    names += ("train_device_bytes",)
     estimate = {name: profile["estimate"][name] for name in names if name in profile["estimate"]}
     return {name: profile[name] for name in ("profile", "settings", "tokens_per_second")} | estimate
 
@@ -138,17 +112,13 @@ KEPT = {"profiles": plan_of, "cards": cards_of, "frames": frames_of}  # by a key
 
 def main(names: list[str]) -> None:
     """Ask the questions of these names, or all, and write the file after each."""
-    if unknown := set(names) - {question.name for question in QUESTIONS}:
+    if unknown := set(names) - set(QUESTIONS):
         raise SystemExit(f"no such question: {', '.join(sorted(unknown))}")
-    file = RESULTS / "questions.json"
-    rows = {row["question"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
-    for question in QUESTIONS:
-        if names and question.name not in names:
-            continue
-        print(f"hf-memopt {question.command}", flush=True)
-        rows[question.name] = answered(question)
-        kept = [rows[one.name] for one in QUESTIONS if one.name in rows]
-        record("questions", "python benchmarks/questions.py", kept)
+    rows = {row["question"]: row for row in json.loads((RESULTS / "questions.json").read_text())["rows"]}
+    for question in names or QUESTIONS:
+        print(f"hf-memopt {QUESTIONS[question]}", flush=True)
+        rows[question] = answered(question)
+        record("questions", [rows[name] for name in QUESTIONS if name in rows])
 
 
 if __name__ == "__main__":

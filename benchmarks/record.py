@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -10,8 +11,17 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def record(name: str, command: str, rows: list[dict], **more) -> Path:
-    """Write results/<name>.json, with more beside the rows, and return its path."""
+def record_each(name: str, make: Callable[..., dict], jobs: Iterable[tuple]) -> None:
+    """Record the row that `make` gives for each job, and print it as soon as it is there."""
+    rows = []
+    for job in jobs:
+        rows.append(make(*job))
+        print(rows[-1], flush=True)
+    record(name, rows)
+
+
+def record(name: str, rows, command: str = "", **more) -> None:
+    """Write results/<name>.json, with more beside the rows."""
     import psutil
 
     from hf_memopt.hardware import detect
@@ -20,7 +30,7 @@ def record(name: str, command: str, rows: list[dict], **more) -> Path:
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     result = {
         "benchmark": name,
-        "command": command,
+        "command": command or f"python benchmarks/{name}.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
             "device": device.label,
@@ -37,4 +47,8 @@ def record(name: str, command: str, rows: list[dict], **more) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {path}")
-    return path
+
+
+def kept(found, *names: str) -> dict:
+    """The attributes of an estimate that a row keeps."""
+    return {name: getattr(found, name) for name in names}

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from jobs import QUIET, same_rows
+
 
 def main(job_file: str, peak_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
@@ -22,14 +24,13 @@ def main(job_file: str, peak_file: str) -> None:
     from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
     config = AutoConfig.for_model(**job["config"])
-    row = {"input_ids": [7] * job["seq_len"], "labels": [7] * job["seq_len"]}
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=2, **quiet, **job["fields"])
+        args = TrainingArguments(folder, **{**QUIET, **job["fields"]})
 
         def train() -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"]))
-            given = {"model": model, "args": args, "train_dataset": [row] * 64, "data_collator": default_data_collator}
+            rows = same_rows(job["seq_len"], 64)
+            given = {"model": model, "args": args, "train_dataset": rows, "data_collator": default_data_collator}
             memory = job.get("memory")
             trainer = MemoryTrainer(**given, memory_args=MemoryArguments(**memory)) if memory else Trainer(**given)
             trainer.train()

@@ -147,16 +147,7 @@ def main() -> None:
         kind = "fitted" if row["fitted"] else "predicted"
         job = f"{row['n_gpus']} × {row['micro_batch']}  {row['model']}, {row['method']}"
         print(f"{row['error']:+7.1%}  {row['tier']} {kind:>9}  {job}")
-    for name, of_group in GROUPS.items():
-        print(
-            "{}: {rows} rows, median {median:.1%}, worst {worst:.1%}, {near:.0%} within 25 %, {pairs} pairs ranked "
-            "right".format(name, **summary(list(filter(of_group, rows))))
-        )
-    losses = regrets(rows)
-    for loss in losses:
-        job = f"{loss['n_gpus']} × {loss['gpu']}  {loss['model']}, {loss['method']}, tier {loss['tier']}"
-        print(f"regret {loss['regret']:6.1%} of {loss['settings']:2} settings  {job}")
-    record("speed_published", "python benchmarks/speed_published.py", rows, regrets=losses)
+    record("speed_published", rows, regrets=regrets(rows))
 
 
 if __name__ == "__main__":

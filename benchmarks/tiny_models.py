@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-import tempfile
+
+from jobs import trained_peak
 
 LAYERS = 2
 _DEPTH = -1  # a number of layers
@@ -101,9 +102,7 @@ def measured_peak(config, task: str, micro: int) -> int:
     """Bytes: the allocator's peak over model, two steps and all between."""
     import torch
     import transformers
-    from transformers import Trainer, TrainingArguments, default_data_collator
 
-    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
     from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, with_token_ids
 
     batch = real_batch(batch_shapes(task, config, micro, LENGTH, padded=False), task)
@@ -111,22 +110,9 @@ def measured_peak(config, task: str, micro: int) -> int:
     if task == "image-classification":
         rows = [{**row, "labels": int(row["labels"])} for row in rows]
 
-    def train():
+    def make_model():
         torch.manual_seed(0)
         auto = getattr(transformers, TASKS[task].auto_class)
-        model = auto.from_config(with_token_ids(config), dtype=torch.float32)
-        args = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            max_steps=2,
-            per_device_train_batch_size=micro,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            logging_strategy="no",
-            remove_unused_columns=False,
-        )
-        Trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator).train()
+        return auto.from_config(with_token_ids(config), dtype=torch.float32)
 
-    with tempfile.TemporaryDirectory() as folder:
-        return allocator_peak(train)
+    return trained_peak(make_model, {"per_device_train_batch_size": micro, "remove_unused_columns": False}, rows)

@@ -12,8 +12,9 @@ import threading
 import time
 
 import torch
+from jobs import make_trainer
 from record import record
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_memopt import MemoryTrainer
 
@@ -22,27 +23,12 @@ STEPS, LEFT_OUT, LENGTH, ROWS = 150, 10, 128, 4
 
 def trainer_of(kind, folder: str, steps: int) -> Trainer:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        tie_word_embeddings=True,
-    )
-    args = TrainingArguments(
-        folder,
-        use_cpu=True,
-        max_steps=steps,
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-    )
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, tie_word_embeddings=True))
+    fields = {"max_steps": steps, "per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 2}
+    fields |= {"logging_strategy": "steps", "logging_steps": 1}
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8000, (ROWS * 40, LENGTH))]
-    return kind(model=LlamaForCausalLM(config), args=args, train_dataset=rows)
+    return make_trainer(folder, model, fields, rows, kind=kind)
 
 
 class Turns(TrainerCallback):
@@ -109,7 +95,7 @@ def main() -> None:
         "peak_allocated_bytes": peaks,
     }
     print(json.dumps(row, indent=2))
-    record("trainer_overhead", "python benchmarks/trainer_overhead.py", [row])
+    record("trainer_overhead", [row])
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ prediction is therefore given per logit, too.
 import json
 from pathlib import Path
 
+from jobs import four_bits, lora
 from record import record
 
-from hf_memopt import estimate, get_preset
+from hf_memopt import estimate
 
 DATA = Path(__file__).parent / "data/published_trl.json"
 
@@ -18,23 +19,10 @@ DATA = Path(__file__).parent / "data/published_trl.json"
 def predicted(row: dict) -> dict:
     """A published row with the prediction for its settings."""
     settings = dict(row["settings"])
-    lora, quantized = settings.pop("lora", None), settings.pop("quantized", False)
-    preset = get_preset("a100_80gb", method="qlora" if quantized else "full")
-    peft_config = None
-    if lora:
-        from peft import LoraConfig
-
-        peft_config = LoraConfig(**lora, task_type="CAUSAL_LM")
-    found = estimate(
-        row["model"],
-        settings,
-        row["tokens"],
-        row["hardware"],
-        peft_config=peft_config,
-        quantization_config=preset.model_kwargs().get("quantization_config"),
-        dtype=row["dtype"],
-        task=row["task"],
-    )
+    adapter, quantized = settings.pop("lora", None), settings.pop("quantized", False)
+    more = {"peft_config": lora(**adapter) if adapter else None, "dtype": row["dtype"], "task": row["task"]}
+    more["quantization_config"] = four_bits(double=True) if quantized else None
+    found = estimate(row["model"], settings, row["tokens"], row["hardware"], **more)
     guess = getattr(found, row["metric"])
     logits = row["logit_rows"] * row["vocabulary"]
     return row | {
@@ -49,7 +37,7 @@ def main() -> None:
     for row in json.loads(DATA.read_text())["rows"]:
         rows.append(predicted(row))
         print(row["id"], f"{rows[-1]['predicted_bytes'] / row['peak_bytes'] - 1:+.1%}", flush=True)
-    record("trl_published", "python benchmarks/trl_published.py", rows)
+    record("trl_published", rows)
 
 
 if __name__ == "__main__":

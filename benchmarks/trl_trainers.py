@@ -3,12 +3,10 @@
 Predicted, nothing here is measured. docs/trl.md's table is made from the result.
 """
 
-import time
-
+from cards import predicted
 from record import record
 
-from hf_memopt import estimate, get_hardware, get_preset
-from hf_memopt.errors import InputError
+from hf_memopt import get_hardware, get_preset
 
 MODEL = "qwen2.5-7b"
 CARDS = ("rtx_4090", "a100_80gb")
@@ -33,40 +31,16 @@ JOBS = [
 ]
 
 
-def predicted(task: str, method: str, samples: int, tokens: int, fields: dict) -> dict:
-    """A row: one job, with TRL's defaults where `fields` say nothing."""
-    row = {"model": MODEL, "task": task, "method": method, "samples": samples, "tokens": tokens, "fields": fields}
-    preset = get_preset("a100_80gb", method=method)
-    began = time.perf_counter()
-    try:
-        found = estimate(
-            MODEL,
-            {"per_device_train_batch_size": samples, **fields},
-            tokens,
-            "a100_80gb",
-            peft_config=preset.peft_config(),
-            dtype="bfloat16",
-            quantization_config=preset.model_kwargs().get("quantization_config"),
-            task=task,
-        )
-    except InputError as error:
-        return row | {"refused": str(error)}
-    return row | {
-        "device_bytes": found.device_bytes,
-        "peak_allocated_bytes": found.peak_allocated_bytes,
-        "breakdown": found.breakdown,
-        "phase": found.phase,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-
-
 def main() -> None:
     rows = []
-    for job in JOBS:
-        rows.append(predicted(*job))
+    for task, method, samples, tokens, fields in JOBS:
+        row = {"model": MODEL, "task": task, "method": method, "samples": samples, "tokens": tokens, "fields": fields}
+        fields = {"per_device_train_batch_size": samples, **fields}  # with TRL's defaults for the rest
+        preset = get_preset("a100_80gb", method=method)
+        rows.append(row | predicted(preset, MODEL, fields, tokens, "a100_80gb", dtype="bfloat16", task=task))
         print(rows[-1], flush=True)
     cards = [{"card": name, "capacity_bytes": get_hardware(name).memory} for name in CARDS]
-    record("trl", "python benchmarks/trl_trainers.py", rows + cards)
+    record("trl", rows + cards, "python benchmarks/trl_trainers.py")
 
 
 if __name__ == "__main__":

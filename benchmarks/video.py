@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import video_models
 import videos
-from peft import LoraConfig
+from jobs import CHECKPOINTED, QUIET, lora
 from record import record
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
@@ -35,16 +35,8 @@ from hf_memopt.video.processor import load_processor
 FAMILIES = ("qwen2_5_vl", "smolvlm", "llava_onevision")
 FRAMES = 64
 VOCABULARY = 32_000
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3, **CHECKPOINTED}
-QUIET = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "remove_unused_columns": False,
-}
+SETTINGS = {**QUIET, **FIELDS, "logging_strategy": "steps", "logging_steps": 1, "remove_unused_columns": False}
 # Name: whether it is VideoTrainer, whether the tower stays out of autograd, its levers.
 ROWS = {
     "plain Trainer": (False, False, None),
@@ -71,14 +63,10 @@ class Copies(torch.utils.data.Dataset):
 def sizes(family: str) -> dict:
     """The same width and depth in each family, and a frame of about 16 tokens."""
     vision = {"hidden_size": 96, "intermediate_size": 288}
-    depth = (
-        {"depth": 4, "num_heads": 4}
-        if family.startswith("qwen")
-        else {"num_hidden_layers": 4, "num_attention_heads": 4}
-    )
-    side = {"smolvlm": 64}.get(family, 112)
+    depth = {"num_hidden_layers": 4, "num_attention_heads": 4}
     if family == "qwen2_5_vl":
-        depth["fullatt_block_indexes"] = [3]
+        depth = {"depth": 4, "num_heads": 4, "fullatt_block_indexes": [3]}
+    side = {"smolvlm": 64}.get(family, 112)
     return {"vocab": VOCABULARY, "hidden": 128, "layers": 4, "side": side, "vision": {**vision, **depth}}
 
 
@@ -87,37 +75,26 @@ def make_sample(folder: Path, frames: int) -> dict:
     if not clip.exists():
         videos.write(clip, videos.numbered(frames, 112, 112))
     processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
-    row = {
-        "messages": [
-            {"role": "user", "content": "<video>What is moving?"},
-            {"role": "assistant", "content": "first red then blue"},
-        ],
-        "videos": [clip.name],
-    }
+    question = {"role": "user", "content": "<video>What is moving?"}
+    answer = {"role": "assistant", "content": "first red then blue"}
+    row = {"messages": [question, answer], "videos": [clip.name]}
     return Encoder(processor, Limits(max_frames=frames), folder)(row)
 
 
 def measure(folder: Path, sample: dict, ours: bool, outside: bool, memory_args: MemoryArguments | None) -> dict:
     """Bytes at the peak of two steps, predicted bytes, and both losses."""
     set_seed(0)
-    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    adapted = train_parts(model, lora, ("vision",))
+    adapted = train_parts(model, lora(16), ("vision",))
     if not outside:
         put_back(model)  # what keeps the tower out of autograd
     peak = PhasePeaks()
     with tempfile.TemporaryDirectory() as output:
-        args = TrainingArguments(output, **FIELDS, **QUIET)
-        given = {
-            "model": adapted,
-            "args": args,
-            "train_dataset": Copies(sample),
-            "callbacks": [peak],
-        }
+        args = TrainingArguments(output, **SETTINGS)
+        given = {"model": adapted, "args": args, "train_dataset": Copies(sample), "callbacks": [peak]}
         if ours:
-            trainer = VideoTrainer(
-                memory_args=memory_args, data_collator=VideoCollator(0, separate_media=True), **given
-            )
+            given |= {"memory_args": memory_args, "data_collator": VideoCollator(0, separate_media=True)}
+            trainer = VideoTrainer(**given)
         else:
             trainer = Trainer(data_collator=VideoCollator(0, attention_mask=True), **given)
         trainer.train()
@@ -125,16 +102,8 @@ def measure(folder: Path, sample: dict, ours: bool, outside: bool, memory_args: 
     row = {"measured_bytes": peak.bytes, "tokens": len(sample["input_ids"]), "losses": losses}
     if ours and outside:
         config = AutoConfig.from_pretrained(folder)
-        found = estimate(
-            config,
-            FIELDS,
-            8,
-            "cpu",
-            memory_args=memory_args,
-            video=real_inputs(sample),
-            peft_config=lora,
-            frozen=("vision",),
-        )
+        more = {"memory_args": memory_args, "video": real_inputs(sample), "peft_config": lora(16)}
+        found = estimate(config, FIELDS, 8, "cpu", **more, frozen=("vision",))
         row |= {"predicted_bytes": found.peak_allocated_bytes, "error": found.peak_allocated_bytes / peak.bytes - 1}
     return row
 
@@ -153,7 +122,7 @@ def main() -> None:
             results[family] = {"measures": rows, "by_frames": by_frames}
             print(family, {name: round(row["of_plain"], 3) for name, row in rows.items()})
             print(family, {count: (row["measured_bytes"], row["error"]) for count, row in by_frames.items()})
-    record("video", "python benchmarks/video.py", results)
+    record("video", results)
 
 
 if __name__ == "__main__":

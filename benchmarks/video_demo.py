@@ -30,7 +30,7 @@ def main() -> None:
         "measured_bytes": report["measured"]["peak_allocated_bytes"],
     }
     print(row)
-    record("video_demo", "python benchmarks/video_demo.py", [row])
+    record("video_demo", [row])
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy
 import torch
 import torchvision_operators  # noqa: F401
+import yaml
+from jobs import CHECKPOINTED, QUIET
 from record import record
 from tiny_video_models import make_config, make_processor, video_types
-from tiny_video_settings import SETTINGS
 from transformers import AutoModelForImageTextToText, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -40,24 +41,13 @@ TEMPLATE = (
     "{% elif part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+SETTINGS = yaml.safe_load((Path(__file__).parent / "data" / "tiny_video_settings.yaml").read_text())["types"]
 CLIPS = ((6, 56, 84), (4, 70, 56))  # frames, height, width
 # Media of a row beside its first video, by what the result calls it.
 MIXED = {"image": {"images": ["picture.png"]}, "second_video": {"videos": ["clip1"]}}
 TOLERANCE = 1e-4  # of losses that differ by the order of float32 sums
-FIELDS = {
-    "per_device_train_batch_size": 2,
-    "max_steps": 1,
-    "activation_checkpointing": True,
-    "activation_checkpointing_kwargs": {"use_reentrant": False},
-}
-QUIET = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "remove_unused_columns": False,
-}
+FIELDS = {**QUIET, **CHECKPOINTED, "per_device_train_batch_size": 2, "max_steps": 1, "remove_unused_columns": False}
+FIELDS |= {"logging_strategy": "steps", "logging_steps": 1}
 
 
 def write_media(folder: Path) -> None:
@@ -161,7 +151,7 @@ def take_step(model, samples: list[dict], pad_token_id: int) -> float:
     with tempfile.TemporaryDirectory() as output:
         trainer = VideoTrainer(
             model=model,
-            args=TrainingArguments(output, **FIELDS, **QUIET),
+            args=TrainingArguments(output, **FIELDS),
             train_dataset=samples,
             data_collator=VideoCollator(pad_token_id, separate_media=True),
             memory_args=with_few_logits(MemoryArguments(), model.config),
@@ -189,7 +179,7 @@ def attempts(kinds: list[str]) -> list[dict]:
 def main(argv: list[str]) -> None:
     rows = attempts(argv or video_types())
     if not argv:
-        record("video_families", "python benchmarks/video_families.py", rows)
+        record("video_families", rows)
 
 
 if __name__ == "__main__":

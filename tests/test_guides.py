@@ -13,9 +13,9 @@ from conftest import ROOT
 from hf_memopt.presets import get_preset, list_presets
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import guides_docs
+from docs_tables import GUIDE_STATES, guide_rows, guides
 
-ROWS = guides_docs.rows()
+ROWS = guide_rows()
 WORKS = [row for row in ROWS if row["state"] == "works"]
 NAMED = sorted({test for row in ROWS for test in row.get("tested_by", ())})
 COMMANDS = sorted({row["command"] for row in ROWS if "command" in row})
@@ -31,19 +31,18 @@ def test_rows_are_whole():
 
     def whole(row: dict) -> bool:
         shown, why = row.get("tested_by") or row.get("command"), row.get("why", "").strip()
-        named = set(row) <= KEYS and row["item"].strip() and row["here"].strip() and row["state"] in guides_docs.STATES
+        named = set(row) <= KEYS and row["item"].strip() and row["here"].strip() and row["state"] in GUIDE_STATES
         return bool(named and (shown and not why if row["state"] == "works" else why))
 
     assert not [row for row in ROWS if not whole(row)]
 
 
 def test_five_guides_with_all_their_items():
-    guides = guides_docs.guides()
-    assert len(guides) == 5 and len({guide["name"] for guide in guides}) == 5
-    assert all(section["rows"] for guide in guides for section in guide["section"])
+    assert len(guides()) == 5 and len({guide["name"] for guide in guides()}) == 5
+    assert all(section["rows"] for guide in guides() for section in guide["section"])
     assert len(ROWS) >= 300 and len(WORKS) >= 150
     twice = [
-        (guide["name"], row["item"]) for guide in guides for section in guide["section"] for row in section["rows"]
+        (guide["name"], row["item"]) for guide in guides() for section in guide["section"] for row in section["rows"]
     ]
     assert len(twice) == len(set(twice))
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from cards import TOKENS, estimated  # noqa: E402
-from cards_docs import _cell  # noqa: E402
+from docs_tables import largest_method  # noqa: E402
 
 MODEL, CARD = "llama-3.2-1b", "a100_80gb"
 
@@ -63,9 +63,9 @@ def test_what_the_table_calls_tight_is_what_no_plan_fills():
     models = dict.fromkeys(model for _, model, _ in need)
     for card in (row for row in rows if "card" in row):
         for model in models:
-            sizes = (need.get((card["kind"], model, method), {}).get("device_bytes") for method in METHODS)
-            largest = next((size for size in sizes if size and size <= card["capacity_bytes"]), 0)
-            tight = "(tight)" in _cell(card["kind"], model, card["capacity_bytes"], need)
+            sizes = {method: need.get((card["kind"], model, method), {}).get("device_bytes") for method in METHODS}
+            largest = next((size for size in sizes.values() if size and size <= card["capacity_bytes"]), 0)
+            tight = "(tight)" in largest_method(sizes, card["capacity_bytes"])
             assert tight == (largest > PLAN_PROFILES["maximum"][1] * card["capacity_bytes"])
     for page in ("README.md", "docs/quickstart.md"):
         assert re.search(

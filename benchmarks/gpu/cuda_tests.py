@@ -24,18 +24,8 @@ def measure(case: Case) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         # addopts are of plugins that an image may lack.
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-o",
-            "addopts=",
-            "-q",
-            "-m",
-            "cuda",
-            "tests/test_cuda.py",
-            f"--junitxml={report}",
-        ]
+        words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-m", "cuda", "tests/test_cuda.py"]
+        words.append(f"--junitxml={report}")
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         if not report.is_file():
             raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])

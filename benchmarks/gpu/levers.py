@@ -52,18 +52,11 @@ def measure(case: Case) -> dict:
         bench.LENGTH, bench.VOCABULARY, bench.TURNS = 2048, 64_000, 15
 
         def config(name: str = "") -> MistralConfig:
-            return MistralConfig(
-                vocab_size=bench.VOCABULARY,
-                hidden_size=2048,
-                intermediate_size=5632,
-                num_hidden_layers=8,
-                num_attention_heads=16,
-                num_key_value_heads=8,
-                max_position_embeddings=bench.LENGTH,
-                sliding_window=None,
-                tie_word_embeddings=False,
-                attn_implementation="eager" if name == bench.EAGER else "sdpa",
-            )
+            sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8}
+            sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": bench.LENGTH}
+            more = {"sliding_window": None, "tie_word_embeddings": False}
+            attention = "eager" if name == bench.EAGER else "sdpa"
+            return MistralConfig(vocab_size=bench.VOCABULARY, **sizes, **more, attn_implementation=attention)
 
         bench.config = config
     bench.held_out_loss = lambda name: 1.0  # measured on the CPU, where it is the same

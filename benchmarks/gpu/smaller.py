@@ -7,6 +7,9 @@ from hf_memopt.calibration.processes import Skip
 
 GIB = 2**30
 METHODS = ("full", "lora", "qlora")
+TINY_BATCH = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0}
+TINY_BATCH |= {"use_cpu": True, "bf16": False, "fp16": False, "optim": "adamw_torch"}
+QUIET = {"max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
 
 
 def cases(rehearse: bool) -> list[Case]:
@@ -51,19 +54,7 @@ def measure(case: Case) -> dict:
     sizes = {} if on_card else {**TINY, "tiny": 1}
     config = load_model_config(Setting("smaller", predicted["model"], sizes=sizes))
     length = predicted["seq_len"] if on_card else 32
-    micro = (
-        {}
-        if on_card
-        else {
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-            "use_cpu": True,
-            "bf16": False,
-            "fp16": False,
-            "optim": "adamw_torch",
-            "dataloader_num_workers": 0,
-        }
-    )
+    micro = {} if on_card else TINY_BATCH
     outcome = "trained"
     with tempfile.TemporaryDirectory() as folder, peaks() as found:
         try:
@@ -78,16 +69,7 @@ def measure(case: Case) -> dict:
                 torch.cuda.set_per_process_memory_fraction(limit / total)
             if preset.method != "full":
                 model = add_adapters(model, preset.peft_config())
-            args = preset.training_arguments(
-                folder,
-                world_size=1,
-                max_steps=2,
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                logging_strategy="no",
-                **micro,
-            )
+            args = preset.training_arguments(folder, world_size=1, **QUIET, **micro)
             row = {"input_ids": [7] * length, "labels": [7] * length}
             Trainer(model, args, train_dataset=[row] * 512, data_collator=default_data_collator).train()
         except torch.OutOfMemoryError:

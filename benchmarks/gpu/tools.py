@@ -12,17 +12,8 @@ from hf_memopt.calibration.training import Setting, make_trainer
 
 MIB = 2**20
 SMALL = Setting("tools", "smollm2-135m", {"bf16": True}, {}, micro=2, length=256)
-NAMES = (
-    "constants",
-    "snapshot",
-    "snapshot_on_oom",
-    "phase_peaks",
-    "monitor",
-    "doctor",
-    "attention",
-    "allocator_setting",
-    "compile",
-)
+NAMES = ("constants", "snapshot", "snapshot_on_oom", "phase_peaks", "monitor", "doctor", "attention")
+NAMES += ("allocator_setting", "compile")
 
 
 def cases(rehearse: bool) -> list[Case]:

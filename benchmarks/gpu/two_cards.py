@@ -35,13 +35,7 @@ def measure(case: Case) -> dict:
         # The tests' own runs are on the CPU, and their fields are overridden here.
         device = {} if case.rehearse else {"fields": {"use_cpu": False}}
         lines = "\n".join(json.dumps({**one, **device}) for one in (PLAIN, case.settings["case"]))
-        subprocess.run(
-            [sys.executable, "two_processes.py", folder],
-            input=lines,
-            text=True,
-            check=True,
-            cwd=ROOT / "tests",
-            capture_output=True,
-        )
+        program = [sys.executable, "two_processes.py", folder]
+        subprocess.run(program, input=lines, text=True, check=True, cwd=ROOT / "tests", capture_output=True)
         found = json.loads(Path(folder, f"{case.settings['case']['name']}.json").read_text())
     return {"backend": "nccl" if cards >= 2 else "gloo", **found}

@@ -14,30 +14,8 @@ from benchmarks.gpu.case import ROOT
 
 MIB = 2**20
 # Most needed first: without the first line nothing runs; the last ones are large, or of one part alone.
-PACKAGES = (
-    "transformers",
-    "accelerate",
-    "peft",
-    "huggingface_hub",
-    "tokenizers",
-    "safetensors",
-    "psutil",
-    "PyYAML",
-    "nvidia-ml-py",
-    "rich",
-    "typer",
-    "Jinja2",
-    "datasets",
-    "dill",
-    "multiprocess",
-    "xxhash",
-    "httpx2",
-    "httpcore2",
-    "truststore",
-    "regex",
-    "pytest",
-    "bitsandbytes",
-)
+PACKAGES = "transformers accelerate peft huggingface_hub tokenizers safetensors psutil PyYAML nvidia-ml-py rich typer"
+PACKAGES += " Jinja2 datasets dill multiprocess xxhash httpx2 httpcore2 truststore regex pytest bitsandbytes"
 PLATFORMS = [f"manylinux_2_{minor}_{{machine}}" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_{machine}", "manylinux1_{machine}"]
 
@@ -52,7 +30,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what would be downloaded, and download nothing")
     args = parser.parse_args()
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    wanted = [name for name in PACKAGES if name.lower() not in args.without.lower().split(",")]
+    wanted = [name for name in PACKAGES.split() if name.lower() not in args.without.lower().split(",")]
     if args.list:
         print("\n".join(f"{name}=={pins[name]}" for name in wanted))
         return 0
@@ -70,22 +48,9 @@ def main() -> int:
 def fetch(args: argparse.Namespace, pinned: str) -> str:
     """Download one wheel; why it was left out, "" where it was not."""
     before = set(args.folder.glob("*.whl"))
-    words = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-qq",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--implementation",
-        "cp",
-        "--python-version",
-        args.python_version,
-        "-d",
-        str(args.folder),
-    ]
+    words = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
+    words += ["--only-binary=:all:", "--implementation", "cp", "--python-version", args.python_version]
+    words += ["-d", str(args.folder)]
     for platform in PLATFORMS:
         words += ["--platform", platform.format(machine=args.machine)]
     done = subprocess.run([*words, pinned], capture_output=True, text=True)
