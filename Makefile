@@ -8,9 +8,9 @@ export PATH := $(BIN):$(PATH)
 
 WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
-bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
+bench regress gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all      all of them"
 	@echo "make test-sweeps   the other cases of the slow tests that have many; before a release"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
+	@echo "make regress  check that predictions are what they were, to the byte; minutes"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
 	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
 	@echo "make lint     check style;  make format  apply it"
@@ -87,6 +88,10 @@ bench: $(INSTALLED)
 	python benchmarks/cards.py
 	python benchmarks/trl_trainers.py
 	python benchmarks/estimator_published.py
+
+# ARGS=--freeze makes what is predicted now the truth.
+regress: $(INSTALLED)
+	python benchmarks/regress.py $(ARGS)
 
 # Does not install anything: the card's machine may have no network.
 gpu:

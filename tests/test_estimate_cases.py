@@ -312,3 +312,14 @@ def test_no_line_goes_through_two_points_of_one_moment():
         for size in (100, 160, 190)
     ]
     assert between == sorted(between)
+
+
+def test_adapters_on_a_vision_tower_that_initializes_by_values():
+    """SigLIP's initialization asks tensors for values."""
+    from peft import LoraConfig
+    from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = Gemma3TextConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=64)
+    config = Gemma3Config(text_config=text, vision_config=SiglipVisionConfig(**sizes, image_size=28, patch_size=14))
+    assert estimate(config, {}, 16, "l40s", peft_config=LoraConfig(target_modules=["q_proj"])).fits

@@ -184,11 +184,14 @@ def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> i
 def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> list[int]:
     """The number of elements of each weight, in the model's order; with adapters of the trained ones."""
     import torch
+    from transformers.initialization import no_init_weights
 
     def build() -> list[int]:
-        # Adapters make tensors from values, which the meta device does not have.
+        # Adapters make tensors from values, which the meta device does not have. Nothing is initialized then: SigLIP
+        # (Gemma 3's vision tower) would ask for the largest of its weights, which fake tensors do not have.
         unallocated = torch.device("meta") if peft_config is None else fake_world("cpu")
-        with unallocated, outside_zero3():
+        initialized = nullcontext() if peft_config is None else no_init_weights()
+        with unallocated, initialized, outside_zero3():
             model = make_model(ModelSettings(config=config, task=task, dtype=dtype, peft_config=peft_config))
         return [weight.numel() for weight in model.parameters() if weight.requires_grad]
 
