@@ -71,7 +71,10 @@ def main() -> int:
     os.chdir(FOLDER)  # where the configurations are that commands name
     from hf_memopt.cli.estimate import import_libraries
     from hf_memopt.estimator.tracing import parallel
+    from hf_memopt.hardware.allocator import SPELLINGS
 
+    for name in SPELLINGS:  # reserved bytes follow the allocator's settings
+        os.environ.pop(name, None)
     import_libraries()  # before the processes part
     lines = [line for line in Path("commands.txt").read_text().splitlines() if line and not line.startswith("#")]
     freezing = "--freeze" in sys.argv
