@@ -16,8 +16,9 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "data" / "regress"
-FROZEN = Path(__file__).parent / "results" / "regress.json"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks" / "data" / "regress"
+FROZEN = ROOT / "benchmarks" / "results" / "regress.json"
 # Texts that explain figures, and texts that another list of the same answer says in more detail.
 LEFT_OUT = {"notes", "timeline", "versions", "levers", "model"}
 TOLERANCE = 1e-3  # of what is no whole number: speeds, hours, shares
@@ -44,6 +45,8 @@ def without(value):
     """A copy without what is left out of the comparison."""
     if isinstance(value, dict):
         return {name: without(part) for name, part in value.items() if name not in LEFT_OUT}
+    if isinstance(value, str):  # launch commands name files of this clone
+        return value.replace(f"{ROOT}/", "")
     return [without(part) for part in value] if isinstance(value, list) else value
 
 
