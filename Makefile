@@ -8,7 +8,7 @@ export PATH := $(BIN):$(PATH)
 
 WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
-bench regress gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
+bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
 .PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
 
@@ -20,7 +20,7 @@ help:
 	@echo "make test-pages    reports and documentation in a browser; needs Chromium"
 	@echo "make test-long     the last three together"
 	@echo "make test-all      all of them"
-	@echo "make test-sweeps   the other cases of the slow tests that have many; before a release"
+	@echo "make test-sweeps   what the others leave out; before a release"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make regress  check that predictions are what they were, to the byte; minutes"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"

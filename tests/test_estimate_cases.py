@@ -323,3 +323,14 @@ def test_adapters_on_a_vision_tower_that_initializes_by_values():
     text = Gemma3TextConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=64)
     config = Gemma3Config(text_config=text, vision_config=SiglipVisionConfig(**sizes, image_size=28, patch_size=14))
     assert estimate(config, {}, 16, "l40s", peft_config=LoraConfig(target_modules=["q_proj"])).fits
+
+
+def test_adapters_leave_no_compiler_in_the_environment(monkeypatch):
+    """peft's BOFT looks for one of its own, and leaves the choice behind."""
+    from peft import BOFTConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.setenv("CXX", "c++")
+    add_adapters(LlamaForCausalLM(LlamaConfig(**sizes)), BOFTConfig(target_modules=["q_proj"], boft_block_size=4))
+    assert os.environ["CXX"] == "c++"

@@ -84,15 +84,24 @@ def check(setup: Setup) -> None:
     """
     for refusal in refusals(setup):
         raise InputError(refusal)
-    package = PACKAGES.get(setup.optim)
-    if package and not is_installed(package):
-        raise InputError(
-            f"optim={setup.optim} needs {package}, which is not installed: {how_to_install(package)}, "
-            "or use optim=adamw_torch"
-        )
+    check_package(setup.optim)
     if setup.method == "qlora" and not is_installed("bitsandbytes"):
         raise InputError(
             "method=qlora needs bitsandbytes, which is not installed: pip install bitsandbytes, or use method=lora"
+        )
+
+
+def check_package(optim: str) -> None:
+    """Refuse an optimizer whose package is not installed.
+
+    Raises:
+        InputError: names the package, and how to install it.
+    """
+    package = PACKAGES.get(optim)
+    if package and not is_installed(package):
+        raise InputError(
+            f"optim={optim} needs {package}, which is not installed: {how_to_install(package)}, "
+            "or use optim=adamw_torch"
         )
 
 

@@ -1,6 +1,8 @@
 """LoRA adapters on a frozen base, 4-bit or not."""
 
+import os
 import warnings
+from unittest import mock
 
 
 def add_adapters(model, config):
@@ -12,7 +14,8 @@ def add_adapters(model, config):
     from peft import get_peft_model
 
     keep_differentiable(model)
-    with warnings.catch_warnings():
+    # peft 0.21's BOFT sets CC and CXX for good where its kernel cannot be built (boft/layer.py, patch_environment).
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
         # peft 0.21 asks for the old name of is_activation_checkpointing.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # It also names patterns of its own making for experts that `target_modules` leaves out.

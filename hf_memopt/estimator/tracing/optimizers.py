@@ -14,10 +14,11 @@ from unittest import mock
 import torch
 
 from hf_memopt.compatibility.rules import PACKAGES
+from hf_memopt.compatibility.setup import check_package
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.patches.replacement import original, replaced
 from hf_memopt.estimator.tracing.fake_tensors import QUANTIZED_STEP_BYTES
-from hf_memopt.packages import how_to_install, is_installed
+from hf_memopt.packages import is_installed
 
 _QUANTIZED_FROM = 4096  # elements of a weight whose states torchao quantizes
 _FLOAT = torch.float32
@@ -81,11 +82,7 @@ def check_traceable(optim: str, accelerator: bool) -> None:
     package = PACKAGES.get(optim)
     if package is None or package == "torchao":
         return
-    if not is_installed(package):
-        raise InputError(
-            f"optim={optim} is estimated by running its code, and {package} is not installed: "
-            f"{how_to_install(package)}, or use optim=adamw_torch"
-        )
+    check_package(optim)
     if optim in _CUDA_ONLY or (accelerator and optim in _OTHER_ON_DEVICES):
         raise InputError(f"optim={optim} does on a card what no trace on a CPU shows: use optim=adamw_torch")
 
