@@ -212,7 +212,7 @@ def _set(word: str):
     from hf_memopt.presets import get_preset
     from hf_memopt.presets.arguments import resolve
 
-    return resolve(get_preset("cpu"), 1, parse_settings([word]).training)
+    return resolve(get_preset("cpu"), 1, parse_settings([word])["training"])
 
 
 # ---- rows: every form × every way to spoil it, in every format that can hold it

@@ -56,7 +56,7 @@ _ALONE = ("optimizer_in_backward", "optimizer_cpu_offload", "adam_mini", "weight
 
 
 def random_job(number: int, depths: tuple[int, ...] = (2, 3, 4, 9, 24)) -> dict:
-    """The job of a number, the same on every machine: fields of JobOptions, with `config` in place of the model.
+    """The job of a number, the same on every machine: arguments of command_spec(), `config` in place of the model.
 
     Args:
         depths: numbers of layers to choose from; up to six are traced whole, in a part of the time.

@@ -77,7 +77,7 @@ REFUSED = {
     "training": [3, "lora", ("a",)],
     "lora": [3, "lora", ("a",)],
     "memory_args": [3, "lora", {}],
-    "quantization": [3, "lora", {}],
+    "quantization": [3, "lora", {"load_in_4bit": True}, {"no_field": 1}],
     "host_memory": ["64GB", float("nan")],
     "method": [None, 3, []],
     "strategy": [3, [], b"x"],

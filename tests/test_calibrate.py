@@ -24,8 +24,9 @@ from hf_memopt.files import write_json
 from hf_memopt.hardware import get_hardware, list_hardware, measured
 from hf_memopt.hardware.constants import MEASURABLE, TABLE, assumed
 from hf_memopt.hardware.measured import constant, device_path, measured_on, read_device_file, versions_here
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.cost import times
-from hf_memopt.planner.plan import Plan, Request
+from hf_memopt.planner.plan import Plan
 from hf_memopt.planner.sketch import Traced
 from hf_memopt.units import MIB
 
@@ -145,8 +146,8 @@ def test_it_can_be_left_out(monkeypatch):
 def test_plans_count_with_its_rates_and_name_them():
     card = get_hardware(CARD)
     traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10**8, matmul=2): 2}))
-    request = Request("a model", None, get_preset(CARD), 1, 1, 1)
-    assert "measured on" not in " ".join(Plan(request, [], []).notes)
+    spec = JobSpec(model="a model", preset=get_preset(CARD))
+    assert "measured on" not in " ".join(Plan(spec, [], []).notes)
     before = times(traced, card)[0]
     efficiency, bandwidth = (assumed(f"{name}_efficiency", card).value for name in ("matmul", "bandwidth"))
     assert before == pytest.approx(2 * (1e13 / (165.2e12 * efficiency) + 1e8 / (1008e9 * bandwidth)))
@@ -156,7 +157,7 @@ def test_plans_count_with_its_rates_and_name_them():
     computing = 1e13 * (1 / 1.4e14 - 3 / 8192 / rate)
     assert times(traced, card)[0] == pytest.approx(1.3 * 2 * (computing + 1e8 / rate))
     profile = SimpleNamespace(name="balanced", estimate=SimpleNamespace(step_seconds=1.0))
-    notes = " ".join(Plan(request, [profile], []).notes)
+    notes = " ".join(Plan(spec, [profile], []).notes)
     assert "matmuls, 16 bits 140.0 TFLOP/s" in notes and "host to device 24.0 GB/s" in notes
     assert notes.count("measured on NVIDIA GeForce RTX 4090") == 2
 

@@ -7,6 +7,7 @@ import pytest
 
 from hf_memopt.compatibility.setup import Setup, refusals
 from hf_memopt.errors import InputError
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers import changes
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import Change, JobFacts, advice, proposals, training_fields
@@ -94,16 +95,14 @@ def test_a_plan_chooses_nothing_that_is_refused(name):
     from hf_memopt.estimator.architectures import load_config
 
     preset = get_preset(name)
-    space = SearchSpace(
-        preset=preset,
+    spec = JobSpec(
+        model="smollm2-135m",
         config=load_config("smollm2-135m"),
+        preset=preset,
         effective_batch_size=preset.effective_batch_size,
         seq_len=preset.seq_len,
-        memory_args=MemoryArguments(),
-        task="causal-lm",
-        fixed={},
     )
-    for choice in itertools.islice(space.choices(), 50):
+    for choice in itertools.islice(SearchSpace(spec).choices(), 50):
         configured = choice.configured(preset)
         assert refusals(configured.setup()) == []
 

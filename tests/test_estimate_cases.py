@@ -11,8 +11,8 @@ from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
-from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.smaller import with_sizes
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
 from hf_memopt.levers.adapters import add_adapters
@@ -172,7 +172,7 @@ def test_a_presets_adapters_are_those_of_the_models_task(kind, sizes, task, task
     adapters = LoraConfig(r=16, target_modules="all-linear", task_type=task_type, exclude_modules=out)
     real = add_adapters(model, adapters)
     trained = {name: weight.numel() for name, weight in real.named_parameters() if weight.requires_grad}
-    job = preset_job(build_preset("rtx_3060", "lora"), config, task=task, seq_len=8)
+    job = spec_job(preset_spec(build_preset("rtx_3060", "lora"), config, task=task, seq_len=8))
     assert sorted(job.trained_sizes()) == sorted(trained.values())
     heads = [name for name in trained if "modules_to_save" in name]
     assert bool(heads) is (task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"))

@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 from random_jobs import random_job
 
-from hf_memopt.cli.estimate import JobOptions, resolve_job
-from hf_memopt.cli.settings import parse_settings
+from hf_memopt.cli.estimate import settle_job
+from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_jobs
+from hf_memopt.estimator.spec_job import spec_job
 
 IN_CI, IN_SWEEPS, CHUNK = 60, 2000, 50
 SHALLOW = (2, 3)
@@ -29,7 +30,7 @@ def _job(number: int, options: dict, folder, **changes):
     batch = changes.pop("batch", None)
     if batch is not None:
         options["settings"] = [f"per_device_train_batch_size={batch}", *options["settings"][1:]]
-    return resolve_job(JobOptions(model=str(file), **options | changes))[1]
+    return spec_job(settle_job(command_spec(model=str(file), **options | changes)))
 
 
 def _estimated(job):
@@ -41,15 +42,15 @@ def _estimated(job):
 
 def _check_settings(job, texts: list[str]) -> None:
     """Every setting is in the job."""
-    settings = parse_settings(texts)
-    for name, value in settings.training.items():
+    spec = command_spec(texts, model="any")
+    for name, value in spec.training.items():
         assert job.fields[name] == value, f"{name}={value} is {job.fields.get(name)}"
-    for name in settings.memory_names:
-        assert getattr(job.memory_args, name) == getattr(settings.memory_args, name), name
-    for name, value in settings.lora.items():
+    for name in spec.named:
+        assert getattr(job.memory_args, name) == getattr(spec.memory_args, name), name
+    for name, value in spec.lora.items():
         assert getattr(job.peft_config, name) == value, name
-    own = {"dtype": job.dtype, "attn_implementation": job.attn_implementation, "padded": job.padded}
-    assert all(own[name] == value for name, value in settings.own.items()), settings.own
+    for name in ("dtype", "attn_implementation", "padded"):
+        assert getattr(spec, name) in (None, False, getattr(job, name)), name
 
 
 def check(number: int, folder, *depths) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, TrainingArguments
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.job import describe
-from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.presets import get_preset, preset_by_name
 from hf_memopt.recipe.summary import _engine_label
 
@@ -147,9 +147,10 @@ def test_a_field_beside_another_strategy_is_refused():
         ("l40s_x4", "tp4", {"deepspeed": "zero2"}),
     ):
         with pytest.raises(InputError, match=f"beside strategy {strategy}: leave one of the two out"):
-            preset_job(preset_by_name(name, strategy=strategy), fields=fields)
-    assert preset_job(preset_by_name("l40s_x4", strategy="ddp"), fields={"deepspeed": "zero2"}).engine == "deepspeed"
-    assert preset_job(preset_by_name("l40s"), fields={"fsdp": True}, world_size=2).engine == "fsdp2"
+            spec_job(preset_spec(preset_by_name(name, strategy=strategy), training=fields))
+    ddp = preset_spec(preset_by_name("l40s_x4", strategy="ddp"), training={"deepspeed": "zero2"})
+    assert spec_job(ddp).engine == "deepspeed"
+    assert spec_job(preset_spec(preset_by_name("l40s"), training={"fsdp": True}, world_size=2)).engine == "fsdp2"
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_plan import config, request_for
+from test_plan import config, spec_for
 from test_quantized_experts import config as config_with_experts
 
 from hf_memopt.errors import InputError
@@ -12,56 +12,56 @@ from hf_memopt.planner.lengths import _features, longest_sequences
 
 
 @pytest.fixture
-def request_of_a_small_model():
+def spec_of_a_small_model():
     """LoRA of a model with positions to spare, on a device that short sequences fill."""
     small = config(2, vocab_size=2000, max_position_embeddings=2**17)
-    return dataclasses.replace(request_for(small, "lora"), memory=2**28)
+    return dataclasses.replace(spec_for(small, "lora"), memory=2**28)
 
 
 @pytest.mark.slow
-def test_the_longest_fits_and_little_more_does_not(request_of_a_small_model):
-    found = list(longest_sequences(request_of_a_small_model))
+def test_the_longest_fits_and_little_more_does_not(spec_of_a_small_model):
+    found = list(longest_sequences(spec_of_a_small_model))
     assert [row.limited_by for row in found] == ["device"] * len(found)
     lengths = [row.seq_len for row in found]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
     assert ["MLP in tiles" in row.settings for row in found] == [False, False, True]
-    for row, (settings, request, choice) in zip(found, _features(request_of_a_small_model), strict=True):
-        budget = request.memory * 0.9
+    for row, (settings, spec, choice) in zip(found, _features(spec_of_a_small_model), strict=True):
+        budget = spec.memory * 0.9
         assert row.settings == settings and row.estimate.device_bytes <= budget
-        longer = dataclasses.replace(request, seq_len=int(row.seq_len * 1.05) + 256)
+        longer = dataclasses.replace(spec, seq_len=int(row.seq_len * 1.05) + 256)
         assert estimate_job(longer.job(choice)).device_bytes > budget
 
 
 @pytest.mark.slow
-def test_positions_end_it(request_of_a_small_model):
-    few = dataclasses.replace(request_of_a_small_model.config, max_position_embeddings=600)
-    request = dataclasses.replace(request_of_a_small_model, config=few)
-    found = list(longest_sequences(request))
+def test_positions_end_it(spec_of_a_small_model):
+    few = dataclasses.replace(spec_of_a_small_model.config, max_position_embeddings=600)
+    spec = dataclasses.replace(spec_of_a_small_model, config=few)
+    found = list(longest_sequences(spec))
     assert {(row.seq_len, row.limited_by) for row in found} == {(600, "model")}
 
 
 @pytest.mark.slow
-def test_a_model_without_mlps_is_answered_without_tiles(request_of_a_small_model):
+def test_a_model_without_mlps_is_answered_without_tiles(spec_of_a_small_model):
     experts = config_with_experts(vocab_size=2000, max_position_embeddings=600)
-    found = list(longest_sequences(dataclasses.replace(request_of_a_small_model, config=experts)))
+    found = list(longest_sequences(dataclasses.replace(spec_of_a_small_model, config=experts)))
     assert found and not any("MLP" in row.settings for row in found)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_a_presets_8bit_optimizer_is_no_memory_feature(method, request_of_a_small_model):
+def test_a_presets_8bit_optimizer_is_no_memory_feature(method, spec_of_a_small_model):
     """rtx_4090's for QLoRA: every choice has it, the plainest too."""
-    request = request_for(request_of_a_small_model.config, method, hardware="rtx_4090")
-    settings, _, choice = next(_features(request))
+    spec = spec_for(spec_of_a_small_model.config, method, hardware="rtx_4090")
+    settings, _, choice = next(_features(spec))
     assert settings == "all layers checkpointed" and ("8bit" in choice.optim) == (method == "qlora")
     assert not choice.offloads and not choice.chunked_loss and not choice.compressed
 
 
-def test_several_devices_and_videos_are_refused(request_of_a_small_model):
-    several = dataclasses.replace(request_of_a_small_model.preset, processes=2)
+def test_several_devices_and_videos_are_refused(spec_of_a_small_model):
+    several = dataclasses.replace(spec_of_a_small_model.preset, processes=2)
     with pytest.raises(InputError, match="for one device"):
-        next(longest_sequences(dataclasses.replace(request_of_a_small_model, preset=several)))
+        next(longest_sequences(dataclasses.replace(spec_of_a_small_model, preset=several)))
     with pytest.raises(InputError, match="--frames max"):
-        next(longest_sequences(dataclasses.replace(request_of_a_small_model, more={"video": object()})))
+        next(longest_sequences(dataclasses.replace(spec_of_a_small_model, video=object())))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_memopt import get_preset
-from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.monitor.loader import LoaderMemory, loader_memory, measure_worker
 
 GIB = 2**30
@@ -50,11 +50,12 @@ def test_the_guides_example():
 
 @pytest.mark.parametrize(("seq_len", "ahead"), [(2048, 2), (2049, 1), (4096, 1)])
 def test_long_samples_wait_one_batch_ahead(seq_len, ahead):
-    job = preset_job(get_preset("rtx_4090"), "llama-3.2-1b", seq_len=seq_len)
-    assert job.fields["dataloader_prefetch_factor"] == ahead
-    job = preset_job(get_preset("rtx_4090"), "llama-3.2-1b", seq_len=seq_len, fields={"dataloader_prefetch_factor": 3})
-    assert job.fields["dataloader_prefetch_factor"] == 3, "what is given stays"
-    assert "dataloader_prefetch_factor" not in preset_job(get_preset("cpu"), "llama-3.2-1b", seq_len=seq_len).fields
+    def fields(preset, **training):
+        return spec_job(preset_spec(get_preset(preset), "llama-3.2-1b", seq_len=seq_len, training=training)).fields
+
+    assert fields("rtx_4090")["dataloader_prefetch_factor"] == ahead
+    assert fields("rtx_4090", dataloader_prefetch_factor=3)["dataloader_prefetch_factor"] == 3, "what is given stays"
+    assert "dataloader_prefetch_factor" not in fields("cpu")
 
 
 def test_presets_for_long_samples():

@@ -7,9 +7,11 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_memopt import MemoryArguments
-from hf_memopt.cli.estimate import JobOptions, resolve_job
+from hf_memopt.cli.estimate import settle_job
+from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
+from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.tracing.process_state import process_state_kept
 from hf_memopt.estimator.tracing.traced_arguments import NEUTRAL, make_arguments
 
@@ -56,9 +58,8 @@ OF_THE_TRACE = ("output_dir", "max_steps", "gradient_accumulation_steps", "ddp_b
 
 
 def resolved(*settings, **options):
-    return resolve_job(
-        JobOptions(**{"model": MODEL, "hardware": "a100_80gb", "seq_len": 64, **options}, settings=[*settings])
-    )[1]
+    options = {"model": MODEL, "hardware": "a100_80gb", "seq_len": 64, **options}
+    return spec_job(settle_job(command_spec(settings, **options)))
 
 
 def text_of(field) -> str:

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from hf_memopt import MemoryArguments
-from hf_memopt.cli.estimate import JobOptions, resolve_job
+from hf_memopt.cli.estimate import settle_job
+from hf_memopt.cli.settings import command_spec
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.spec_job import spec_job
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.planner.plan import Request
 from hf_memopt.presets import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -37,16 +40,24 @@ def by_estimate(method: str) -> int:
         "loss_chunk_size=512",
         *dtype,
     ]
-    _, job = resolve_job(JobOptions(model=MODEL, preset=CARD, method=method, seq_len=TOKENS, settings=settings))
-    return estimate_job(job).device_bytes
+    spec = settle_job(command_spec(settings, model=MODEL, preset=CARD, method=method, seq_len=TOKENS))
+    return estimate_job(spec_job(spec)).device_bytes
 
 
 def by_plan(method: str) -> int:
     """The choice of a plan with the table's settings."""
     preset = preset_of(CARD, method)
     memory_args = MemoryArguments(loss_chunk_size=512)
-    request = Request(MODEL, load_config(MODEL), preset, preset.hardware.memory, TOKENS, 16, memory_args=memory_args)
-    return estimate_job(request.job(Choice("none", 1, 16, 1.0, "adamw_8bit", "bfloat16"))).device_bytes
+    spec = JobSpec(
+        model=MODEL,
+        config=load_config(MODEL),
+        preset=preset,
+        memory=preset.hardware.memory,
+        seq_len=TOKENS,
+        effective_batch_size=16,
+        memory_args=memory_args,
+    )
+    return estimate_job(choice_job(spec, Choice("none", 1, 16, 1.0, "adamw_8bit", "bfloat16"))).device_bytes
 
 
 @pytest.mark.slow

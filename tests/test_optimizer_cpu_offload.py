@@ -34,6 +34,25 @@ def test_runs_are_the_same(model, optim, apart, tmp_path):
     assert not trained & stepped, "the optimizer has weights of its own"
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"])
+def test_every_optimizer_steps_on_its_copies(name):
+    """Those too that make their states when they are constructed."""
+
+    def stepped(offloaded: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
+        optimizer = getattr(torch.optim, name)([weight], lr=0.1)
+        if offloaded:
+            optimizer_cpu_offload.keep_on_host(optimizer, lambda _: True)
+        for number in range(3):
+            weight.grad = torch.full_like(weight, 0.5 + number)
+            optimizer.step()
+        assert offloaded != (weight in optimizer.state)
+        optimizer.state_dict()  # accelerate asks for it before the first step
+        return weight.detach()
+
+    assert torch.equal(stepped(True), stepped(False))
+
+
 @pytest.mark.slow
 def test_a_checkpoint_goes_on(apart, tmp_path):
     fields = {"memory": MEMORY, "save_strategy": "steps", "save_steps": 3}

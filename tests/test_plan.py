@@ -24,16 +24,17 @@ from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import hub_id, load_config
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
-from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.host_memory import HostMemory
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.refusals import refusals as lever_refusals
-from hf_memopt.planner.choices import Choice, SearchSpace, memory_arguments
+from hf_memopt.planner.choice_jobs import choice_job, start_search
+from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.launch import launch_command
-from hf_memopt.planner.plan import Profile, Request
+from hf_memopt.planner.plan import Profile
 from hf_memopt.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,44 +54,59 @@ def config(layers: int = 3, **changes):
     return AutoConfig.for_model(num_hidden_layers=layers, **{**SHAPE, **changes})
 
 
-def request_for(config, method: str = "full", seq_len: int = 256, hardware: str = "cpu", batch: int = 4) -> Request:
+def spec_for(config, method: str = "full", seq_len: int = 256, hardware: str = "cpu", batch: int = 4) -> JobSpec:
     """Without a limit, with one optimizer."""
     preset = preset_of(hardware, method)
     optim = {"optim": preset.training["optim"]}
-    return Request(config, config, preset, 2**62, seq_len, batch * preset.processes, optim)
-
-
-def planned(request: Request, memory: float, method: str | None = None):
-    preset = request.preset
-    return plan(
-        request.config,
-        preset.hardware.name,
-        request.effective_batch_size,
-        request.seq_len,
-        method or preset.method,
-        memory=int(memory),
-        training=request.fields,
+    return JobSpec(
+        model=config,
+        config=config,
+        preset=preset,
+        method=method,
+        memory=2**62,
+        seq_len=seq_len,
+        effective_batch_size=batch * preset.processes,
+        training=optim,
     )
 
 
-def least(request: Request) -> int:
+def small_spec(preset) -> JobSpec:
+    """SmolLM2-135M, 64 samples of 256 tokens."""
+    spec = JobSpec(model="smollm2-135m", config=load_config("smollm2-135m"), preset=preset, method=preset.method)
+    return dataclasses.replace(spec, memory=2**40, seq_len=256, effective_batch_size=64)
+
+
+def planned(spec: JobSpec, memory: float, method: str | None = None):
+    preset = spec.preset
+    return plan(
+        spec.config,
+        preset.hardware.name,
+        spec.effective_batch_size,
+        spec.seq_len,
+        method or preset.method,
+        memory=int(memory),
+        training=spec.training,
+    )
+
+
+def least(spec: JobSpec) -> int:
     """Bytes that the smallest choice needs."""
-    search = request.search(lambda text: None)
+    search = start_search(spec, lambda text: None)
     return search.found[search.smallest()].device_bytes
 
 
 @pytest.fixture(scope="module")
 def search():
     """Of a small model on the CPU."""
-    request = request_for(config(2))
-    return request, request.search(lambda text: None)
+    spec = spec_for(config(2))
+    return spec, start_search(spec, lambda text: None)
 
 
 @pytest.fixture(scope="module")
 def every(search):
     """The estimate of every choice, the fastest first."""
-    request, found = search
-    jobs = [request.job(choice) for choice in found.choices]
+    spec, found = search
+    jobs = [choice_job(spec, choice) for choice in found.choices]
     return dict(zip(found.choices, estimate_jobs(jobs, on_all_cores), strict=True))
 
 
@@ -99,10 +115,10 @@ def every(search):
 
 @pytest.mark.slow
 def test_every_profile_is_the_fastest_that_fits_of_all_choices(search, every):
-    request, _ = search
+    spec, _ = search
     sizes = sorted({estimate.device_bytes for estimate in every.values()})
     for memory in (int(sizes[0] * 1.12), sizes[len(sizes) // 2], sizes[-1] * 2):
-        made = planned(request, memory)
+        made = planned(spec, memory)
         rooms = {name: int(memory * share) for name, (_, share) in PLAN_PROFILES.items()}
         assert [profile.name for profile in made] == [name for name, room in rooms.items() if sizes[0] <= room]
         for profile in made:
@@ -123,8 +139,8 @@ def test_sketches_are_near_estimates(search, every):
 
 @pytest.mark.slow
 def test_profiles_rise(search, every):
-    request, found = search
-    made = planned(request, every[found.choices[0]].device_bytes)
+    spec, found = search
+    made = planned(spec, every[found.choices[0]].device_bytes)
     speeds = [profile.relative_speed for profile in made]
     assert speeds == sorted(speeds) and speeds[-1] == 1.0
     assert [profile.memory_args.memory_profile for profile in made] == [
@@ -138,26 +154,26 @@ def test_a_profile_lives_within_its_budget_and_less_than_the_least_does_not():
     """Real training, evaluation, saving and resuming, on an allocator that ends where the budget does."""
     from planner_cpu import EVALUATED, lived_through
 
-    request = request_for(config(2), seq_len=128, batch=8)
-    request = dataclasses.replace(request, fields={**request.fields, **EVALUATED})
-    search = request.search(lambda text: None)
+    spec = spec_for(config(2), seq_len=128, batch=8)
+    spec = dataclasses.replace(spec, training={**spec.training, **EVALUATED})
+    search = start_search(spec, lambda text: None)
     smallest = search.smallest()
     needed = search.found[smallest].device_bytes
     budget = int(needed * 1.2)
-    made = planned(request, budget)
+    made = planned(spec, budget)
     profile = made.profiles[-1]
-    survived, peak = lived_through(request, profile.choice, budget)
+    survived, peak = lived_through(spec, profile.choice, budget)
     assert survived and peak <= profile.estimate.device_bytes * 1.02
-    assert lived_through(request, smallest, int(needed * 0.95))[0] is False
+    assert lived_through(spec, smallest, int(needed * 0.95))[0] is False
 
 
 @pytest.mark.slow
 def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
     small = config(2, hidden_size=256, intermediate_size=704)
-    full, lora = (least(request_for(small, method, 64)) for method in ("full", "lora"))
+    full, lora = (least(spec_for(small, method, 64)) for method in ("full", "lora"))
     assert lora < full
-    made = planned(request_for(small, "full", 64), (lora + full) / 2 / 0.94, "any")
-    assert made.request.preset.method == "lora" and made.profiles
+    made = planned(spec_for(small, "full", 64), (lora + full) / 2 / 0.94, "any")
+    assert made.spec.preset.method == "lora" and made.profiles
     assert "full fine-tuning needs" in made.rejected[0].reason and "at least" in made.rejected[0].reason
     answer = json.loads(json.dumps(made.to_dict()))  # of a configuration object, which no command line can name
     assert answer["model"] == "llama" and answer["profiles"][0]["launch"] is None
@@ -169,9 +185,9 @@ def test_any_takes_the_first_method_that_fits_and_says_why_not_the_others():
 
 @pytest.mark.slow
 def test_nothing_fits_but_a_shorter_sequence_would():
-    request = request_for(config(2, vocab_size=200), seq_len=512)
-    needed, shorter = least(request), least(dataclasses.replace(request, seq_len=256))
-    made = planned(request, shorter * 1.02 / 0.94)
+    spec = spec_for(config(2, vocab_size=200), seq_len=512)
+    needed, shorter = least(spec), least(dataclasses.replace(spec, seq_len=256))
+    made = planned(spec, shorter * 1.02 / 0.94)
     assert not made.profiles and made.missing_bytes == pytest.approx(needed - shorter * 1.02, rel=0.01)
     assert any(change.startswith("--seq-len 256") for change in made.nearest), made.nearest
     smaller = [change for change in made.nearest if "a smaller model, trained from scratch): " in change]
@@ -180,8 +196,8 @@ def test_nothing_fits_but_a_shorter_sequence_would():
 
 @pytest.mark.slow
 def test_a_lack_of_host_memory_rules_choices_out():
-    request = request_for(config(2), hardware="rtx_3060")
-    search = request.search(lambda text: None)
+    spec = spec_for(config(2), hardware="rtx_3060")
+    search = start_search(spec, lambda text: None)
     choice = next(choice for choice in search.choices if choice.offloads)
     plain = next(choice for choice in search.choices if not choice.offloads)
     search.estimate([choice, plain])
@@ -198,7 +214,7 @@ def test_a_lack_of_host_memory_rules_choices_out():
 
 @pytest.mark.slow
 def test_a_job_that_cannot_be_estimated_says_why():
-    search = request_for(config(2)).search(lambda text: None)
+    search = spec_for(config(2)).search(lambda text: None)
     search.build = lambda choice: dataclasses.replace(search.sketch.job, attn_implementation="flash_attention_9")
     with pytest.raises(InputError, match="flash_attention_9"):
         search.fastest_for([2**40])
@@ -221,16 +237,10 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
     preset = preset_of(f"{hardware}x{devices}", method)
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)
     read = load_config(model)
-    space = SearchSpace(
-        preset=preset,
-        config=read,
-        effective_batch_size=4 * devices,
-        seq_len=512,
-        memory_args=given,
-        task=infer_task(read),
-        fixed={},
+    spec = JobSpec(
+        model=model, config=read, preset=preset, effective_batch_size=4 * devices, seq_len=512, memory_args=given
     )
-    found = list(space.choices())
+    found = list_choices(spec)
     assert found or hardware.startswith("apple_") or hardware == "rx_6750_xt" or method == "qlora"
     for choice in found:
         configured = choice.configured(preset)
@@ -277,7 +287,7 @@ def test_what_is_given_of_the_batch_decides_the_effective_batch():
     small = config(2)
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     made = plan(small, "cpu", None, 64, "full", training=given)
-    assert made.request.effective_batch_size == 6
+    assert made.spec.effective_batch_size == 6
     assert {(profile.choice.micro_batch, profile.choice.accumulation) for profile in made} == {(2, 3)}
     made = plan(small, "cpu", 8, 64, "full", training={"gradient_accumulation_steps": 4})
     assert {(profile.choice.micro_batch, profile.choice.accumulation) for profile in made} == {(2, 4)}
@@ -301,7 +311,7 @@ def test_a_model_without_checkpointing_is_planned_without_it():
 def test_a_method_whose_weights_are_too_large_is_not_traced():
     said = []
     made = plan("qwen3-1.7b", "rtx_4090", 4, 128, "any", memory=6 * GIB, say=said.append)
-    assert made.request.preset.method == "lora"
+    assert made.spec.preset.method == "lora"
     assert not any("full" in text for text in said)
     reason = next(each.reason for each in made.rejected if each.settings == "full fine-tuning")
     assert reason.startswith("full fine-tuning needs at least 12.82 GiB for float32 weights and gradients alone")
@@ -350,7 +360,7 @@ def exchanged(cost: Cost, choice: Choice) -> tuple[float, float]:
 @pytest.mark.slow
 def test_what_engines_exchange():
     """ZeRO-3 gathers weights for every micro-batch, DDP reduces gradients once a step; both wait for the link."""
-    search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
+    search = spec_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
     zero3 = next(one for one in search.choices if one.strategy == "zero3" and one.accumulation == 4)
     ddp = dataclasses.replace(zero3, strategy="ddp")
 
@@ -374,7 +384,7 @@ def test_adapters_that_fit_train_with_ddp():
 @pytest.mark.slow
 def test_a_disk_is_slower_than_the_host_and_more_drives_are_faster():
     """ZeRO-3: without offloading, in host memory, on one drive a machine, on four."""
-    search = request_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
+    search = spec_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
     zero3 = next(one for one in search.choices if one.strategy == "zero3" and one.accumulation == 4)
     cpu, nvme = (dataclasses.replace(zero3, strategy=f"zero3_offload_{to}") for to in ("cpu", "nvme"))
     one, four = Cost(search.sketch), Cost(search.sketch, drives=4)
@@ -397,8 +407,8 @@ def two_cores(monkeypatch):
 @pytest.mark.usefixtures("nothing_frozen", "two_cores")
 @pytest.mark.slow
 def test_traces_in_copies_of_the_process_are_the_same(search):
-    request, found = search
-    jobs = [request.job(choice) for choice in found.choices[:3]]
+    spec, found = search
+    jobs = [choice_job(spec, choice) for choice in found.choices[:3]]
     assert estimate_jobs(jobs, on_all_cores) == estimate_jobs(jobs, one_by_one)
 
 
@@ -469,10 +479,10 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
     preset = preset_of(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype, chunked_loss=True)
-    request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
+    spec = small_spec(preset)
     memory_args = memory_arguments(MemoryArguments(memory_profile="aggressive"), choice)
     profile = Profile("maximum", 0.94, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
-    words = shlex.split(os.path.expandvars(launch_command(request, profile)))
+    words = shlex.split(os.path.expandvars(launch_command(spec, profile)))
     read = _accelerate_reads(words)
     for name, value in flags.items():
         assert getattr(read, name) == value, name
@@ -495,11 +505,9 @@ def test_the_launch_command_works_from_another_folder(hardware, method, strategy
     monkeypatch.chdir(tmp_path)
     preset = preset_of(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype)
-    request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
+    spec = small_spec(preset)
     profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), None, 1.0, 1.0)
-    named = [
-        word for word in shlex.split(launch_command(request, profile)) if word.endswith((".py", ".json", ".yaml"))
-    ]
+    named = [word for word in shlex.split(launch_command(spec, profile)) if word.endswith((".py", ".json", ".yaml"))]
     assert len(named) == 2 and all(Path(name).is_file() for name in named)
 
 
@@ -508,9 +516,9 @@ def test_files_for_several_machines(tmp_path):
 
     preset = preset_of("h100_80gbx16", "full", "zero3_offload_cpu")
     choice = Choice(preset.strategy, 1, 4, 1.0, "adamw_torch", preset.dtype)
-    request = Request("smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64)
+    spec = small_spec(preset)
     profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
-    written = {Path(file).name for file in write_files(request, profile, str(tmp_path))}
+    written = {Path(file).name for file in write_files(spec, profile, str(tmp_path))}
     assert {"accelerate.yaml", "deepspeed.json", "launch.sh", "slurm.sbatch"} <= written
     config = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
     assert (config["num_machines"], config["num_processes"]) == (2, 16)
@@ -526,14 +534,12 @@ def test_no_secret_is_written_into_files_or_printed(tmp_path, caplog):
     preset = preset_of("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
     fields = {"hub_token": "s3cret", "push_to_hub": True}
-    request = Request(
-        "smollm2-135m", load_config("smollm2-135m"), preset, 2**40, 256, 64, fields, lora={"token": "s3cret"}
-    )
+    spec = dataclasses.replace(small_spec(preset), training=fields, lora={"token": "s3cret"})
     profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
-    files = [Path(file) for file in write_files(request, profile, str(tmp_path))]
+    files = [Path(file) for file in write_files(spec, profile, str(tmp_path))]
     assert not [file.name for file in files if "s3cret" in file.read_text()]
     assert json.loads((tmp_path / "training_arguments.json").read_text())["push_to_hub"] is True
-    assert "s3cret" not in launch_command(request, profile)
+    assert "s3cret" not in launch_command(spec, profile)
     assert "HF_TOKEN" in caplog.text and "s3cret" not in caplog.text
 
 
@@ -548,10 +554,10 @@ def test_videos_are_launched_with_their_frames():
     preset = preset_of("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
     more = {"video": VideoInputs(frames=24, max_pixels_per_frame=50176), "frozen": ("vision",)}
-    request = Request("qwen2.5-vl-3b", None, preset, 2**40, 256, 64, more=more)
+    spec = dataclasses.replace(small_spec(preset), model="qwen2.5-vl-3b", **more)
     memory_args = memory_arguments(MemoryArguments(), choice)
     profile = Profile("safe", 0.85, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
-    words = shlex.split(launch_command(request, profile))
+    words = shlex.split(launch_command(spec, profile))
     parsed = parse(words[words.index("recipes/video_sft.py") + 1 :], own=VideoArguments).recipe
     assert (parsed.max_frames, parsed.max_pixels_per_frame) == (24, 50176)
     assert parsed.freeze_vision and not parsed.freeze_projector

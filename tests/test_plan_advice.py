@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import slow
-from test_plan import config, least, request_for
+from test_plan import config, least, spec_for
 
 from hf_memopt import InputError, plan
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner.alternatives import left_out, method_alternative, plain_alternative
+from hf_memopt.planner.choice_jobs import start_search
+from hf_memopt.planner.choices import list_choices
 from hf_memopt.planner.nearest import Combination, _sentence
-from hf_memopt.planner.plan import Request
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.presets import METHODS, get_preset
 from hf_memopt.units import GIB, MIB
@@ -25,54 +26,54 @@ def test_methods_are_compared_over_the_same_step(planned, monkeypatch):
     assert len(lengths) > 1
     memory = None  # all
     if planned == "lora":
-        memory = int(least(request_for(config(2), planned, max(lengths), "rtx_3070", 32)) / 0.94) + MIB
-    asked, search = {}, Request.search
+        memory = int(least(spec_for(config(2), planned, max(lengths), "rtx_3070", 32)) / 0.94) + MIB
+    asked = {}
 
-    def noted(self, *args, **kwargs):
-        asked.setdefault(self.preset.method, []).append((self.seq_len, self.effective_batch_size))
-        return search(self, *args, **kwargs)
+    def noted(spec, *args, **kwargs):
+        asked.setdefault(spec.preset.method, []).append((spec.seq_len, spec.effective_batch_size))
+        return start_search(spec, *args, **kwargs)
 
-    monkeypatch.setattr(Request, "search", noted)
+    monkeypatch.setattr("hf_memopt.planner.plan.start_search", noted)
     found = plan(config(2), "rtx_3070", memory=memory)
-    assert found.request.preset.method == planned and found.request.seq_len == max(lengths)
+    assert found.spec.preset.method == planned and found.spec.seq_len == max(lengths)
     assert asked == {method: [(max(lengths), 32)] for method in METHODS}
     assert {one.method for one in found.methods} <= set(METHODS[METHODS.index(planned) :])
 
 
 def test_a_preset_is_planned_by_its_own_method():
     found = plan(config(2), get_preset("rtx_3060", "lora"))
-    assert found.request.preset.method == "lora" and not found.methods
+    assert found.spec.preset.method == "lora" and not found.methods
 
 
 def test_a_method_beside_leaves_room_for_its_sketchs_error(searched):
-    request, search = searched
+    spec, search = searched
     bare = Search(list(search.choices), search.sketch, search.build, search.say)
     assert bare.caution > 1 == search.caution
     profile = SimpleNamespace(share=0.9, preset=get_preset("rtx_3060", "lora"), seconds=1.0, tokens_per_second=1.0)
     for memory in sorted({int(search.needs(choice)) for choice in search.choices})[::7]:
-        if alternative := method_alternative(replace(request, memory=memory), bare, profile):
+        if alternative := method_alternative(replace(spec, memory=memory), bare, profile):
             assert alternative.device_bytes <= 0.9 * memory
 
 
 def test_qloras_own_optimizer_is_not_rounding():
     """QLoRA's own optimizer has 8 bits, which FSDP2 cannot have: DDP was left out for it."""
-    request = request_for(config(2), "qlora", hardware="rtx_4090")
-    request = replace(request, fields={}, preset=replace(request.preset, processes=2, strategy="none"))
-    by_strategy = {choice.strategy: choice for choice in request.choices() if choice.levers <= 1}
+    spec = spec_for(config(2), "qlora", hardware="rtx_4090")
+    spec = replace(spec, training={}, preset=replace(spec.preset, processes=2, strategy="none"))
+    by_strategy = {choice.strategy: choice for choice in list_choices(spec) if choice.levers <= 1}
     assert by_strategy["ddp"].optim == "paged_adamw_8bit" and not by_strategy["ddp"].complexities
     assert "8bit" not in by_strategy["fsdp2"].optim
-    full = [choice for choice in replace(request_for(config(2), hardware="rtx_4090"), fields={}).choices()]
+    full = [choice for choice in list_choices(replace(spec_for(config(2), hardware="rtx_4090"), training={}))]
     assert all(choice.complexities for choice in full if "8bit" in choice.optim)
     assert any("8bit" in choice.optim for choice in full)
 
 
 @pytest.fixture(scope="module")
 def searched():
-    request = request_for(config(2), hardware="rtx_3060", batch=8)
-    request.fields.pop("optim")
-    search = request.search(lambda text: None)
+    spec = spec_for(config(2), hardware="rtx_3060", batch=8)
+    spec.training.pop("optim")
+    search = start_search(spec, lambda text: None)
     search.estimate(search.choices[:1])
-    return request, search
+    return spec, search
 
 
 def as_estimate(size: float) -> Estimate:
@@ -110,21 +111,19 @@ def test_a_sketch_stays_within_the_share(searched):
 
 def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monkeypatch):
     """Not by its fastest with more features, which lost by more."""
-    request, search = searched
+    spec, search = searched
     chosen = next(choice for choice in search.choices if search.is_plain(choice) and not choice.checkpointed)
-    compressed = [
-        choice for choice in search.choices if choice.compressed and search.fits(choice, request.memory_budget)
-    ]
+    compressed = [choice for choice in search.choices if choice.compressed and search.fits(choice, spec.memory_budget)]
     lost = max(compressed, key=search.seconds.get)
     monkeypatch.setattr(search, "choices", [lost, *search.choices])
     assert lost != min(compressed, key=search.seconds.get)
-    reasons = {rejected.settings: rejected.reason for rejected in left_out(request, search, [chosen])}
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(spec, search, [chosen])}
     assert f"take {search.seconds[lost] / search.seconds[chosen]:.2f} ×" in reasons["8-bit activations"]
 
 
 def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
     """ZeRO-2 was the plain alternative beside DDP, by a thousandth of the time."""
-    request, search = searched
+    spec, search = searched
     offloading = next(choice for choice in search.choices if choice.offloads)
     profile = SimpleNamespace(
         share=0.9, choice=offloading, preset=get_preset("rtx_3060"), seconds=1.0, tokens_per_second=1.0
@@ -132,16 +131,16 @@ def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1]
     preferred = max(plain, key=search.seconds.get)
     monkeypatch.setattr(search, "choices", [preferred, *search.choices])
-    assert plain_alternative(request, search, profile).settings == summarize(preferred)
+    assert plain_alternative(spec, search, profile).settings == summarize(preferred)
     profile.preset = get_preset("rtx_3060", "lora")
-    assert method_alternative(request, search, profile).settings == summarize(preferred)
+    assert method_alternative(spec, search, profile).settings == summarize(preferred)
 
 
 def test_a_change_that_lacks_host_memory_says_how_much(searched):
     """16-bit weights and two more GiB of host memory were not proposed where twice as many cards were."""
-    request, search = searched
+    spec, search = searched
     offloading = next(choice for choice in search.choices if choice.optimizer_offloaded)
-    few = replace(request, host_memory=replace(request.host_memory or _host(), bytes=24 * GIB))
+    few = replace(spec, host_memory=replace(spec.host_memory or _host(), bytes=24 * GIB))
     needs = replace(as_estimate(GIB), host_bytes=26 * GIB)
     assert "and --host-memory 26: 1.00 GiB" in _sentence(Combination({"dtype": 1}, ["x"], few, offloading), needs)
     assert _sentence(Combination({}, ["a smaller model"], few, offloading), needs) is None

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_plan import config, request_for
+from test_plan import config, spec_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memopt import estimate
@@ -17,6 +17,8 @@ from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.tracing import parallel
 from hf_memopt.planner import sketch
+from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
+from hf_memopt.planner.choices import list_choices
 
 
 @pytest.fixture
@@ -35,8 +37,8 @@ def test_a_trace_computes_in_one_thread(monkeypatch, two_threads):
         return make_model(*args)
 
     monkeypatch.setattr(jobs, "make_model", noted)
-    request = request_for(config(2))
-    estimate_job(request.job(request.choices()[0]))
+    spec = spec_for(config(2))
+    estimate_job(choice_job(spec, list_choices(spec)[0]))
     assert set(threads) == {1} and torch.get_num_threads() == 2
 
 
@@ -89,8 +91,8 @@ def test_one_job_is_traced_in_this_process(two_cores):
 
 
 def test_jobs_with_the_same_batch_are_traced_by_the_same_process(two_cores):
-    request = request_for(config(8))
-    jobs = request.baselines(request.choices())
+    spec = spec_for(config(8))
+    jobs = baseline_jobs(spec, list_choices(spec))
     with mock.patch.object(sketch, "on_all_cores", side_effect=parallel.on_all_cores) as mapped:
         sketch.traced_jobs(jobs)
     items = mapped.call_args.args[1]

@@ -7,7 +7,8 @@ import pytest
 import video_models
 
 from hf_memopt import MemoryArguments
-from hf_memopt.cli.plan import FramesOptions, frames_job
+from hf_memopt.cli.plan import frames_job
+from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.job import describe
@@ -32,7 +33,7 @@ def job(folder):
 
 def test_settings_are_those_of_the_command_line(folder):
     def job_of(*settings):
-        return frames_job(FramesOptions(model=str(folder), frames="max", hardware="rtx_4090", settings=list(settings)))
+        return frames_job(command_spec(settings, model=str(folder), hardware="rtx_4090"))
 
     assert job_of().memory_args.logits_to_keep
     assert not job_of("logits_to_keep=false").memory_args.logits_to_keep

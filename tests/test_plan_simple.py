@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from test_plan import config, least, request_for
+from test_plan import config, least, spec_for
 
 from hf_memopt import InputError, plan
 from hf_memopt.cli.plan import _host_memory, _print_methods, _print_profiles
@@ -16,9 +16,11 @@ from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
-from hf_memopt.planner.choices import Choice, SearchSpace
+from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
+from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import _safe_left_out
 from hf_memopt.planner.search import Search
@@ -27,16 +29,16 @@ from hf_memopt.units import GIB
 
 
 @pytest.fixture(scope="module")
-def request_and_search():
+def spec_and_search():
     """On a card with host memory beside it: what depends on the host, rounds, or does neither."""
-    request = request_for(config(2), hardware="rtx_3060", batch=8)
-    request.fields.pop("optim")
-    search = request.search(lambda text: None)
+    spec = spec_for(config(2), hardware="rtx_3060", batch=8)
+    spec.training.pop("optim")
+    search = start_search(spec, lambda text: None)
     # The sketches stand for the estimates: what is tested here is the choice between them.
     for choice in search.choices:
         size = int(search.needs(choice))
         search.found[choice] = Estimate(size, size, size, 0, "forward", {}, {}, 2**40, {}, ())
-    return request, search
+    return spec, search
 
 
 def _budgets(search):
@@ -48,8 +50,8 @@ def _budgets(search):
 
 
 @pytest.mark.slow
-def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(request_and_search):
-    _, search = request_and_search
+def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(spec_and_search):
+    _, search = spec_and_search
     plain = [choice for choice in search.choices if search.is_plain(choice)]
     assert plain and len(plain) < len(search.choices)
     for place, choice in enumerate(search.choices):
@@ -70,8 +72,8 @@ def test_fsdp2_widens_what_is_trained_and_nothing_else():
     """accelerate's fsdp2_prepare_model: frozen weights stay in 16 bits, or in 4."""
     loaded, ranks = {}, 2
     for method in ("full", "lora"):
-        request = request_for(config(8, vocab_size=200), method, hardware="rtx_3060x2", batch=1)
-        jobs = request.baselines(request.choices())[:1]
+        spec = spec_for(config(8, vocab_size=200), method, hardware="rtx_3060x2", batch=1)
+        jobs = baseline_jobs(spec, list_choices(spec))[:1]
         sketch = sketch_of(jobs * 4, traced_jobs(jobs) * 4)
         held = sketch._sharded(Choice("fsdp2", 1, 1, 0.0, "adamw_torch_fused", "bfloat16"))
         loaded[method] = held["parameters"] * ranks / sketch.loaded
@@ -79,8 +81,8 @@ def test_fsdp2_widens_what_is_trained_and_nothing_else():
     assert loaded["lora"] == pytest.approx(1, rel=0.01)
 
 
-def test_safe_is_plain_where_anything_plain_fits(request_and_search):
-    _, search = request_and_search
+def test_safe_is_plain_where_anything_plain_fits(spec_and_search):
+    _, search = spec_and_search
     plain, others = 0, 0
     for budgets in _budgets(search):
         safe, *rest = search.fastest_for(budgets)
@@ -96,16 +98,16 @@ def test_safe_is_plain_where_anything_plain_fits(request_and_search):
     assert plain and others
 
 
-def test_a_larger_budget_is_never_slower(request_and_search):
-    _, search = request_and_search
+def test_a_larger_budget_is_never_slower(spec_and_search):
+    _, search = spec_and_search
     for budgets in _budgets(search):
         seconds = [search.seconds[choice] for choice in search.fastest_for(budgets) if choice is not None]
         assert seconds == sorted(seconds, reverse=True)
 
 
-def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_shown(request_and_search):
+def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_shown(spec_and_search):
     """Where estimates order two choices otherwise than the sketches do, a larger budget keeps the smaller one's."""
-    request, search = request_and_search
+    spec, search = spec_and_search
     fast, plain = (
         search.choices[0],
         next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1),
@@ -116,55 +118,53 @@ def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_sh
     search.found[plain] = replace(before[plain], step_seconds=1.0, tokens_per_second=200.0)
     try:
         assert search.relative_time(plain, fast) == 0.5
-        profile = SimpleNamespace(
-            share=0.9, choice=fast, preset=fast.configured(request.preset), tokens_per_second=100.0
-        )
+        profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(spec.preset), tokens_per_second=100.0)
         search.fits = lambda choice, budget: choice == plain
-        assert plain_alternative(request, search, profile).tokens_per_second == 200
+        assert plain_alternative(spec, search, profile).tokens_per_second == 200
     finally:
         search.found = before
         del search.fits
 
 
-def test_the_plain_alternative_is_named_with_what_it_loses(request_and_search):
-    request, search = request_and_search
+def test_the_plain_alternative_is_named_with_what_it_loses(spec_and_search):
+    spec, search = spec_and_search
     fast = search.choices[0]
-    profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(request.preset))
+    profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(spec.preset))
     profile.seconds = search.seconds[fast]
-    profile.tokens_per_second = request.effective_batch_size * request.seq_len / profile.seconds
-    alternative = plain_alternative(request, search, profile)
+    profile.tokens_per_second = spec.effective_batch_size * spec.seq_len / profile.seconds
+    alternative = plain_alternative(spec, search, profile)
     assert "all layers checkpointed" in alternative.settings and "host" not in alternative.settings
     assert alternative.fits and alternative.relative_time > 1
     profile.choice = next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1)
-    assert plain_alternative(request, search, profile) is None
+    assert plain_alternative(spec, search, profile) is None
 
 
-def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(request_and_search):
-    request, search = request_and_search
+def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(spec_and_search):
+    spec, search = spec_and_search
     slowest = max((one for one in search.choices if one.offloads), key=search.seconds.get)
     for chosen in (slowest, next(one for one in search.choices if search.is_plain(one))):
-        for rejected in left_out(request, search, [chosen]):
+        for rejected in left_out(spec, search, [chosen]):
             if chosen.offloads:  # "too small a gain for depending on the host" beside a choice that depends on it
                 assert "depending on host" not in rejected.reason, rejected
             if "too small a gain" in rejected.reason:
                 assert "predicted to take 0." in rejected.reason or "take 1.00" in rejected.reason
 
 
-def test_what_lacks_host_memory_is_left_out_for_that(request_and_search):
+def test_what_lacks_host_memory_is_left_out_for_that(spec_and_search):
     """Not because it were too slow: it was never a choice."""
-    request, search = request_and_search
+    spec, search = spec_and_search
     nothing = HostMemory(1, "a box without memory", assumed=False)
     short = Search(list(search.choices), search.sketch, None, None, nothing)
-    request = replace(request, host_memory=nothing)
+    spec = replace(spec, host_memory=nothing)
     assert short.short_of_host and not any(choice.offloads for choice in short.choices)
     plain = next(one for one in short.choices if short.is_plain(one))
-    reasons = {rejected.settings: rejected.reason for rejected in left_out(request, short, [plain])}
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(spec, short, [plain])}
     assert "of host memory for each process" in reasons["activations in host memory"]
 
 
-def test_checkpointed_inputs_go_to_the_host_by_one_way(request_and_search):
+def test_checkpointed_inputs_go_to_the_host_by_one_way(spec_and_search):
     """transformers' own: through activation_offload they stay on the device once backward has fetched them."""
-    _, search = request_and_search
+    _, search = spec_and_search
     assert any(choice.inputs_offloaded for choice in search.choices)
     assert not any(choice.activations_offloaded and choice.checkpointed == 1 for choice in search.choices)
 
@@ -193,8 +193,8 @@ def _made(*summaries: str, methods=(), host=None):
         )
         for (name, (_, share)), text in zip(PLAN_PROFILES.items(), summaries, strict=True)
     ]
-    request = SimpleNamespace(host_memory=host, preset=SimpleNamespace(method="lora"))
-    return SimpleNamespace(profiles=profiles, plain=None, methods=list(methods), request=request)
+    spec = SimpleNamespace(host_memory=host, preset=SimpleNamespace(method="lora"))
+    return SimpleNamespace(profiles=profiles, plain=None, methods=list(methods), spec=spec)
 
 
 def _alternative(method: str) -> Alternative:
@@ -232,7 +232,7 @@ def test_methods_stand_beside_each_other(capsys, monkeypatch):
 @pytest.mark.slow
 def test_any_shows_every_method_that_fits():
     made = plan(config(2), "rtx_3060", 8, 128, "any")
-    assert made.request.preset.method == "full" == made.methods[0].method and made.methods[0].estimated
+    assert made.spec.preset.method == "full" == made.methods[0].method and made.methods[0].estimated
     assert [one.method for one in made.methods] == ["full", "lora", "qlora"]
     assert all(one.device_bytes and one.tokens_per_second for one in made.methods)
     assert [one.to_dict()["estimated"] for one in made.methods] == [True, False, False]
@@ -277,16 +277,15 @@ def test_unified_memory_is_not_offloaded_to_itself(name):
             preset = preset_of(name, method)
         except InputError:
             continue
-        space = SearchSpace(
-            preset=preset,
+        spec = JobSpec(
+            model="qwen3-0.6b",
             config=load_config("qwen3-0.6b"),
+            preset=preset,
             effective_batch_size=2,
             seq_len=512,
-            memory_args=request_for(config(1)).memory_args,
-            task="causal-lm",
-            fixed={"per_device_train_batch_size": 1},
+            training={"per_device_train_batch_size": 1},
         )
-        assert not any(choice.offloads for choice in space.choices())
+        assert not any(choice.offloads for choice in list_choices(spec))
 
 
 # ---- where nothing fits
@@ -296,8 +295,8 @@ def test_unified_memory_is_not_offloaded_to_itself(name):
 def test_where_no_single_change_fits_a_combination_is_found():
     """LoRA alone does not fit, nor do shorter samples: both together do."""
     small = config(2, hidden_size=256, intermediate_size=704, vocab_size=200)
-    both = least(request_for(small, "lora", 256))
-    alone = min(least(request_for(small, "full", 128)), least(request_for(small, "lora", 512)))
+    both = least(spec_for(small, "lora", 256))
+    alone = min(least(spec_for(small, "full", 128)), least(spec_for(small, "lora", 512)))
     assert both < alone
     fields = {"optim": "adamw_torch"}
     made = plan(small, "cpu", 4, 512, "full", memory=int(both * 1.02 / 0.94), training=fields)
@@ -320,9 +319,9 @@ def test_a_model_is_built_once_to_count_its_weights(monkeypatch):
     assert len(built) == 2 and sizes[0] == sizes[2] < sizes[1]
 
 
-def test_what_the_weights_rule_out_is_sketched_with_one_sample_alone(request_and_search):
-    request, search = request_and_search
-    smallest = request.search(lambda text: None, smallest=True)
+def test_what_the_weights_rule_out_is_sketched_with_one_sample_alone(spec_and_search):
+    spec, search = spec_and_search
+    smallest = start_search(spec, lambda text: None, smallest=True)
     assert {(one.micro_batch, one.checkpointed) for one in smallest.choices} == {(1, 1.0)}
     least = smallest.one_sample("none")
     assert smallest.sketch.device_bytes(least) == search.sketch.device_bytes(least)

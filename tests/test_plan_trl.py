@@ -4,10 +4,12 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from test_plan import config, request_for
+from test_plan import config, spec_for
 
 from hf_memopt import InputError, plan
 from hf_memopt.hardware import get_hardware
+from hf_memopt.planner.choice_jobs import start_search
+from hf_memopt.planner.choices import list_choices
 from hf_memopt.planner.launch import as_dict, recipe_command, training_arguments
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.units import GIB
@@ -17,13 +19,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def space(task="grpo", method="full", devices=1, **fixed) -> TrlSpace:
-    return trl_space(task, method, devices, fixed)
+    return TrlSpace(task=task, method=method, devices=devices, fixed=fixed)
 
 
-def request(task, method="full", batch=16, hardware="rtx_4090", **fields):
-    made = request_for(config(4), method, 96, hardware, batch)
+def spec(task, method="full", batch=16, hardware="rtx_4090", **fields):
+    made = spec_for(config(4), method, 96, hardware, batch)
     short = {"max_completion_length": 32} if task in ("grpo", "rloo") else {}
-    return dataclasses.replace(made, more={"task": task}, fields=made.fields | short | fields)
+    return dataclasses.replace(made, task=task, training=made.training | short | fields)
 
 
 def test_a_reference_is_precomputed_or_beside_the_model():
@@ -52,10 +54,12 @@ def test_what_is_generated_at_once_is_whole_groups(micro, devices):
 
 def test_vllm_gets_the_weights_and_the_cache_of_its_completions():
     """Arithmetic: 4 layers × 2 heads of 16, keys and values of 2 bytes are 512 bytes a token."""
-    made, weights = request("grpo", use_vllm=True), 6 * GIB
-    (choice, *_) = (one for one in made.choices() if one.micro_batch == 16)
+    made, weights = spec("grpo", use_vllm=True), 6 * GIB
+    (choice, *_) = (one for one in list_choices(made) if one.micro_batch == 16)
     job = SimpleNamespace(config=config(4), seq_len=2**16, device=get_hardware("rtx_4090"))
-    shares = {(one.trl.waves, one.trl.share, one.trl.sleeps) for one in made.trl.with_shares(choice, job, weights)}
+    shares = {
+        (one.trl.waves, one.trl.share, one.trl.sleeps) for one in trl_space(made).with_shares(choice, job, weights)
+    }
     cache = 16 * 2**16 * 512
     for waves, share, _ in shares:
         least = 1.1 * (weights + cache / waves)
@@ -63,7 +67,7 @@ def test_vllm_gets_the_weights_and_the_cache_of_its_completions():
     assert {sleeps for *_, sleeps in shares} == {False, True} and min(shares)[0] == 1
     fixed = space(use_vllm=True, vllm_gpu_memory_utilization=0.25, vllm_enable_sleep_mode=True)
     assert [one.trl.share for one in fixed.with_shares(choice, job, weights)] == [0.25]
-    assert not list(made.trl.with_shares(choice, job, 30 * GIB)), "more than the card"
+    assert not list(trl_space(made).with_shares(choice, job, 30 * GIB)), "more than the card"
 
 
 @pytest.mark.parametrize(
@@ -93,11 +97,11 @@ def test_the_command_refuses_it_too(command, words, message):
 
 
 def test_micro_batches_of_kto_have_two_samples():
-    assert min(choice.micro_batch for choice in request("kto").choices()) == 2
+    assert min(choice.micro_batch for choice in list_choices(spec("kto"))) == 2
 
 
 def test_losses_are_left_to_trl():
-    assert not any(choice.chunked_loss for choice in request("dpo", method="lora").choices())
+    assert not any(choice.chunked_loss for choice in list_choices(spec("dpo", method="lora")))
     assert dict(space("dpo").left_out()).keys() == {"padding_free", "use_liger_kernel"}
     assert not space("reward").left_out()
 
@@ -107,8 +111,8 @@ def test_losses_are_left_to_trl():
 def test_sketches_are_near_estimates(task):
     """A sketch only chooses what is estimated; where it is far off, plans are slow or miss what would fit.
     In a model as small as this one the tiles of the head, whose size has a limit, are most of it."""
-    made = request(task)
-    search = made.search(lambda text: None)
+    made = spec(task)
+    search = start_search(made, lambda text: None)
     some = search.choices[:: max(1, len(search.choices) // 3)][:3]
     search.estimate(some)
     for choice in some:
@@ -126,8 +130,8 @@ def test_a_reference_that_does_not_fit_is_precomputed(tmp_path):
     least = min(profile.estimate.device_bytes for profile in ample)
     tight = plan(wide, "rtx_4090", memory=int(least * 0.9), training={"optim": "adamw_torch_fused"}, **settings)
     assert tight.profiles[0].choice.trl.precomputed
-    assert training_arguments(tight.request, tight.profiles[0])["precompute_ref_log_probs"] is True
-    assert "--precompute_ref_log_probs true" in " ".join(recipe_command(tight.request, tight.profiles[0]))
+    assert training_arguments(tight.spec, tight.profiles[0])["precompute_ref_log_probs"] is True
+    assert "--precompute_ref_log_probs true" in " ".join(recipe_command(tight.spec, tight.profiles[0]))
 
 
 @pytest.mark.slow
@@ -135,7 +139,7 @@ def test_a_plan_of_grpo_says_what_is_generated_and_what_vllm_leaves():
     training = {"use_vllm": True, "max_completion_length": 32}
     made = plan(config(4), "rtx_4090", 16, 96, "full", task="grpo", training=training)
     profile, notes = made.profiles[0], " ".join(made.notes)
-    arguments = as_dict(made.request, profile)["training_arguments"]
+    arguments = as_dict(made.spec, profile)["training_arguments"]
     assert arguments["vllm_gpu_memory_utilization"] == profile.choice.trl.share == 0.05
     assert arguments["steps_per_generation"] * arguments["per_device_train_batch_size"] == 16
     assert "16 completions, 2 prompts × num_generations=8: generated 16 at once" in notes

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import MemoryCallback, MemoryTrainer
 from hf_memopt.cli.advise import run_advise
-from hf_memopt.cli.estimate import JobOptions
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.monitor.readers import Reader
 from hf_memopt.monitor.waiting import DataWait, DiskWait
 from hf_memopt.reports.advice import advise
@@ -196,7 +196,7 @@ def test_what_to_do_about_a_slow_run(shares, settings, cause, first, tmp_path, c
     share = shares.get("device_busy_share", shares["data_wait_share"])
     assert f"{share:.0%} of" in found.why and found.why[1:] in suggest_next_steps(read_run(folder))[0]
     assert f"{share:.0%} of" in run_page(read_run(folder))
-    assert run_advise(str(folder), JobOptions(model="a/model"), False) == 0
+    assert run_advise(str(folder), JobSpec(model="a/model"), False) == 0
     told = capsys.readouterr().out
     assert f"try 1: {first}" in told and "predicted" not in told
 

@@ -16,7 +16,7 @@ from hf_memopt import MemoryArguments, estimate, estimate_trainer
 from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.duration import parse_count, run_duration, training_steps
-from hf_memopt.estimator.preset_estimates import preset_job
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.throughput import speed_note, unknown_rates
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.catalog import catalog
@@ -48,15 +48,15 @@ def test_the_error_is_the_one_that_published_runs_show():
 )
 def test_estimate_and_plan_predict_the_same_speed(config, hardware, strategy):
     made = plan(config, hardware, effective_batch_size=8, seq_len=128, method="full", strategy=strategy)
-    profile, request = made.profiles[0], made.request
+    profile, spec = made.profiles[0], made.spec
     again = estimate(
         config,
         {**profile.preset.settings(), **({"deepspeed": strategy} if strategy == "zero2" else {})},
         128,
-        request.preset.hardware,
+        spec.preset.hardware,
         dtype=profile.preset.dtype,
         memory_args=profile.memory_args,
-        world_size=request.preset.processes,
+        world_size=spec.preset.processes,
         strategy=strategy,
     )
     assert again.tokens_per_second == pytest.approx(profile.tokens_per_second)
@@ -122,7 +122,7 @@ def test_what_is_offloaded_takes_longer(config):
     preset_fields = {"per_device_train_batch_size": 8, "activation_checkpointing": False, "optim": "adamw_torch_fused"}
     preset = preset_by_name("rtx_4090")
     plain, offloaded, optimizer = (
-        estimate_job(preset_job(preset, config, seq_len=512, fields=preset_fields, memory_args=memory_args))
+        estimate_job(spec_job(preset_spec(preset, config, memory_args, seq_len=512, training=preset_fields)))
         for memory_args in (
             None,
             MemoryArguments(activation_offload=True),

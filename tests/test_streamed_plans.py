@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig
-from test_plan import config, request_for
+from test_plan import config, spec_for
 from transformers import BitsAndBytesConfig
 
 from hf_memopt import MemoryArguments, estimate, plan
@@ -17,46 +17,46 @@ from hf_memopt.estimator.step_time import host_link
 from hf_memopt.estimator.training_fields import checkpointing_period
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.host_memory import HostMemory
-from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.streaming import lacks_memory, streaming_request, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import lacks_memory, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.units import GIB
 
 QLORA = ("rtx_3060", "qlora")
 
 
 def test_which_jobs_may_stream():
-    request = request_for(config(1), "lora", hardware="rtx_3060")
-    asked = streaming_request(request)
-    shares = {choice.streamed for choice in asked.choices()}
+    spec = spec_for(config(1), "lora", hardware="rtx_3060")
+    asked = streaming_spec(spec)
+    shares = {choice.streamed for choice in list_choices(asked)}
     assert max(shares) == 1 and min(shares) > 0
-    assert not any(choice.streamed for choice in request.choices())
-    assert all(choice.offloads and choice.memory_fields()["weight_streaming"] for choice in asked.choices())
+    assert not any(choice.streamed for choice in list_choices(spec))
+    assert all(choice.offloads and choice.memory_fields()["weight_streaming"] for choice in list_choices(asked))
     on = MemoryArguments(weight_streaming=True)
     for other in (
-        request_for(config(1), "full", hardware="rtx_3060"),
-        request_for(config(1), "lora"),  # a CPU
-        request_for(config(1), "lora", hardware="rtx_3060x2"),
-        replace(request, memory_args=on),
-        replace(request, more={"task": "dpo"}),
+        spec_for(config(1), "full", hardware="rtx_3060"),
+        spec_for(config(1), "lora"),  # a CPU
+        spec_for(config(1), "lora", hardware="rtx_3060x2"),
+        replace(spec, memory_args=on),
+        replace(spec, task="dpo"),
         asked,
     ):
-        assert streaming_request(other) is None
+        assert streaming_spec(other) is None
 
 
 def test_weights_alone_rule_out_methods():
     """Not where they are streamed, which made LoRA of a large model "too large" for its own setting."""
-    request = replace(request_for(config(1), "lora", hardware="rtx_3060"), host_memory=HostMemory(GIB, "a small box"))
-    (size, _), (in_4_bits, _) = weights_alone(request), weights_alone(replace(request, preset=preset_of(*QLORA)))
+    spec = replace(spec_for(config(1), "lora", hardware="rtx_3060"), host_memory=HostMemory(GIB, "a small box"))
+    (size, _), (in_4_bits, _) = weights_alone(spec), weights_alone(replace(spec, preset=preset_of(*QLORA)))
     assert in_4_bits == size // 4 > 0
-    assert weights_alone(replace(request, memory_args=MemoryArguments(weight_streaming=True))) is None
+    assert weights_alone(replace(spec, memory_args=MemoryArguments(weight_streaming=True))) is None
     budget = size // 2
-    request = replace(request, memory=int(budget / 0.94), host_memory=HostMemory(size, "a small box"))
-    assert not lacks_memory(request)
-    short = lacks_memory(replace(request, host_memory=HostMemory(budget // 2, "a small box")))
+    spec = replace(spec, memory=int(budget / 0.94), host_memory=HostMemory(size, "a small box"))
+    assert not lacks_memory(spec)
+    short = lacks_memory(replace(spec, host_memory=HostMemory(budget // 2, "a small box")))
     assert short.endswith("of its host may be used (a small box; --host-memory sets the limit)")
 
 
@@ -91,13 +91,13 @@ def test_what_is_missing_is_host_memory():
         found=found,
         estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
     )
-    request = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
+    spec = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
     said = "needs about 20.00 GiB of host memory, of 16.00 GiB (a small box; --host-memory sets the limit)"
-    assert what_lacks(request, search) == said
-    assert with_host_memory(request, search).startswith("--host-memory 21 (") and list(found) == [some]
-    request.memory_budget = 7 * GIB
-    assert what_lacks(request, search) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
-    assert with_host_memory(request, search) is None
+    assert what_lacks(spec, search) == said
+    assert with_host_memory(spec, search).startswith("--host-memory 21 (") and list(found) == [some]
+    spec.memory_budget = 7 * GIB
+    assert what_lacks(spec, search) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
+    assert with_host_memory(spec, search) is None
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
 
     monkeypatch.setattr(Search, "estimate", by_sketch)
     # Of a large model the weights alone say so; beside a small one's CUDA's context takes more.
-    monkeypatch.setattr("hf_memopt.planner.plan.weights_alone", lambda request: (2**62, "weights"))
+    monkeypatch.setattr("hf_memopt.planner.plan.weights_alone", lambda spec: (2**62, "weights"))
     deep = config(12, hidden_size=512, intermediate_size=2048, vocab_size=200)
     weights = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
     memory = int((context(get_hardware("rtx_3060")) + 0.9 * weights) / 0.94)

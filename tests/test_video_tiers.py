@@ -328,8 +328,8 @@ def test_a_resumed_plan_keeps_its_clips(started, monkeypatch, tmp_path, caplog):
     def choose(job, wish, note):
         return Tier(next(fits), 336**2, 1, SimpleNamespace(device_bytes=GIB))
 
-    def plan(request):
-        return auto.Planned(request.preset, MemoryArguments(), {"per_device_train_batch_size": 2}, "", None)
+    def plan(config, preset, *_, **settings):
+        return auto.Planned(preset, MemoryArguments(), {"per_device_train_batch_size": 2}, "", None)
 
     monkeypatch.setattr(video_tier, "choose_tier", choose)
     monkeypatch.setattr(video_tier, "plan_here", plan)

@@ -4,9 +4,10 @@ import sys
 from collections import deque
 from dataclasses import replace
 
-from hf_memopt.cli.estimate import JobOptions, import_libraries, resolve_job
+from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.output import print_json
 from hf_memopt.errors import InputError
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.reports.advice import LARGEST_TEXT, SLOW, Advice, advise, advise_on_text, decode_log
 from hf_memopt.terminal import say
 from hf_memopt.units import gib
@@ -14,7 +15,7 @@ from hf_memopt.units import gib
 _LARGEST_PIPE = 2**30  # bytes
 
 
-def run_advise(source: str, job: JobOptions | None, as_json: bool) -> int:
+def run_advise(source: str, job: JobSpec | None, as_json: bool) -> int:
     """Print the advice; 0 where there is some, 1 where nothing is wrong with memory or speed.
 
     Args:
@@ -50,14 +51,15 @@ def _piped() -> str:
     return decode_log(b"".join(parts)[-LARGEST_TEXT:])
 
 
-def _predict_savings(options: JobOptions) -> list[dict]:
+def _predict_savings(spec: JobSpec) -> list[dict]:
     """The three changes that are predicted to save most, and smaller models where this one has no weights yet."""
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.spec_job import spec_job
     from hf_memopt.estimator.suggestions import largest_savings, smaller_models
     from hf_memopt.estimator.tracing.parallel import on_all_cores
 
-    _, job = resolve_job(options)
+    job = spec_job(settle_job(spec))
     estimate = estimate_job(job, on_all_cores)
     savings = largest_savings(job, estimate, map_fn=on_all_cores) + smaller_models(job, estimate, on_all_cores)
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]

@@ -14,6 +14,7 @@ from hf_memopt.contributed import load_contributed
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
 from hf_memopt.terminal import only_plain_text
+from hf_memopt.units import GIB
 
 
 class _Commands(TyperGroup):
@@ -201,10 +202,12 @@ def estimate(
     json: Json = False,
 ) -> None:
     """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""
-    from hf_memopt.cli.estimate import JobOptions, run_estimate
+    from hf_memopt.cli.estimate import run_estimate
+    from hf_memopt.cli.settings import command_spec
     from hf_memopt.cli.speed import AmountOptions
 
-    options = JobOptions(
+    spec = command_spec(
+        settings,
         model=model,
         preset=preset,
         method=method,
@@ -213,10 +216,9 @@ def estimate(
         strategy=strategy,
         hardware=hardware,
         task=task,
-        settings=settings or [],
     )
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
-    raise typer.Exit(run_estimate(options, levers, plot, json, amount))
+    raise typer.Exit(run_estimate(spec, levers, plot, json, amount))
 
 
 @app.command(
@@ -315,41 +317,45 @@ def plan(
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
     from hf_memopt.cli.cards import ANY, CardOptions
-    from hf_memopt.cli.plan import FramesOptions, PlanOptions, run_frames, run_lengths, run_plan, run_which_card
+    from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
+    from hf_memopt.cli.settings import command_spec
     from hf_memopt.cli.speed import AmountOptions
+    from hf_memopt.hardware.host_memory import HostMemory
 
-    settings = settings or []
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
-    if hardware.lower() != ANY:
+    any_card, longest = hardware.lower() == ANY, seq_len == "max"
+    if not any_card:
         cards.refuse()
-    elif frames is not None or seq_len == "max":
+    elif frames is not None or longest:
         limit = "--frames" if frames is not None else "--seq-len"
         raise InputError(f"{limit} max is counted for one card: name it with --hardware")
     if frames is not None and task is not None:
         raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
-    if frames is not None:
-        asked = FramesOptions(model=model, frames=frames, hardware=hardware, method=method, settings=settings)
-        raise typer.Exit(run_frames(asked, json))
-    options = PlanOptions(
+    one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price} if any_card else {}
+    for name in (name for name, value in one_card.items() if value is not None):
+        raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
+    for name in (name for name, value in (("--export", export), ("--strategy", strategy)) if longest and value):
+        raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
+    spec = command_spec(
+        settings,
         model=model,
         hardware=hardware,
-        seq_len=seq_len,
+        seq_len=None if longest else seq_len,
         effective_batch_size=effective_batch_size,
         method=method,
         strategy=strategy,
-        memory_gib=memory,
-        host_memory_gib=host_memory,
-        settings=settings,
-        export=export,
-        overwrite=overwrite,
-        profile=profile,
-        amount=amount,
+        memory=memory and int(memory * GIB),
+        host_memory=host_memory and HostMemory(int(host_memory * GIB), "--host-memory", assumed=False),
         task=task,
     )
-    if hardware.lower() == ANY:
-        raise typer.Exit(run_which_card(options, cards, json))
-    raise typer.Exit(run_lengths(options, json) if seq_len == "max" else run_plan(options, json))
+    if any_card:
+        raise typer.Exit(run_which_card(spec, cards, json))
+    if frames is not None:
+        raise typer.Exit(run_frames(spec, frames, json))
+    if longest:
+        raise typer.Exit(run_lengths(spec, json))
+    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json))
 
 
 @app.command(
@@ -369,11 +375,11 @@ def advise(
 ) -> None:
     """Explain an out-of-memory error or a slow run, and what to change; exit code 1 if there is neither."""
     from hf_memopt.cli.advise import run_advise
-    from hf_memopt.cli.estimate import JobOptions
+    from hf_memopt.cli.settings import command_spec
 
     job = None
     if model:
-        job = JobOptions(model=model, preset=preset, method=method, seq_len=seq_len, settings=settings or [])
+        job = command_spec(settings, model=model, preset=preset, method=method, seq_len=seq_len)
     raise typer.Exit(run_advise(source, job, json))
 
 

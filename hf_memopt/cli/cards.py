@@ -5,11 +5,11 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from hf_memopt.cli.output import print_json, print_table
+from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.speed import AmountOptions
 from hf_memopt.errors import InputError
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.units import gib
 
@@ -57,24 +57,11 @@ class CardOptions:
             raise InputError(f"{names[0]} compares cards: add --hardware any, or leave it out")
 
 
-def run_cards(arguments: dict[str, Any], options: CardOptions, as_json: bool) -> int:
-    """Print the cards that train the job; 0 if there are any, 1 if not.
+def run_cards(spec: JobSpec, options: CardOptions, as_json: bool) -> int:
+    """Print the cards that train the job; 0 if there are any, 1 if not."""
+    from hf_memopt.planner.cards import choose_card
 
-    Args:
-        arguments: of which_card(), but for the options.
-    """
-    from hf_memopt.planner.cards import which_card
-
-    amount = options.amount.read()
-    answer = which_card(
-        **arguments,
-        prices=options.prices,
-        max_price=options.max_price,
-        every=options.every,
-        tokens=amount.tokens,
-        epochs=amount.epochs,
-        samples=amount.samples,
-    )
+    answer = choose_card(spec, options.amount.read(), options.prices, options.max_price, options.every, progress)
     if as_json:
         print_json(answer.to_dict())
     else:

@@ -15,12 +15,6 @@ from unittest import mock
 
 from hf_memopt.charts import check_path
 from hf_memopt.cli.output import print_json, print_table, working
-from hf_memopt.cli.settings import (
-    parse_settings,
-    quantization_config,
-    refuse_second_answers,
-    split_model_sizes,
-)
 from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
@@ -28,6 +22,7 @@ from hf_memopt.confined.rights import cannot_confine, may_have_card
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.files import read_bytes, write_whole
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.packages import require
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
@@ -37,32 +32,7 @@ from hf_memopt.units import size
 _LARGEST_PLOT = 2**26  # bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """The job that a command line asks about; options that are left out are the preset's.
-
-    Attributes:
-        model: a bundled architecture's name, hub id, folder or config.json.
-        preset: None for the hardware's, or no preset where neither is named.
-        hardware: the device to fit on.
-        task: None for what the model is for.
-        settings: KEY=VALUE, as `--set` takes them.
-    """
-
-    model: str
-    preset: str | None = None
-    method: str = "full"
-    seq_len: int | None = None
-    world_size: int | None = None
-    strategy: str | None = None
-    hardware: str | None = None
-    task: str | None = None
-    settings: list[str] = field(default_factory=list)
-
-
-def run_estimate(
-    options: JobOptions, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions
-) -> int:
+def run_estimate(spec: JobSpec, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions) -> int:
     """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
     if plot_file:
         require("matplotlib", "--plot")
@@ -70,12 +40,14 @@ def run_estimate(
     amount.read()
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.combination import smallest_combination
+    from hf_memopt.estimator.spec_job import spec_job
     from hf_memopt.estimator.suggestions import largest_savings
     from hf_memopt.estimator.tracing.parallel import on_all_cores
     from hf_memopt.estimator.trainer_job import TrainerJob
 
-    preset, job = resolve_job(options)
-    working(f"tracing the steps of {options.model}")
+    spec = settle_job(spec)
+    preset, job = spec.preset, spec_job(spec)
+    working(f"tracing the steps of {spec.model}")
     estimate = estimate_job(job, on_all_cores)
     savings = []
     if (levers or estimate.fits is False) and not isinstance(job, TrainerJob):  # a Trainer's batch is made
@@ -87,7 +59,7 @@ def run_estimate(
     if plot_file:
         from hf_memopt.estimator.plot import plot
 
-        plot(estimate, plot_file, f"{options.model}, {options.method}, {_batch_in_words(job)}, {job.device.label}")
+        plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
     settings, sizes = _settings_of(preset)
     took = amount.time_and_cost(estimate, job.seq_len, job.world_size)
     if as_json:
@@ -98,7 +70,7 @@ def run_estimate(
         )
     else:
         devices = f"{job.world_size} × " if job.world_size > 1 else ""
-        title = f"{options.model}, {preset.method}, {settings}, {_batch_in_words(job)} on {devices}{job.device.label}"
+        title = f"{spec.model}, {preset.method}, {settings}, {_batch_in_words(job)} on {devices}{job.device.label}"
         _print(title, estimate, savings, took, amount)
     return 1 if estimate.fits is False else 0
 
@@ -117,87 +89,53 @@ def _batch_in_words(job) -> str:
     return f"{samples} × {main} of {' × '.join(map(str, sizes))}"
 
 
-def _with_device_count(options):
-    """JobOptions or DryRunOptions with the number of devices in the hardware's name (2x3090) as world size.
+def _with_device_count(asked):
+    """A JobSpec or DryRunOptions with the number of devices in the hardware's name (2x3090) as world size.
 
     Raises:
         InputError: another number than --world-size.
     """
     from hf_memopt.planner.devices import split_count
 
-    if options.hardware is None:
-        return options
-    if options.hardware.lower() == "any":
+    if asked.hardware is None:
+        return asked
+    if asked.hardware.lower() == "any":
         raise InputError(
             "hardware=any: an estimate is of one device; `hf-memopt plan MODEL --hardware any` compares all"
         )
-    hardware, devices = split_count(options.hardware)
-    if devices > 1 and options.world_size not in (None, devices):
-        raise InputError(f"hardware={options.hardware} and world_size={options.world_size} differ: leave one out")
-    return replace(options, hardware=hardware, world_size=devices if devices > 1 else options.world_size)
+    hardware, devices = split_count(asked.hardware)
+    if devices > 1 and asked.world_size not in (None, devices):
+        raise InputError(f"hardware={asked.hardware} and world_size={asked.world_size} differ: leave one out")
+    return replace(asked, hardware=hardware, world_size=devices if devices > 1 else asked.world_size)
 
 
-def resolve_job(options: JobOptions):
-    """The Preset and the Job that a command line asks about.
+def settle_job(spec: JobSpec) -> JobSpec:
+    """The job of a command line with its preset, its device and its model's configuration.
 
     Raises:
         InputError: an option or setting that cannot be used.
     """
-    from hf_memopt.estimator.architectures import load_config
-    from hf_memopt.estimator.job import longest_sample
-    from hf_memopt.estimator.preset_estimates import preset_job
-    from hf_memopt.estimator.smaller import with_sizes
-    from hf_memopt.estimator.tracing.quantization import is_quantized
-    from hf_memopt.video.inputs import frozen_by_settings, video_inputs
+    from hf_memopt.estimator.spec_job import read_model
 
-    options = _with_device_count(options)
-    preset = _resolve_preset(options)
-    texts, sizes = split_model_sizes(options.settings)
-    settings = parse_settings(texts)
-    refuse_second_answers(options, settings)
-    if options.strategy == "fsdp2" and (options.world_size or preset.processes) == 1:
+    spec = _with_device_count(spec)
+    preset = _resolve_preset(spec)
+    if spec.strategy == "fsdp2" and (spec.world_size or preset.processes) == 1:
         raise InputError("strategy=fsdp2 shards a model over several processes: add --world-size, or leave it out")
     if preset.strategy.startswith("zero"):
         require("deepspeed", f"strategy={preset.strategy}")
-    own = settings.own
-    preset = replace(preset, dtype=own.get("dtype", preset.dtype))
+    training = spec.training
     if not preset.name:  # on several devices, too, as many samples a device as TrainingArguments has
-        settings.training.setdefault("per_device_train_batch_size", preset.micro_batch_size)
-        settings.training.setdefault("gradient_accumulation_steps", 1)
-    model = options.model
-    config = load_config(model)
-    if sizes:
-        model = config = with_sizes(config, sizes)
-    video = video_inputs(options.model, config, settings.video)
-    quantization = None  # of a quantized checkpoint, unless settings say more
-    if settings.quantization or not is_quantized(config):
-        quantization = quantization_config(preset, settings.quantization, config if video else None)
-    job = preset_job(
-        preset,
-        model,
-        seq_len=options.seq_len or longest_sample(config, preset.seq_len),
-        world_size=preset.processes if options.world_size is None else options.world_size,
-        fields=settings.training,
-        lora=settings.lora,
-        hardware=get_hardware(options.hardware) if options.hardware else preset.hardware,
-        task=options.task or own.get("task"),
-        video=video,
-        frozen=frozen_by_settings(settings.video) if video else (),
-        attn_implementation=own.get("attn_implementation"),
-        kbit_preparation=bool(own.get("kbit_preparation")),
-        quantization_config=quantization,
-        memory_args=settings.video_memory_args(config) if video else settings.memory_args,
-        padded=bool(own.get("padded")),
-        packed=bool(own.get("packed")),
-    )
-    return preset, job
+        plain = {"per_device_train_batch_size": preset.micro_batch_size, "gradient_accumulation_steps": 1}
+        training = plain | training
+    device = get_hardware(spec.hardware) if spec.hardware else preset.hardware
+    return read_model(replace(spec, preset=preset, hardware=device, training=training))
 
 
-def _resolve_preset(options: JobOptions) -> Preset:
+def _resolve_preset(spec: JobSpec) -> Preset:
     """The preset that is named, else that of the hardware that is named, else plain TrainingArguments here."""
-    if name := options.preset or options.hardware:
-        return preset_by_name(name, options.method, options.strategy, processes=options.world_size)
-    return plain_settings(get_hardware("auto"), options.method, options.strategy)
+    if name := spec.preset or spec.hardware:
+        return preset_by_name(name, spec.method, spec.strategy, processes=spec.world_size)
+    return plain_settings(get_hardware("auto"), spec.method, spec.strategy)
 
 
 def _settings_of(preset: Preset) -> tuple[str, str | None]:

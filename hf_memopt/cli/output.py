@@ -15,6 +15,11 @@ def working(text: str) -> None:
         print(f"{text} …", file=sys.stderr, flush=True)
 
 
+def progress(text: str) -> None:
+    """A line about what takes time."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on stdout, without secrets."""
     json.dump(redact(value), sys.stdout, indent=2, default=str)

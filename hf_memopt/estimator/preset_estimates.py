@@ -10,24 +10,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 
-from hf_memopt.compatibility.engine import deepspeed_config
-from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.compatibility.resolve import fsdp_settings
-from hf_memopt.data.builtin_model import builtin_model
-from hf_memopt.errors import InputError, brief
+from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.tracing.model import count_weights, supports_checkpointing
-from hf_memopt.estimator.tracing.quantization import is_quantized
-from hf_memopt.estimator.tracing.tasks import find_task, infer_task
-from hf_memopt.estimator.training_fields import batch_of
-from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
+from hf_memopt.estimator.tracing.model import count_weights
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.files import write_whole
-from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
-from hf_memopt.presets.accelerate_config import FSDP2
-from hf_memopt.presets.arguments import OLD_NAMES, resolve
 from hf_memopt.presets.build import is_chosen
 from hf_memopt.presets.reference import REFERENCE_FILE
 
@@ -50,101 +40,9 @@ FILL = 0.9  # share of the memory that a reference model may take
 _KEPT = ("device_bytes", "peak_allocated_bytes", "host_bytes", "capacity_bytes", "phase", "fits")
 
 
-def preset_job(
-    preset: Preset,
-    model=None,
-    *,
-    seq_len: int | None = None,
-    world_size: int | None = None,
-    fields=None,
-    lora=None,
-    **settings,
-) -> Job:
-    """A preset's job, on its reference model and device by default.
-
-    Args:
-        fields, lora: TrainingArguments and LoraConfig fields that override the preset's.
-        settings: further arguments of estimator.job.describe.
-    """
-    fields = dict(fields or {})
-    preset = replace(preset, seq_len=seq_len or preset.seq_len)
-    world_size = preset.processes if world_size is None else world_size
-    _refuse_second_engine(preset, fields)
-    own = fields.pop("deepspeed", None)
-    deepspeed = deepspeed_config(own) if own else preset.deepspeed_config()
-    if own:
-        fields = batch_of(deepspeed) | fields
-    device = settings.pop("hardware", preset.hardware)
-    if fields.get("use_cpu") and device.backend != "cpu":
-        raise InputError(f"use_cpu=true trains on the CPU, and hardware is {device.label}: use hardware=cpu")
-    row = TRL_TASKS.get(settings.get("task"))
-    resolved = resolve(preset, world_size, fields, row and row.config_class) | (
-        {"deepspeed": deepspeed} if deepspeed else {}
-    )
-    if preset.strategy == "fsdp2" and world_size > 1:
-        # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
-        own = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
-        checkpoints = own.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
-        changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
-        resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
-    if model is None:
-        model = preset.reference_model
-        model = builtin_model() if model == "builtin" else model
-    config = load_config(model)
-    if "activation_checkpointing" not in fields:
-        _leave_out_checkpointing(config, settings.get("task"), resolved)
-    quantized = settings.get("quantization_config") is not None or is_quantized(config)
-    if preset.method == "qlora" and not quantized:
-        from transformers import BitsAndBytesConfig
-
-        settings["quantization_config"] = BitsAndBytesConfig(**preset.quantization())
-    return describe_task(
-        model,
-        resolved,
-        preset.seq_len,
-        device,
-        peft_config=preset.peft_config(**(lora or {})),
-        dtype=preset.dtype,
-        world_size=world_size,
-        strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
-        expandable=bool(preset.name) or expands_segments(),
-        **settings,
-    )
-
-
-def _strategy(preset: Preset, world_size: int, by_fields: bool) -> str | None:
-    """The preset's, which on one process shards nothing; None where fields start the engine."""
-    if by_fields:
-        return None
-    return "none" if world_size == 1 and preset.strategy == "fsdp2" else preset.strategy
-
-
-def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
-    """Without the preset's checkpointing where the model's class has none, as XLNet's: the Trainer would refuse it."""
-    if not resolved.get("activation_checkpointing"):
-        return
-    task = infer_task(config) if task is None else find_task(model_task(task), config)
-    if not supports_checkpointing(config, task):
-        logger.warning("%s has no activation checkpointing: estimated without the preset's", config.model_type)
-        for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
-            resolved.pop(name, None)
-
-
-def _refuse_second_engine(preset: Preset, fields: dict) -> None:
-    """As the run would: Preset.training_arguments() refuses an engine beside the preset's."""
-    strategy = preset.strategy
-    if fields.get("fsdp") and strategy not in ("none", "fsdp2"):
-        name = "fsdp"
-    elif fields.get("deepspeed") and (strategy == "fsdp2" or is_mesh(strategy)):
-        name = "deepspeed"
-    else:
-        return
-    raise InputError(f"{name}={brief(fields[name])} beside strategy {strategy}: leave one of the two out")
-
-
 def reference_estimate(preset: Preset) -> dict:
     """A preset's row of the file, without `largest`: its reference model's memory."""
-    estimate = estimate_job(preset_job(preset)).to_dict()
+    estimate = estimate_job(spec_job(preset_spec(preset))).to_dict()
     sizes = {"micro_batch": preset.micro_batch_size, "seq_len": preset.seq_len, "strategy": preset.strategy}
     return {"model": preset.reference_model, **sizes, **{name: estimate[name] for name in _KEPT}}
 

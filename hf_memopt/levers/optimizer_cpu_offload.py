@@ -39,6 +39,7 @@ def keep_on_host(
     with booking():
         copies = {weight: _host_copy(weight) for weight in weights if apart(weight)}
         gradients = {weight: torch.empty_like(copy, pin_memory=copy.is_pinned()) for weight, copy in copies.items()}
+        _move_states(optimizer, copies)
     if hasattr(optimizer, "follow"):  # Adam-mini keys its blocks by weight
         optimizer.follow(copies)
     for group in optimizer.param_groups:
@@ -60,10 +61,23 @@ def keep_on_host(
     optimizer.register_step_post_hook(return_weights)
 
 
+def _move_states(optimizer, copies: dict[torch.Tensor, torch.nn.Parameter]) -> None:
+    """Give the copies the states that an optimizer made when it was constructed, as Adagrad does."""
+    for weight, copy in copies.items():
+        if weight in optimizer.state:
+            state = optimizer.state.pop(weight)
+            optimizer.state[copy] = {
+                name: _on_host(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()
+            }
+
+
 def _host_copy(weight: torch.Tensor) -> torch.nn.Parameter:
-    pinned = weight.device.type != "cpu"
-    copy = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pinned).copy_(weight.detach())
-    return torch.nn.Parameter(copy)
+    return torch.nn.Parameter(_on_host(weight))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    pinned = tensor.device.type != "cpu"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor.detach())
 
 
 def _wait(device: torch.device) -> None:

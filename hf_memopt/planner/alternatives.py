@@ -48,41 +48,41 @@ class Alternative:
         }
 
 
-def plain_alternative(request, search: Search, profile) -> Alternative | None:
+def plain_alternative(spec, search: Search, profile) -> Alternative | None:
     """The preferred settings with every layer checkpointed and without host memory and rounding; of those that do not
     fit, the smallest. None where the profile itself is so, and where the user's settings leave none."""
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1.0]
-    budget = int(request.memory * profile.share)
+    budget = int(spec.memory * profile.share)
     fitting = [choice for choice in plain if search.fits(choice, budget)]
     if not plain or profile.choice in plain:
         return None
     best = fitting[0] if fitting else min(plain, key=search.needs)
-    return _alternative(request, search, best, bool(fitting), profile)
+    return _alternative(spec, search, best, bool(fitting), profile)
 
 
-def method_alternative(request, search: Search | None, profile) -> Alternative | None:
+def method_alternative(spec, search: Search | None, profile) -> Alternative | None:
     """What a method would take of a profile's share of the memory: for the profile's own method the profile, for
     another by its sketch what is plain, if anything plain fits. None where nothing fits.
 
     Args:
-        request: of as many samples a step, as long, as the profile's.
+        spec: of as many samples a step, as long, as the profile's.
     """
     if search is None:
         return None
-    if request.preset.method == profile.preset.method:
-        return _alternative(request, search, profile.choice, True, profile)
-    budget = int(request.memory * profile.share / search.caution)
+    if spec.preset.method == profile.preset.method:
+        return _alternative(spec, search, profile.choice, True, profile)
+    budget = int(spec.memory * profile.share / search.caution)
     best = search.first(budget, search.is_plain) or search.sketched(budget)
-    return best and _alternative(request, search, best, True, profile)
+    return best and _alternative(spec, search, best, True, profile)
 
 
-def _alternative(request, search: Search, choice: Choice, fits: bool, profile) -> Alternative:
-    if request.preset.method == profile.preset.method:
+def _alternative(spec, search: Search, choice: Choice, fits: bool, profile) -> Alternative:
+    if spec.preset.method == profile.preset.method:
         relative_time = search.relative_time(choice, profile.choice)
     else:
         relative_time = search.seconds[choice] / profile.seconds  # for the same step
     return Alternative(
-        method=request.preset.method,
+        method=spec.preset.method,
         settings=summarize(choice),
         device_bytes=int(search.needs(choice) * search.caution),
         estimated=bool(search.found.get(choice)),
@@ -92,7 +92,7 @@ def _alternative(request, search: Search, choice: Choice, fits: bool, profile) -
     )
 
 
-def left_out(request, search: Search, chosen: list[Choice]) -> Iterator[Rejected]:
+def left_out(spec, search: Search, chosen: list[Choice]) -> Iterator[Rejected]:
     """Kinds of settings that are faster than what was chosen, or simpler, and what they would need."""
     families: dict[str, list[Choice]] = {}
     for choice in (*search.choices, *search.short_of_host):
@@ -100,11 +100,11 @@ def left_out(request, search: Search, chosen: list[Choice]) -> Iterator[Rejected
             families.setdefault(family, []).append(choice)
     for family, members in families.items():
         if not any(choice in members for choice in chosen):
-            yield Rejected(family, _reason(request, search, members, chosen))
+            yield Rejected(family, _reason(spec, search, members, chosen))
 
 
-def _reason(request, search: Search, members: list[Choice], chosen: list[Choice]) -> str:
-    budget = request.memory_budget
+def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -> str:
+    budget = spec.memory_budget
     if fitting := [choice for choice in members if search.fits(choice, budget)]:
         fastest = min(chosen, key=search.seconds.__getitem__)
         best = fitting[0]  # the preferred variant, which lost, not the fastest with more features
@@ -114,7 +114,7 @@ def _reason(request, search: Search, members: list[Choice], chosen: list[Choice]
     if search.needs(least) > budget:
         return f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}"
     least = min((one for one in members if search.needs(one) <= budget), key=search.host_bytes)
-    host = request.host_memory
+    host = spec.host_memory
     return (
         f"needs about {gib(search.host_bytes(least))} of host memory for each process, of {gib(host.bytes)} "
         f"({host.source}; --host-memory sets the limit)"

@@ -10,21 +10,25 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.duration import Amount, duration
 from hf_memopt.estimator.job import Job, longest_sample
+from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.estimator.speed import peak_rate
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import constant, measured_value
-from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
-from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.plan import Question, Request, ask
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
+from hf_memopt.planner.choices import Choice, list_choices
+from hf_memopt.planner.plan import check_asked
 from hf_memopt.planner.prices import Prices, read_prices
 from hf_memopt.planner.search import Search, summarize
+from hf_memopt.planner.settle import settle
 from hf_memopt.planner.sketch import Sketch, caution, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import nearest_preset, preset_for
@@ -262,23 +266,23 @@ class _Group:
 class _Candidate:
     """A card or box, a method, and the search over its settings."""
 
-    request: Request
+    spec: JobSpec
     search: Search
     group: _Group
 
     @property
     def name(self) -> str:
         """As `--hardware` takes it."""
-        return _name(self.device, self.request.preset.processes)
+        return _name(self.device, self.spec.preset.processes)
 
     @property
     def device(self) -> Hardware:
-        return self.request.preset.hardware
+        return self.spec.preset.hardware
 
     @property
     def memory(self) -> int:
         """Bytes of all devices, as printed on their boxes."""
-        return self.device.nominal_memory * self.request.preset.processes
+        return self.device.nominal_memory * self.spec.preset.processes
 
     @property
     def least(self) -> Choice:
@@ -294,7 +298,7 @@ class _Candidate:
     def pick(self) -> tuple[Choice, float] | None:
         """The settings and the share of the memory that they may fill."""
         for share in (_SHARES[_BALANCED], _SHARES[-1]):
-            if choice := self.search.sketched(int(self.request.memory * share / self.caution)):
+            if choice := self.search.sketched(int(self.spec.memory * share / self.caution)):
                 return choice, share
         return None
 
@@ -303,12 +307,12 @@ class _Candidate:
         if (picked := self.pick()) is None:
             return None
         choice, share = picked
-        devices = self.request.preset.processes
-        trained = self.request.effective_batch_size * self.search.sketch.job.seq_len
+        devices = self.spec.preset.processes
+        trained = self.spec.effective_batch_size * self.search.sketch.job.seq_len
         return Fit(
             device=self.device,
             devices=devices,
-            method=self.request.preset.method,
+            method=self.spec.preset.method,
             choice=choice,
             share=share,
             device_bytes=int(self.search.needs(choice) * self.caution),
@@ -322,13 +326,13 @@ class _Candidate:
 
 @dataclass
 class _Market:
-    """The candidates of a question, each made when it is looked at.
+    """The candidates of a job, each made when it is looked at.
 
     Attributes:
         refused: why cards that cannot run the job cannot.
     """
 
-    question: Question
+    asked: JobSpec
     say: Callable[[str], None]
     refused: list[InputError] = field(default_factory=list)
     _sketches: dict[tuple, _SharedSketch] = field(default_factory=dict)
@@ -356,19 +360,20 @@ class _Market:
         return self._candidates[key]
 
     def _build(self, device: Hardware, devices: int, method: str) -> _Candidate | None:
-        request = self._request(device, devices, method)
-        if (group := self._group(request)) is None:
+        spec = self._settled(device, devices, method)
+        if (group := self._group(spec)) is None:
             return None
-        sketch = self._sketch(request).sharing(replace(group.job, device=device), group.known)
-        search = Search(group.choices, sketch, request.job, self.say, request.host_memory, group.found, group.off)
-        return _Candidate(request, search, group) if search.choices else None
+        sketch = self._sketch(spec).sharing(replace(group.job, device=device), group.known)
+        build = partial(choice_job, spec)
+        search = Search(group.choices, sketch, build, self.say, spec.host_memory, group.found, group.off)
+        return _Candidate(spec, search, group) if search.choices else None
 
-    def _request(self, device: Hardware, devices: int, method: str) -> Request:
+    def _settled(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
-        return replace(self.question, hardware=preset).for_method(method)
+        return settle(replace(self.asked, hardware=preset), method)
 
-    def _group(self, request: Request) -> _Group | None:
-        preset, device = request.preset, request.preset.hardware
+    def _group(self, spec: JobSpec) -> _Group | None:
+        preset, device = spec.preset, spec.preset.hardware
         irrelevant = ("tf32", "activation_checkpointing", "activation_checkpointing_kwargs")  # the choice has its own
         training = {name: value for name, value in preset.training.items() if name not in irrelevant}
         context, workspace = (constant(f"{name}_bytes", device).value for name in ("context", "workspace"))
@@ -376,32 +381,32 @@ class _Market:
         bytes_key += (self._architecture(device),)
         key = (*bytes_key, device.backend, device.discrete_memory, workspace, repr(sorted(training.items())))
         if key not in self._groups:
-            choices = request.choices()
+            choices = list_choices(spec)
             known = self._known.setdefault(bytes_key, {})
             off = self._off.setdefault((preset.method, preset.processes, device.backend, device.native_bf16), {})
-            self._groups[key] = _Group(choices, request.baselines(choices)[0], known, off) if choices else None
+            self._groups[key] = _Group(choices, baseline_jobs(spec, choices)[0], known, off) if choices else None
         return self._groups[key]
 
     def _architecture(self, device: Hardware) -> str:
         """The device's, where the job names kernels that not every card has."""
-        question = self.question
-        named = question.more.get("attn_implementation") or question.fields.get("use_liger_kernel")
-        quantized = getattr(question.config, "quantization_config", None) is not None
-        patterns = question.memory_args.sliding_window or question.memory_args.sparse_block_size
+        asked = self.asked
+        named = asked.attn_implementation or asked.training.get("use_liger_kernel")
+        quantized = getattr(asked.config, "quantization_config", None) is not None
+        patterns = asked.memory_args.sliding_window or asked.memory_args.sparse_block_size
         return device.architecture if named or quantized or patterns else ""
 
-    def _sketch(self, request: Request) -> _SharedSketch:
+    def _sketch(self, spec: JobSpec) -> _SharedSketch:
         """The traces of a method: of the reference card's settings, where it takes the job."""
-        preset = request.preset
+        preset = spec.preset
         engines = preset.processes > 1 and preset.method == "full"
         key = (preset.method, engines, self._architecture(preset.hardware))
         if key not in self._sketches:
             devices = " on several devices" if engines else ""
             self.say(f"tracing {preset.method} training{devices}, with and without activation checkpointing")
             if not key[-1]:
-                reference = self._request(catalog()[_REFERENCE], preset.processes, preset.method)
-                request = reference if reference.choices() else request
-            jobs = request.baselines(request.choices())
+                reference = self._settled(catalog()[_REFERENCE], preset.processes, preset.method)
+                spec = reference if list_choices(reference) else spec
+            jobs = baseline_jobs(spec, list_choices(spec))
             sketch = sketch_of(jobs, traced_jobs(jobs))
             self._sketches[key] = _SharedSketch(sketch.job, sketch.kept, sketch.checkpointed, sketch.trained)
         return self._sketches[key]
@@ -478,62 +483,75 @@ def which_card(
     samples: int | None = None,
     training: dict | None = None,
     lora: dict | None = None,
-    memory_args: MemoryArguments | None = None,
-    quantization=None,
-    host_memory: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     **more,
 ) -> CardChoice:
     """The cards of the catalog, and boxes of up to eight of a kind, on which a job trains.
 
     Args:
-        model, method, training, lora, memory_args, quantization, host_memory, say, more: as for plan(). With
-            method="any" each method has its own list.
+        model, method, training, lora, say: as for plan(). With method="any" each method has its own list.
         effective_batch_size, seq_len: by default 32 samples of 2048 tokens, within the model's positions.
         prices: the user's prices, or the TOML file with them: then only these cards are compared, by cost.
         max_price: of all devices for an hour.
         every: every card and box; by default the typical cards, each in the least box in which it trains.
         tokens: to be trained on, for hours and cost.
         epochs, samples: instead of tokens: passes (by default one) over so many samples of `seq_len` tokens.
+        more: further fields of JobSpec.
 
     Raises:
         InputError: unknown names, or a job that no card takes.
     """
+    if effective_batch_size is not None and effective_batch_size <= 0:
+        raise InputError(f"effective_batch_size={effective_batch_size} must be above 0")
+    spec = JobSpec(
+        model=model,
+        effective_batch_size=effective_batch_size,
+        seq_len=seq_len,
+        method=method,
+        training=training or {},
+        lora=lora or {},
+        **more,
+    )
+    amount = Amount(tokens=tokens, epochs=epochs, samples=samples)
+    return choose_card(spec, amount, prices, max_price, every, say)
+
+
+def choose_card(
+    spec: JobSpec,
+    amount: Amount,
+    prices: str | Prices | None,
+    max_price: float | None,
+    every: bool,
+    say: Callable[[str], None],
+) -> CardChoice:
+    """which_card() of a job."""
     prices = read_prices(prices) if isinstance(prices, str) else prices
-    amounts = {"max_price": max_price, "tokens": tokens, "epochs": epochs, "samples": samples}
-    amounts["effective_batch_size"] = effective_batch_size
-    for name, value in amounts.items():
+    limits = {"max_price": max_price, "tokens": amount.tokens, "epochs": amount.epochs, "samples": amount.samples}
+    for name, value in limits.items():
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"{name}={value!r} must be above 0, and finite")
     if max_price is not None and prices is None:
         raise InputError(f"max_price={max_price:g} needs prices: say what the cards cost, with --prices FILE")
-    config = load_config(model)
-    question = ask(
-        model,
-        method,
-        training=training,
-        lora=lora,
-        memory_args=memory_args,
-        more=more,
-        hardware="any",
-        effective_batch_size=SAMPLES if effective_batch_size is None else effective_batch_size,
-        seq_len=longest_sample(config, TOKENS) if seq_len is None else seq_len,
-        quantization=quantization,
-        host_memory=host_memory,
+    check_asked(spec)
+    spec = read_model(spec)
+    spec = replace(
+        spec,
+        effective_batch_size=spec.effective_batch_size or SAMPLES,
+        seq_len=longest_sample(spec.config, TOKENS) if spec.seq_len is None else spec.seq_len,
     )
-    tokens = Amount(tokens=tokens, epochs=epochs, samples=samples).count_tokens(question.seq_len)
-    market = _Market(question, say)
+    tokens = amount.count_tokens(spec.seq_len)
+    market = _Market(spec, say)
     wish = _Wish(prices=prices, most=max_price, every=every, tokens=tokens)
-    methods = METHODS if method == "any" else (method,)
+    methods = METHODS if spec.method == "any" else (spec.method,)
     fits = _settled(market, wish, methods)
     if market.refused and not market.candidates:
         raise market.refused[0]
     nothing = not any(fits.values())
     least = _least(market, methods[-1]) if nothing else None  # of the cards that were asked for, before others
     return CardChoice(
-        model=str(model),
-        seq_len=question.seq_len,
-        effective_batch_size=question.effective_batch_size,
+        model=str(spec.model),
+        seq_len=spec.seq_len,
+        effective_batch_size=spec.effective_batch_size,
         prices=prices,
         tokens=tokens,
         fits=fits,
@@ -569,8 +587,8 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
         if not fit.estimated:
             yield market.candidate(fit.device, fit.devices, fit.method), fit.choice
     for candidate in market.candidates:
-        least, best = candidate.least, first.get(candidate.request.preset.method)
-        over = candidate.search.needs(least) * candidate.caution / candidate.request.memory_budget
+        least, best = candidate.least, first.get(candidate.spec.preset.method)
+        over = candidate.search.needs(least) * candidate.caution / candidate.spec.memory_budget
         if not 1 < over <= 1 + NEAR or least.engine not in _QUICK_ENGINES or least in candidate.search.found:
             continue
         if best is None or candidate.memory < best.memory:  # it may be the answer
@@ -594,8 +612,8 @@ def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator
 
 def _least(market: _Market, method: str) -> tuple[str, int, str] | None:
     """Of the boxes that were looked at: the one that comes nearest, the bytes of each device, and the settings."""
-    candidates = [one for one in market.candidates if one.request.preset.method == method]
+    candidates = [one for one in market.candidates if one.spec.preset.method == method]
     if not candidates:
         return None
-    nearest = min(candidates, key=lambda one: one.search.needs(one.least) / one.request.memory_budget)
+    nearest = min(candidates, key=lambda one: one.search.needs(one.least) / one.spec.memory_budget)
     return nearest.name, int(nearest.search.needs(nearest.least)), summarize(nearest.least)

@@ -12,7 +12,9 @@ from typing import Any
 from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
 from hf_memopt.estimator.tracing.model import supports_checkpointing
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_job import model_task
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import (
     ACTIVATION_OFFLOAD,
@@ -197,28 +199,16 @@ def memory_arguments(memory_args: MemoryArguments, choice: Choice, **profile: An
     return dataclasses.replace(memory_args, **choice.memory_fields(), **profile)
 
 
-@dataclass(frozen=True, kw_only=True)
+def list_choices(spec: JobSpec) -> list[Choice]:
+    """Every combination of settings that compatibility accepts for a settled spec."""
+    return list(SearchSpace(spec).choices())
+
+
+@dataclass(frozen=True)
 class SearchSpace:
-    """What a plan may vary, and what the user has fixed.
+    """What a plan may vary of a settled spec: its number of devices and what the user set stay."""
 
-    Attributes:
-        preset: where the search starts; its number of devices stays.
-        config: the model's.
-        effective_batch_size: samples per optimizer step over all devices.
-        memory_args: the user's MemoryArguments, which stay.
-        task: as the estimator names it.
-        fixed: the user's TrainingArguments fields, which stay.
-        streaming: frozen weights of at least some layers are in host memory.
-    """
-
-    preset: Preset
-    config: Any
-    effective_batch_size: int
-    seq_len: int
-    memory_args: MemoryArguments
-    task: str
-    fixed: dict[str, Any]
-    streaming: bool = False
+    spec: JobSpec
 
     def choices(self) -> Iterator[Choice]:
         """Every combination that compatibility accepts, in no order."""
@@ -247,85 +237,89 @@ class SearchSpace:
                         optim_rounds=rounds,
                         streamed=streamed,
                     )
-                    configured = choice.configured(self.preset)
-                    memory_args = memory_arguments(self.memory_args, choice)
-                    if choice.refused(configured, memory_args, self.fixed) is None:
+                    configured = choice.configured(self.spec.preset)
+                    memory_args = memory_arguments(self.spec.memory_args, choice)
+                    if choice.refused(configured, memory_args, self.spec.training) is None:
                         yield from self._of_trl(choice)
 
     def _of_trl(self, choice: Choice) -> Iterator[Choice]:
         """The choice with all that TRL's trainer of the task leaves open."""
-        space = trl_space(self.task, self.preset.method, self.preset.processes, self.fixed)
+        space = trl_space(self.spec)
         if space is None:
             yield choice
             return
         for part in space.choices(choice.strategy, choice.micro_batch, choice.accumulation):
             yield replace(choice, trl=part)
 
+    @functools.cached_property
+    def _task(self) -> str:
+        return self.spec.task or infer_task(self.spec.config)
+
     @property
     def _samples(self) -> int:
         """Samples of each device per optimizer step."""
-        return self.effective_batch_size // self.preset.processes
+        return self.spec.effective_batch_size // self.spec.preset.processes
 
     @functools.cached_property
     def _can_checkpoint(self) -> bool:
-        return supports_checkpointing(self.config, model_task(self.task))
+        return supports_checkpointing(self.spec.config, model_task(self._task))
 
     def _micro_batches(self) -> list[int]:
-        if micro := self.fixed.get("per_device_train_batch_size"):
+        if micro := self.spec.training.get("per_device_train_batch_size"):
             return [micro]
         return [micro for micro in range(1, min(self._samples, MOST_SAMPLES) + 1) if self._samples % micro == 0]
 
     def _strategies(self) -> list[str]:
-        if self.preset.processes == 1:
+        if self.spec.preset.processes == 1:
             return ["none"]
-        if self.preset.strategy != "none":
-            return [self.preset.strategy]
-        return [
-            name for name in available_strategies() if self.preset.hardware.discrete_memory or "offload" not in name
-        ]
+        if self.spec.preset.strategy != "none":
+            return [self.spec.preset.strategy]
+        offloads = self.spec.preset.hardware.discrete_memory
+        return [name for name in available_strategies() if offloads or "offload" not in name]
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""
         if not self._can_checkpoint:
             return [(0.0, False)]
-        ratio = self.memory_args.checkpoint_ratio
-        if "activation_checkpointing" in self.fixed or ratio is not None or self.memory_args.checkpoint_keeps:
-            return [(float(bool(self.fixed.get("activation_checkpointing", ratio or 1))), False)]
+        fixed, memory_args = self.spec.training, self.spec.memory_args
+        ratio = memory_args.checkpoint_ratio
+        if "activation_checkpointing" in fixed or ratio is not None or memory_args.checkpoint_keeps:
+            return [(float(bool(fixed.get("activation_checkpointing", ratio or 1))), False)]
         if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
             return [(0.0, False), (1.0, False)]
-        layers, period = count_layers(self.config), layer_period(self.config)
-        shares = _SHARES if strategy in ("none", "ddp") and not self.streaming else _SHARES_OF_ENGINES
+        layers, period = count_layers(self.spec.config), layer_period(self.spec.config)
+        shares = _SHARES if strategy in ("none", "ddp") and not self.spec.streaming else _SHARES_OF_ENGINES
         # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
         shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
-        if layers <= _FEW_LAYERS and not self.streaming:
+        if layers <= _FEW_LAYERS and not self.spec.streaming:
             shares = [part / layers for part in range(layers + 1)]
-        offloads = self.preset.hardware.discrete_memory and not strategy.startswith("zero3")
+        offloads = self.spec.preset.hardware.discrete_memory and not strategy.startswith("zero3")
         return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
 
     def _activations(self, strategy: str) -> list[tuple[bool, bool]]:
         """(compressed, offloaded), of activations between forward and backward."""
-        fixed = self.memory_args.activation_compression or self.memory_args.activation_offload
+        fixed = self.spec.memory_args.activation_compression or self.spec.memory_args.activation_offload
         if fixed or strategy.startswith("zero3") or strategy == "fsdp2":
             return [(False, False)]
-        return [(False, False), (True, False)] + ([(False, True)] if self.preset.hardware.discrete_memory else [])
+        return [(False, False), (True, False)] + ([(False, True)] if self.spec.preset.hardware.discrete_memory else [])
 
     def _streamed(self) -> list[float]:
-        if not self.streaming:
+        if not self.spec.streaming:
             return [0.0]
-        period = layer_period(self.config)
+        period = layer_period(self.spec.config)
         return [share for share in _STREAMED_SHARES if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
 
     def _losses(self) -> list[bool]:
-        fixed = self.memory_args.loss_chunk_size or self.memory_args.logits_to_keep
-        return [False] if fixed or self.task != "causal-lm" or self.seq_len <= CHUNK // 4 else [False, True]
+        fixed = self.spec.memory_args.loss_chunk_size or self.spec.memory_args.logits_to_keep
+        return [False] if fixed or self._task != "causal-lm" or self.spec.seq_len <= CHUNK // 4 else [False, True]
 
     def _optimizers(self, strategy: str) -> list[tuple[str, str, bool, bool]]:
         """(optim, dtype, states in host memory, rounds). Adapters have too few states for these to matter."""
-        preset = self.preset
+        preset = self.spec.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
-        if "optim" in self.fixed or preset.method != "full" or "offload" in strategy:
-            return [(self.fixed.get("optim", default), dtype, False, False)]
+        if "optim" in self.spec.training or preset.method != "full" or "offload" in strategy:
+            return [(self.spec.training.get("optim", default), dtype, False, False)]
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)
         optimizers = [(exact, dtype, False, False)]

@@ -12,7 +12,9 @@ import yaml
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.trl_job import TRL_TASKS
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets import preset_by_name
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
@@ -23,22 +25,22 @@ from hf_memopt.redaction import is_secret, without_secrets
 logger = logging.getLogger(__name__)
 
 
-def as_dict(request, profile) -> dict[str, Any]:
+def as_dict(spec: JobSpec, profile) -> dict[str, Any]:
     """A profile as one JSON object."""
     quantization = profile.preset.quantization() if profile.preset.method == "qlora" else None
-    lora = None if profile.preset.method == "full" else {**profile.preset.lora(), **without_secrets(request.lora)}
-    attention = request.more.get("attn_implementation") or "sdpa"
+    lora = None if profile.preset.method == "full" else {**profile.preset.lora(), **without_secrets(spec.lora)}
+    attention = spec.attn_implementation or "sdpa"
     kwargs = {"dtype": profile.preset.dtype, "attn_implementation": attention}
     return {
         "profile": profile.name,
         "settings": profile.summary,
         "target_utilization": profile.share,
         "strategy": profile.preset.strategy,
-        "training_arguments": training_arguments(request, profile),
+        "training_arguments": training_arguments(spec, profile),
         "memory_arguments": memory_settings(profile),
         "model_kwargs": kwargs | ({"quantization_config": quantization} if quantization else {}),
         "lora": lora,
-        "launch": launch_command(request, profile) if has_recipe(request) else None,
+        "launch": launch_command(spec, profile) if has_recipe(spec) else None,
         "estimate": profile.estimate.to_dict(),
         "relative_speed": round(profile.relative_speed, 3),
         "relative_speed_is": "predicted",
@@ -46,13 +48,13 @@ def as_dict(request, profile) -> dict[str, Any]:
     }
 
 
-def training_arguments(request, profile) -> dict[str, Any]:
+def training_arguments(spec: JobSpec, profile) -> dict[str, Any]:
     """All TrainingArguments fields of a profile but secrets: a job without hub_token takes HF_TOKEN."""
-    fields = {**profile.preset.settings(), **request.fields}
-    if request.trl is None:
+    fields = {**profile.preset.settings(), **spec.training}
+    if spec.task not in TRL_TASKS:
         return without_secrets(fields)
-    kind, own = request.trl.row.config_class, profile.choice.trl.fields()
-    fields = {**preset_fields(replace(profile.preset, seq_len=request.seq_len), kind), **fields, **own}
+    kind, own = TRL_TASKS[spec.task].config_class, profile.choice.trl.fields()
+    fields = {**preset_fields(replace(profile.preset, seq_len=spec.seq_len), kind), **fields, **own}
     if "steps_per_generation" in own:
         fields.pop("generation_batch_size", None)
     return without_secrets(fields)
@@ -65,9 +67,9 @@ def memory_settings(profile) -> dict[str, Any]:
     return shares | memory_args.levers()
 
 
-def launch_command(request, profile) -> str:
+def launch_command(spec: JobSpec, profile) -> str:
     """The command that starts a profile from the current folder, with the recipes of this installation."""
-    return " ".join([*launcher_command(profile), *recipe_command(request, profile)])
+    return " ".join([*launcher_command(profile), *recipe_command(spec, profile)])
 
 
 def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def launcher_command(profile) -> list[str]:
     return argv + machine_words(preset)
 
 
-def write_files(request, profile, directory: str, overwrite: bool = False) -> list[str]:
+def write_files(spec: JobSpec, profile, directory: str, overwrite: bool = False) -> list[str]:
     """Write training_arguments.json, accelerate.yaml, deepspeed.json (if used), plan.json, launch.sh and, for several
     devices, slurm.sbatch.
 
@@ -113,24 +115,24 @@ def write_files(request, profile, directory: str, overwrite: bool = False) -> li
     Raises:
         InputError: the folder cannot be written to, or there is no recipe that they would start.
     """
-    if not has_recipe(request):
-        task = request.trl.task if request.trl else request.more.get("task") or infer_task(request.config)
-        what = f"task={task}" if request.is_named else "a configuration object"
+    if not has_recipe(spec):
+        task = spec.task or infer_task(spec.config)
+        what = f"task={task}" if spec.is_named else "a configuration object"
         raise InputError(f"{what} has no recipe to export: take the settings of plan --json")
     folder = folder_for(directory)
-    if hidden := [name for name in request.fields if is_secret(name)]:
+    if hidden := [name for name in spec.training if is_secret(name)]:
         logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
     files = {
-        "training_arguments.json": _json(training_arguments(request, profile)),
-        "plan.json": _json(as_dict(request, profile)),
+        "training_arguments.json": _json(training_arguments(spec, profile)),
+        "plan.json": _json(as_dict(spec, profile)),
     }
     if deepspeed := profile.preset.deepspeed_config():
         files["deepspeed.json"] = _json(deepspeed)
     config = accelerate_config(profile, str(folder / "deepspeed.json"))
     comment = f"{profile.preset.name}, profile {profile.name}: {profile.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
-    argv = recipe_command(request, profile)
-    argv[0] = shlex.quote(str(_recipe_file(request)))
+    argv = recipe_command(spec, profile)
+    argv[0] = shlex.quote(str(_recipe_file(spec)))
     files |= scripts(profile.preset, folder, argv)
     write_folder(folder, files, overwrite)
     return [str(folder / file) for file in sorted(files)]
@@ -140,13 +142,13 @@ def _json(value: dict) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def recipe_command(request, profile) -> list[str]:
+def recipe_command(spec: JobSpec, profile) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
     preset = profile.preset
-    argv = [shlex.quote(from_here(_recipe_file(request))), "--preset", preset.name, "--method", preset.method]
-    argv += ["--model_name_or_path", shlex.quote(hub_id(request.model))]
-    argv += _length_arguments(request)
-    argv += ["--effective_batch_size", str(request.effective_batch_size)]
+    argv = [shlex.quote(from_here(_recipe_file(spec))), "--preset", preset.name, "--method", preset.method]
+    argv += ["--model_name_or_path", shlex.quote(hub_id(spec.model))]
+    argv += _length_arguments(spec)
+    argv += ["--effective_batch_size", str(spec.effective_batch_size)]
     usual = preset_by_name(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
     given: dict[str, Any] = {
         "per_device_train_batch_size": preset.micro_batch_size,
@@ -159,46 +161,45 @@ def recipe_command(request, profile) -> list[str]:
         given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if preset.dtype != usual.dtype:
         given["dtype"] = preset.dtype
-    given |= {**without_secrets(request.fields), **profile.choice.trl.fields(), **memory_settings(profile)}
+    given |= {**without_secrets(spec.training), **profile.choice.trl.fields(), **memory_settings(profile)}
     for name, value in sorted(given.items()):
         argv += [f"--{name}", as_word(value)]
     return argv + [
-        word for key, value in without_secrets(request.lora).items() for word in (f"--lora.{key}", as_word(value))
+        word for key, value in without_secrets(spec.lora).items() for word in (f"--lora.{key}", as_word(value))
     ]
 
 
-_RECIPES = {"dpo": "dpo", "grpo": "grpo", None: "sft"}
+_RECIPES = {"dpo": "dpo", "grpo": "grpo"}  # of TRL's tasks
 
 
-def has_recipe(request) -> bool:
+def has_recipe(spec: JobSpec) -> bool:
     """Whether a recipe runs the job: causal language models and videos, two of TRL's tasks, and models that a command
     line can name."""
-    if request.trl is not None or not request.is_named:
-        return request.is_named and request.trl.task in _RECIPES
-    task = request.more.get("task") or infer_task(request.config)
-    return task == "causal-lm" or request.more.get("video") is not None
+    if spec.task in TRL_TASKS or not spec.is_named:
+        return spec.is_named and spec.task in _RECIPES
+    task = spec.task or infer_task(spec.config)
+    return task == "causal-lm" or spec.video is not None
 
 
-def recipe_name(request) -> str:
+def recipe_name(spec: JobSpec) -> str:
     """The recipe that runs the job, where has_recipe()."""
-    video = request.more.get("video") is not None
-    return "video_sft" if video else _RECIPES[request.trl and request.trl.task]
+    return "video_sft" if spec.video is not None else _RECIPES.get(spec.task, "sft")
 
 
-def _recipe_file(request) -> Path:
+def _recipe_file(spec: JobSpec) -> Path:
     """In this installation."""
-    return shipped("recipes") / f"{recipe_name(request)}.py"
+    return shipped("recipes") / f"{recipe_name(spec)}.py"
 
 
-def _length_arguments(request) -> list[str]:
+def _length_arguments(spec: JobSpec) -> list[str]:
     """The recipe's arguments for the length of samples: tokens of text, or frames and pixels of clips."""
-    video = request.more.get("video")
+    video = spec.video
     if video is None:
-        return ["--max_length", str(request.seq_len)]
+        return ["--max_length", str(spec.seq_len)]
     pixels = video.max_pixels_per_frame or "none"  # left out, the recipe would choose
     argv = ["--max_frames", str(video.frames), "--max_pixels_per_frame", str(pixels)]
     for part in ("vision", "projector"):
-        argv += [f"--freeze_{part}", as_word(part in request.more.get("frozen", ()))]
+        argv += [f"--freeze_{part}", as_word(part in spec.frozen)]
     return argv
 
 

@@ -8,12 +8,13 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.changes import CHUNK, MLP_TILES
 from hf_memopt.levers.refusals import refusals
-from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.choice_jobs import choice_job
+from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.lower_bound import weights_alone
-from hf_memopt.planner.plan import Request
 
 _STEP = 256  # tokens: an answer is a multiple
 _MOST = 2**20  # tokens, of models that name no limit
@@ -39,29 +40,29 @@ class Length:
     estimate: Estimate
 
 
-def longest_sequences(request: Request, say: Callable[[str], None] = lambda text: None) -> Iterator[Length]:
+def longest_sequences(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> Iterator[Length]:
     """For each memory feature on top of those before, the longest sequence with which one sample fits the device.
 
     Args:
-        request: of one device, whose length is varied; 90 % of its memory are filled.
+        spec: of one device, whose length is varied; 90 % of its memory are filled.
         say: called with what is being estimated.
 
     Raises:
         InputError: several devices, a model without lengths, or no combination of settings works.
     """
-    if request.preset.processes > 1:
+    if spec.preset.processes > 1:
         raise InputError("--seq-len max is found for one device: leave the number of devices out of --hardware")
-    if request.more.get("video") is not None:
+    if spec.video is not None:
         raise InputError("--seq-len max is for text: the most frames of a video are found by --frames max")
-    if (alone := weights_alone(request)) and alone[0] > request.memory_budget:
+    if (alone := weights_alone(spec)) and alone[0] > spec.memory_budget:
         return
     first = _FIRST
-    for settings, longer, choice in _features(request):
+    for settings, longer, choice in _features(spec):
         search = _Search(longer, choice, lambda text, settings=settings: say(f"{settings}: {text}"), first)
         try:
             found = search.longest()
         except InputError:
-            if longer.memory_args == request.memory_args:
+            if longer.memory_args == spec.memory_args:
                 raise
             continue  # a model whose MLPs are all routed experts has none to tile
         first = 2 * found or first
@@ -74,15 +75,15 @@ def found_length(settings: str, tokens: int, search: "_Search") -> Length:
     return Length(settings, tokens, limited_by, search.tried[tokens or min(search.tried)])
 
 
-def _features(request: Request) -> Iterator[tuple[str, Request, Choice]]:
-    """In words, the request and the choice of each feature, together with those before; refused ones are left out."""
-    request = dataclasses.replace(request, seq_len=_FIRST)  # of which losses in chunks are a choice
-    choices = {one for one in request.choices() if one.micro_batch == 1 and one.checkpointed == 1}
+def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
+    """In words, the spec and the choice of each feature, together with those before; refused ones are left out."""
+    spec = dataclasses.replace(spec, seq_len=_FIRST)  # of which losses in chunks are a choice
+    choices = {one for one in list_choices(spec) if one.micro_batch == 1 and one.checkpointed == 1}
     if not choices:
         raise InputError("--seq-len max: activation checkpointing of every layer is not among the choices")
     # A preset's own optimizer of 8 bits is in all of them.
     settings, choice = "all layers checkpointed", min(choices, key=lambda one: (one.complexities, one.chunked_loss))
-    yield settings, request, choice
+    yield settings, spec, choice
     for word, change in (
         ("loss in chunks", {"chunked_loss": True}),
         ("layers' inputs in host memory", {"inputs_offloaded": True}),
@@ -90,12 +91,12 @@ def _features(request: Request) -> Iterator[tuple[str, Request, Choice]]:
         changed = dataclasses.replace(choice, **change)
         if changed in choices:
             settings, choice = f"{settings}, {word}", changed
-            yield settings, request, choice
-    memory_args = dataclasses.replace(request.memory_args, **MLP_TILES.settings)
-    tiled = dataclasses.replace(request, memory_args=memory_args)
-    configured = choice.configured(request.preset)
-    fields = {**configured.training, **choice.fields(configured, request.fields)}
-    if request.memory_args.mlp_tile_size is None and not any(refusals(memory_args, fields, choice.engine, 0)):
+            yield settings, spec, choice
+    memory_args = dataclasses.replace(spec.memory_args, **MLP_TILES.settings)
+    tiled = dataclasses.replace(spec, memory_args=memory_args)
+    configured = choice.configured(spec.preset)
+    fields = {**configured.training, **choice.fields(configured, spec.training)}
+    if spec.memory_args.mlp_tile_size is None and not any(refusals(memory_args, fields, choice.engine, 0)):
         yield f"{settings}, MLP in tiles of {CHUNK} tokens", tiled, choice
 
 
@@ -109,7 +110,7 @@ class _Search:
         limits: tokens that do not fit -> what they exceed.
     """
 
-    request: Request
+    spec: JobSpec
     choice: Choice
     say: Callable[[str], None]
     first: int
@@ -119,7 +120,7 @@ class _Search:
     @property
     def most(self) -> int:
         """Tokens that the model has positions for."""
-        positions = getattr(self.request.config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(self.spec.config.get_text_config(), "max_position_embeddings", None)
         return min(_MOST, positions or _MOST)
 
     def longest(self) -> int:
@@ -138,7 +139,7 @@ class _Search:
 
     def _try(self, tokens: int) -> None:
         self.say(f"estimate {len(self.tried) + 1} of at most {_TRIES}, {tokens} tokens")
-        job = dataclasses.replace(self.request, seq_len=tokens).job(self.choice)
+        job = choice_job(dataclasses.replace(self.spec, seq_len=tokens), self.choice)
         self.tried[tokens] = estimate_job(job, on_all_cores)
         device, host = self._fills(tokens)
         if max(device, host) > 1:
@@ -146,9 +147,9 @@ class _Search:
 
     def _fills(self, tokens: int) -> tuple[float, float]:
         """Shares of the device's and the host's budget that so many tokens take."""
-        estimate, host = self.tried[tokens], self.request.host_memory
+        estimate, host = self.tried[tokens], self.spec.host_memory
         of_host = estimate.host_bytes / host.bytes if host and self.choice.offloads else 0.0
-        return estimate.device_bytes / (self.request.memory * PLAN_PROFILES["balanced"][1]), of_host
+        return estimate.device_bytes / (self.spec.memory * PLAN_PROFILES["balanced"][1]), of_host
 
     def _guess(self) -> int:
         fills = {tokens: self._fills(tokens) for tokens in self.tried}

@@ -13,11 +13,14 @@ from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
-from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
+from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.sketch import Sketch, sketch_of, traced_jobs
+from hf_memopt.planner.trl_choices import fewest_samples
 from hf_memopt.presets import METHODS
 from hf_memopt.units import GIB, gib
 
@@ -35,7 +38,7 @@ _WEIGHTS = {"devices": 2}  # of a level, which for others is 1: money beside a s
 
 @dataclass(frozen=True)
 class Combination:
-    """Changes of a request, and the choice that then needs the least.
+    """Changes of a spec, and the choice that then needs the least.
 
     Attributes:
         levels: what is changed -> how far; a combination that changes more, or further, is not proposed beside it.
@@ -45,7 +48,7 @@ class Combination:
 
     levels: dict[str, int]
     texts: list[str]
-    request: object
+    spec: JobSpec
     choice: Choice
     sketched: int | None = None
 
@@ -54,7 +57,7 @@ class Combination:
         """Whether it fits by so much that its sketch suffices, where an estimate takes long."""
         if self.choice.engine != "deepspeed" or self.choice.offloads or self.sketched is None:
             return False
-        return self.sketched <= _CERTAIN * self.request.memory_budget
+        return self.sketched <= _CERTAIN * self.spec.memory_budget
 
     @property
     def size(self) -> tuple[int, int]:
@@ -66,17 +69,17 @@ class Combination:
         return all(self.levels.get(name, 0) >= level for name, level in other.levels.items())
 
 
-def nearest_changes(request, search, least: Choice, say: Callable[[str], None]) -> list[str]:
+def nearest_changes(spec: JobSpec, search, least: Choice, say: Callable[[str], None]) -> list[str]:
     """The smallest combinations of changes that make the job fit, and smaller models, as sentences.
 
     Args:
-        request: a plan.Request for which nothing fits.
+        spec: a JobSpec for which nothing fits.
         search: its Search.
         least: the choice that needs the least memory.
         say: called with a line for each thing that takes time.
     """
     say("looking for the smallest changes that would fit")
-    combinations = sorted(_Combinations(request, search.sketch, least, say).fitting(), key=lambda one: one.size)
+    combinations = sorted(_Combinations(spec, search.sketch, least, say).fitting(), key=lambda one: one.size)
     sentences: dict[int, str] = {}
     tried: dict[int, Combination] = {}
     for _ in range(_ROUNDS):
@@ -90,7 +93,7 @@ def nearest_changes(request, search, least: Choice, say: Callable[[str], None]) 
         if not new:
             break
     found = [sentences[id(one)] for one in combinations if id(one) in sentences]
-    return found[:_PROPOSED] + _smaller_models(request, least)
+    return found[:_PROPOSED] + _smaller_models(spec, least)
 
 
 def _confirmed(combinations: list[Combination]) -> list[str | None]:
@@ -98,7 +101,7 @@ def _confirmed(combinations: list[Combination]) -> list[str | None]:
     jobs = []
     for one in combinations:
         try:
-            jobs.append(None if one.certain else one.request.job(one.choice))
+            jobs.append(None if one.certain else choice_job(one.spec, one.choice))
         except InputError:
             jobs.append(None)
     estimates = iter(estimate_jobs([job for job in jobs if job], on_all_cores, speed=False))
@@ -107,12 +110,12 @@ def _confirmed(combinations: list[Combination]) -> list[str | None]:
 
 
 def _sentence(one: Combination, estimate) -> str | None:
-    request, texts = one.request, list(one.texts)
+    spec, texts = one.spec, list(one.texts)
     if one.certain:
         return f"{' and '.join(texts)}: about {gib(one.sketched)}"
-    if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > request.memory_budget:
+    if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > spec.memory_budget:
         return None
-    limit = request.host_memory
+    limit = spec.host_memory
     exceeds = one.choice.offloads and limit is not None and estimate.host_bytes > limit.bytes  # beyond its sketch
     if exceeds and not one.levels:  # of a smaller model a still smaller one fits
         return None
@@ -127,13 +130,13 @@ class _Combinations:
     """All combinations of changes whose sketches fit.
 
     Attributes:
-        request: for which nothing fits.
-        sketch: of the request.
+        spec: for which nothing fits.
+        sketch: of the spec.
         least: the choice that needs the least memory.
         say: called with a line for each thing that takes time.
     """
 
-    request: object
+    spec: JobSpec
     sketch: Sketch
     least: Choice
     say: Callable[[str], None]
@@ -157,70 +160,71 @@ class _Combinations:
     def _with_length(self, levels, texts: list[str], variant, share: int, sketched) -> Iterator[Combination]:
         """The combination with samples so many times shorter; where only that helps, with more host memory."""
         choices, sketch = sketched
-        length = self.request.seq_len // share
+        length = self.spec.seq_len // share
         changed = replace(variant, seq_len=length)
         fitting = [one for one in choices if _needs(sketch, one, share) <= variant.memory_budget]
         if share > 1:
             texts = [*texts, f"--seq-len {length}"]
-        host = self.request.host_memory
+        host = self.spec.host_memory
         enough = [one for one in fitting if host is None or not one.offloads or sketch.host_bytes(one) <= host.bytes]
         if levels and (allowed := self._same_strategy(enough)):
             choice = min(allowed, key=lambda one: (one.complexities, _needs(sketch, one, share)))
             yield Combination(
-                levels, _texts(texts, self.request, changed, choice), changed, choice, _needs(sketch, choice, share)
+                levels, _texts(texts, self.spec, changed, choice), changed, choice, _needs(sketch, choice, share)
             )
-        elif enough and self.request.preset.strategy != "none":
+        elif enough and self.spec.preset.strategy != "none":
             choice = min(enough, key=lambda one: (one.complexities, _needs(sketch, one, share)))
-            yield Combination(levels | {"strategy": 1}, _texts(texts, self.request, changed, choice), changed, choice)
+            yield Combination(levels | {"strategy": 1}, _texts(texts, self.spec, changed, choice), changed, choice)
         elif allowed := self._same_strategy(fitting):
             choice = min(allowed, key=lambda one: (sketch.host_bytes(one), _needs(sketch, one, share)))
-            yield Combination(levels | {"host": 1}, _texts(texts, self.request, changed, choice), changed, choice)
+            yield Combination(levels | {"host": 1}, _texts(texts, self.spec, changed, choice), changed, choice)
 
     def _same_strategy(self, choices: list[Choice]) -> list[Choice]:
-        fixed = self.request.preset.strategy
+        fixed = self.spec.preset.strategy
         return choices if fixed == "none" else [choice for choice in choices if choice.strategy == fixed]
 
     def _methods(self) -> Iterator[tuple[dict[str, int], list[str], object]]:
-        """The request, with weights in 16 bits, and with smaller methods: levels, texts, request."""
-        request = self.request
-        yield {}, [], request
-        hardware = request.preset.hardware
-        setup = replace(self.least.configured(request.preset).setup(), strategy="none", offload="none")
+        """The spec, with weights in 16 bits, and with smaller methods: levels, texts, spec."""
+        spec = self.spec
+        yield {}, [], spec
+        hardware = spec.preset.hardware
+        setup = replace(self.least.configured(spec.preset).setup(), strategy="none", offload="none")
         job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
-        if request.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
+        if spec.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
             text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
-            yield {"dtype": 1}, [text], replace(request, preset=replace(request.preset, **settings))
+            yield {"dtype": 1}, [text], replace(spec, preset=replace(spec.preset, **settings))
         for change, settings in proposals(job, (LORA, QLORA)):
             try:
                 preset = preset_of(hardware.name, settings["method"])
             except InputError:  # a device that the catalog lacks
                 continue
-            preset = replace(preset, hardware=hardware, processes=request.preset.processes)
-            level = METHODS.index(settings["method"]) - METHODS.index(request.preset.method)
-            fields = {name: value for name, value in request.fields.items() if name != "optim"}
-            yield {"method": level}, [change.label], replace(request, preset=preset, fields=fields)
+            preset = replace(preset, hardware=hardware, processes=spec.preset.processes)
+            level = METHODS.index(settings["method"]) - METHODS.index(spec.preset.method)
+            fields = {name: value for name, value in spec.training.items() if name != "optim"}
+            smaller = replace(spec, preset=preset, method=preset.method, training=fields)
+            yield {"method": level}, [change.label], smaller
 
     def _may_shorten(self, share: int) -> bool:
-        return self.request.more.get("video") is None and self.request.seq_len // share >= _SHORTEST
+        return self.spec.video is None and self.spec.seq_len // share >= _SHORTEST
 
     def _sketched(self, variant) -> tuple[list[Choice], Sketch]:
         """The choices with one sample a micro-batch and the most layers checkpointed, and their sketch."""
         preset = variant.preset
-        fields = {name: value for name, value in variant.fields.items() if name != "gradient_accumulation_steps"}
-        fields = {"per_device_train_batch_size": variant.fewest_samples, **fields}
-        choices = replace(variant, fields=fields).choices()
+        fields = {name: value for name, value in variant.training.items() if name != "gradient_accumulation_steps"}
+        fields = {"per_device_train_batch_size": fewest_samples(variant), **fields}
+        choices = list_choices(replace(variant, training=fields))
         if variant.preset.strategy != "none":  # others may be what fits
-            opened = replace(variant, preset=replace(preset, strategy="none"), fields=fields)
-            choices += [choice for choice in opened.choices() if choice.strategy != preset.strategy]
+            opened = replace(variant, preset=replace(preset, strategy="none"), training=fields)
+            choices += [choice for choice in list_choices(opened) if choice.strategy != preset.strategy]
         most = max((choice.checkpointed for choice in choices), default=0)
         choices = [choice for choice in choices if choice.checkpointed == most]  # the others need more
         # Engines compute with 16-bit weights, one device with what its preset loads.
         key = preset.method, preset.dtype == "float32" and preset.processes == 1
-        if variant is self.request:
+        if variant is self.spec:
             self._sketches[key] = self.sketch
         if key not in self._sketches and choices:
             self.say(f"tracing {preset.method} training")
-            jobs = variant.baselines(choices)
+            jobs = baseline_jobs(variant, choices)
             self._sketches[key] = sketch_of(jobs, traced_jobs(jobs))
         sketch = self._sketches.get(key, self.sketch)
         return choices, replace(sketch, job=replace(sketch.job, world_size=preset.processes))
@@ -236,16 +240,16 @@ def _needs(sketch: Sketch, choice: Choice, share: int) -> int:
     return needed + (2 * sketch.outside_layers if choice.zero_stage == 3 else 0)  # gathered in 16 bits
 
 
-def _on_devices(request, times: int):
-    """The request on so many times as many devices; None where they have no link."""
-    preset = request.preset
+def _on_devices(spec: JobSpec, times: int):
+    """The spec on so many times as many devices; None where they have no link."""
+    preset = spec.preset
     if times == 1:
-        return request
+        return spec
     if not preset.hardware.peer_link:
         return None
     devices = times * preset.processes
-    batch = -(-request.effective_batch_size // devices) * devices
-    return replace(request, preset=replace(preset, processes=devices), effective_batch_size=batch)
+    batch = -(-spec.effective_batch_size // devices) * devices
+    return replace(spec, preset=replace(preset, processes=devices), effective_batch_size=batch)
 
 
 def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
@@ -256,17 +260,17 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
     return [*texts, f"--strategy {choice.strategy}"] if fixed not in ("none", choice.strategy) else texts
 
 
-def _smaller_models(request, least: Choice) -> list[str]:
+def _smaller_models(spec: JobSpec, least: Choice) -> list[str]:
     """The largest smaller model of the family that fits; of a model without weights the nearest smaller sizes."""
     directions = [
-        [(f"{name} instead", replace(request, model=name, config=load_config(name))) for name in _smaller(request)]
+        [(f"{name} instead", replace(spec, model=name, config=load_config(name))) for name in _smaller(spec)]
     ]
-    if request.preset.method == "full" and is_from_scratch(request.config):
-        for sizes in smaller_sizes(request.config):
-            directions.append([(_as_config(one), _of_sizes(request, one)) for one in sizes])
-    if (video := request.more.get("video")) and (fewer := video.halved()):
+    if spec.preset.method == "full" and is_from_scratch(spec.config):
+        for sizes in smaller_sizes(spec.config):
+            directions.append([(_as_config(one), _of_sizes(spec, one)) for one in sizes])
+    if (video := spec.video) and (fewer := video.halved()):
         text = f"max_frames={fewer.frames}"
-        directions.append([(text, replace(request, more={**request.more, "video": fewer}))])
+        directions.append([(text, replace(spec, video=fewer))])
     found: dict[int, str] = {}
     for step in range(_ROUNDS):
         pending = {place: one[step] for place, one in enumerate(directions) if place not in found and step < len(one)}
@@ -280,25 +284,25 @@ def _as_config(sizes: dict[str, int]) -> str:
     return f"{written} in the config.json (a smaller model, trained from scratch)"
 
 
-def _of_sizes(request, sizes: dict[str, int]):
-    return replace(request, config=with_sizes(request.config, sizes))
+def _of_sizes(spec: JobSpec, sizes: dict[str, int]):
+    return replace(spec, config=with_sizes(spec.config, sizes))
 
 
-def _smaller(request) -> list[str]:
+def _smaller(spec: JobSpec) -> list[str]:
     """Bundled models of the same family with fewer weights, the largest first."""
-    own = _weights(request.config)
+    own = _weights(spec.config)
     family = [
         (size, name)
         for name in list_architectures()
-        if (config := load_config(name)).model_type == request.config.model_type and (size := _weights(config)) < own
+        if (config := load_config(name)).model_type == spec.config.model_type and (size := _weights(config)) < own
     ]
-    return [name for _, name in sorted(family, reverse=True) if _may_fit(replace(request, config=load_config(name)))]
+    return [name for _, name in sorted(family, reverse=True) if _may_fit(replace(spec, config=load_config(name)))]
 
 
-def _may_fit(request) -> bool:
+def _may_fit(spec: JobSpec) -> bool:
     """Whether the weights do, which is known without a trace."""
-    alone = weights_alone(request)
-    return alone is None or alone[0] <= request.memory_budget
+    alone = weights_alone(spec)
+    return alone is None or alone[0] <= spec.memory_budget
 
 
 def _weights(config) -> int:

@@ -15,6 +15,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.colocation import cache_bytes, colocates
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.trl_job import TRL_TASKS, TrlTask
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.units import gib
 
@@ -268,11 +269,18 @@ class TrlSpace:
         return notes
 
 
-def trl_space(task: str | None, method: str, devices: int, fixed: dict[str, Any]) -> TrlSpace | None:
-    """The space of a task; None where it is none of TRL's."""
-    if task not in TRL_TASKS:
+def trl_space(spec: JobSpec) -> TrlSpace | None:
+    """The space of a settled spec's task; None where it is none of TRL's."""
+    if spec.task not in TRL_TASKS:
         return None
-    return TrlSpace(task=task, method=method, devices=devices, fixed=fixed)
+    preset = spec.preset
+    return TrlSpace(task=spec.task, method=preset.method, devices=preset.processes, fixed=spec.training)
+
+
+def fewest_samples(spec: JobSpec) -> int:
+    """Of a micro-batch."""
+    space = trl_space(spec)
+    return 1 if space is None else space.fewest_samples
 
 
 def _shards(strategy: str) -> bool:

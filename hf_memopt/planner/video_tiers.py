@@ -16,8 +16,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.preset_estimates import preset_job
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.training_fields import evaluates
@@ -28,7 +28,6 @@ from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.video_tiers import TIERS_FILE
 from hf_memopt.units import GIB
 from hf_memopt.video.inputs import VideoInputs
-from hf_memopt.video.model_parts import not_quantized
 from hf_memopt.video.pixels import FAMILIES
 from hf_memopt.video.processor import read_video_settings
 
@@ -299,13 +298,13 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
 
     Args:
         preset: as video_preset() makes it.
-        changes: further arguments of estimator.preset_estimates.preset_job, over these; `video_settings`, of the
-            checkpoint's video processor, instead of `video`.
+        changes: further fields of JobSpec, over these; `video_settings`, of the checkpoint's video processor, instead
+            of `video`.
     """
-    fields = {"activation_checkpointing": True, **changes.pop("fields", {})}
-    if "per_device_eval_batch_size" not in fields:
+    training = {"activation_checkpointing": True, **changes.pop("training", {})}
+    if "per_device_eval_batch_size" not in training:
         # An evaluation needs less than a step of the same micro-batch, and its trace takes a third of the time.
-        fields["eval_strategy"] = "no"
+        training["eval_strategy"] = "no"
     clip = _FIRST[0]
     job = {
         "video": VideoInputs(
@@ -313,20 +312,10 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
         ),
         "frozen": ("vision",),
         "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
-        "quantization_config": quantization(preset, config, changes.pop("quantization", {})),
     }
-    fields["per_device_train_batch_size"] = 1
-    return preset_job(preset, config, world_size=1, fields=fields, **{**job, **changes})
-
-
-def quantization(preset: Preset, config, changed: dict[str, Any]):
-    """The BitsAndBytesConfig of a preset that leaves the vision tower as it is; None where the method is another."""
-    if preset.method != "qlora":
-        return None
-    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
-
-    skipped = not_quantized(config, AutoModelForImageTextToText)
-    return BitsAndBytesConfig(**{**preset.quantization(), "llm_int8_skip_modules": skipped, **changed})
+    training["per_device_train_batch_size"] = 1
+    spec = preset_spec(preset, config, **{**job, **changes}, world_size=1, training=training)
+    return spec_job(spec)
 
 
 def tier_row(preset: Preset, model: str, map_fn=on_all_cores) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_memopt.compatibility.launch import launched_strategy, world_size
 from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.estimator.overheads import context
+from hf_memopt.hardware.host_memory import HostMemory, own_host_memory
 from hf_memopt.hardware.measured import constant
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.presets import Preset
@@ -41,64 +42,42 @@ def plans_here(preset_name: str) -> bool:
     return preset_name == "auto" and world_size() == 1 and launched_strategy() is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What a recipe asks to be planned.
+def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **settings) -> Planned:
+    """The settings of a profile, for the memory that is free now.
 
-    Attributes:
+    Args:
         config: the model's.
         preset: of this machine's device; the search starts from its settings.
         profile: safe, balanced, aggressive or maximum.
         training: TrainingArguments fields that stay, with `effective_batch_size` where the user set it.
-        lora: LoraConfig fields.
-        quantization: makes the BitsAndBytesConfig of a preset; None for the preset's own.
-        layout: further arguments of the estimator: padded, packed, attn_implementation, video, frozen, …
-    """
-
-    config: Any
-    preset: Preset
-    seq_len: int
-    profile: str
-    training: dict[str, Any]
-    lora: dict[str, Any]
-    quantization: Callable[[Preset], Any] | None
-    memory_args: MemoryArguments
-    layout: dict[str, Any] = field(default_factory=dict)
-
-
-def plan_here(request: PlanRequest) -> Planned:
-    """The settings of a profile, for the memory that is free now.
+        settings: further fields of JobSpec.
 
     Raises:
         InputError: nothing fits.
     """
-    from hf_memopt.planner.plan import plan
+    from hf_memopt.planner.plan import plan_job
 
-    preset, training = request.preset, dict(request.training)
+    training = dict(training)
     training.pop("use_cpu", None)  # the preset's hardware says so
     memory = free_memory_of(preset.hardware)
-    made = plan(
-        request.config,
-        preset,
-        training.pop("effective_batch_size", None),
-        request.seq_len,
-        preset.method,
+    spec = JobSpec(
+        model=config,
+        hardware=preset,
+        method=preset.method,
+        effective_batch_size=training.pop("effective_batch_size", None),
         memory=memory,
         training=training,
-        lora=request.lora,
-        memory_args=request.memory_args,
-        quantization=request.quantization,
         host_memory=_host_memory(preset.hardware),
-        say=lambda text: print(text, file=sys.stderr),
-        **request.layout,
+        **settings,
     )
+    made = plan_job(spec, lambda text: print(text, file=sys.stderr))
     if not made.profiles:
         changes = "; ".join(made.nearest) or "a smaller model"
         raise InputError(
             f"nothing fits the {gib(memory)} that are free here: {gib(made.missing_bytes)} missing. What would fit: "
             f"{changes}. A named --preset runs without a plan"
         )
-    return _pick_profile(made.profiles, request.profile, memory)
+    return _pick_profile(made.profiles, profile, memory)
 
 
 def _pick_profile(profiles, name: str, memory: int) -> Planned:
@@ -120,11 +99,9 @@ def _pick_profile(profiles, name: str, memory: int) -> Planned:
     )
 
 
-def _host_memory(device) -> int | None:
-    """Bytes free on the host, beside a device with memory of its own."""
-    import psutil
-
-    return psutil.virtual_memory().available if device.discrete_memory else None
+def _host_memory(device) -> HostMemory | None:
+    """What is free on the host, beside a device with memory of its own."""
+    return own_host_memory(1) if device.discrete_memory else None
 
 
 def free_memory_of(device) -> int:

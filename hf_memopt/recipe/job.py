@@ -34,7 +34,7 @@ from hf_memopt.presets import DTYPES, Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
-from hf_memopt.recipe.auto import Planned, PlanRequest, plan_here, plans_here, step_down
+from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.video.model_parts import not_quantized, train_parts
@@ -324,28 +324,18 @@ def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool
     """
     recipe = job.recipe
     config = load_config(job)
-
-    def quantize(preset: Preset):
-        from transformers import BitsAndBytesConfig
-
-        return BitsAndBytesConfig(**{**preset.quantization(), **job.quantization})
-
     return plan_here(
-        PlanRequest(
-            config=config,
-            preset=job.preset,
-            seq_len=sequence_length(job, config),
-            profile=recipe.profile,
-            training=training,
-            lora=lora,
-            quantization=quantize if recipe.method == "qlora" else None,
-            memory_args=job.memory_args,
-            layout={
-                "padded": padded and not recipe.packing,
-                "packed": padded and recipe.packing,
-                "attn_implementation": recipe.attn_implementation,
-            },
-        )
+        config,
+        job.preset,
+        recipe.profile,
+        training,
+        seq_len=sequence_length(job, config),
+        lora=lora,
+        quantization=job.quantization,
+        memory_args=job.memory_args,
+        padded=padded and not recipe.packing,
+        packed=padded and recipe.packing,
+        attn_implementation=recipe.attn_implementation,
     )
 
 

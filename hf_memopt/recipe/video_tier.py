@@ -29,14 +29,13 @@ from hf_memopt.planner.video_tiers import (
     Wish,
     bundled_video_models,
     choose_tier,
-    quantization,
     tier_job,
 )
 from hf_memopt.presets import METHODS, preset_by_name
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
 from hf_memopt.recipe.arguments import Parsed
-from hf_memopt.recipe.auto import PlanRequest, free_memory_of, plan_here, plans_here
+from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
 from hf_memopt.recipe.resume import checkpoint_to_resume
@@ -310,7 +309,7 @@ class _Wanted:
             job.preset,
             self.config,
             # Tiers are of the preset's card, wherever the run is.
-            fields={name: value for name, value in self.training.items() if name != "use_cpu"},
+            training={name: value for name, value in self.training.items() if name != "use_cpu"},
             lora=self.parsed.lora,
             memory_args=job.memory_args,
             quantization=job.quantization,
@@ -338,26 +337,18 @@ class _Wanted:
             fields.pop(_ACCUMULATION, None)
         video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
         length = self._tokens(recipe.max_frames, recipe.max_pixels_per_frame)
-
-        def quantize(preset):
-            return quantization(preset, config, job.quantization)
-
         planned = plan_here(
-            PlanRequest(
-                config=config,
-                preset=job.preset,
-                seq_len=length,
-                profile=recipe.profile,
-                training=fields,
-                lora=self.parsed.lora,
-                quantization=quantize if recipe.method == "qlora" else None,
-                memory_args=with_few_logits(job.memory_args, config),
-                layout={
-                    "video": video,
-                    "frozen": recipe.frozen,
-                    "attn_implementation": recipe.attn_implementation,
-                },
-            )
+            config,
+            job.preset,
+            recipe.profile,
+            fields,
+            seq_len=length,
+            lora=self.parsed.lora,
+            quantization=job.quantization,
+            memory_args=with_few_logits(job.memory_args, config),
+            video=video,
+            frozen=recipe.frozen,
+            attn_implementation=recipe.attn_implementation,
         )
         job.planned, job.preset, job.memory_args = planned, planned.preset, planned.memory_args
         return planned.fields

@@ -1,0 +1,179 @@
+"""From a JobSpec and its preset to the Job that is traced."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from hf_memopt.compatibility.engine import deepspeed_config
+from hf_memopt.compatibility.mesh import is_mesh
+from hf_memopt.compatibility.resolve import fsdp_settings
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.errors import InputError, brief
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.job import Job, longest_sample
+from hf_memopt.estimator.smaller import with_sizes
+from hf_memopt.estimator.tracing.model import supports_checkpointing
+from hf_memopt.estimator.tracing.quantization import is_quantized
+from hf_memopt.estimator.tracing.tasks import find_task, infer_task
+from hf_memopt.estimator.training_fields import batch_of
+from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.allocator import expands_segments
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.answer_logits import with_few_logits
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.presets import Preset
+from hf_memopt.presets.accelerate_config import FSDP2
+from hf_memopt.presets.arguments import OLD_NAMES, resolve
+from hf_memopt.video.inputs import frozen_by_settings, video_inputs
+
+logger = logging.getLogger(__name__)
+
+
+def read_model(spec: JobSpec) -> JobSpec:
+    """The spec with the model's configuration, and with the clips that it takes.
+
+    Raises:
+        InputError: an unknown model, or one that takes no videos.
+    """
+    if spec.config is not None:
+        return spec
+    config = load_config(spec.model)
+    if spec.sizes:
+        config = with_sizes(config, spec.sizes)
+    spec = replace(spec, config=config)
+    if (video := video_inputs(spec.model, config, spec.clips)) is None:
+        return spec
+    memory_args = spec.memory_args
+    if "logits_to_keep" not in spec.named:  # logits of answers alone, as in the recipe
+        memory_args = with_few_logits(memory_args, config)
+    return replace(spec, video=video, frozen=frozen_by_settings(spec.clips), memory_args=memory_args)
+
+
+def preset_spec(preset: Preset, model=None, memory_args: MemoryArguments | None = None, **settings: Any) -> JobSpec:
+    """A preset's job, on its reference model and device by default, of a plain Trainer unless there are memory_args.
+
+    Args:
+        settings: further fields of JobSpec.
+    """
+    if model is None:
+        model = builtin_model() if preset.reference_model == "builtin" else preset.reference_model
+    return read_model(JobSpec(model=model, preset=preset, method=preset.method, memory_args=memory_args, **settings))
+
+
+def spec_job(spec: JobSpec) -> Job:
+    """The Job of a spec whose preset and configuration are known.
+
+    Raises:
+        InputError: a job that cannot run or is not modelled.
+    """
+    preset, config, fields = spec.preset, spec.config, dict(spec.training)
+    if spec.dtype is not None:
+        preset = replace(preset, dtype=spec.dtype)
+    preset = replace(preset, seq_len=spec.seq_len or longest_sample(config, preset.seq_len))
+    world_size = preset.processes if spec.world_size is None else spec.world_size
+    _refuse_second_engine(preset, fields)
+    own = fields.pop("deepspeed", None)
+    deepspeed = deepspeed_config(own) if own else preset.deepspeed_config()
+    if own:
+        fields = batch_of(deepspeed) | fields
+    device = spec.hardware if isinstance(spec.hardware, Hardware) else preset.hardware
+    if fields.get("use_cpu") and device.backend != "cpu":
+        raise InputError(f"use_cpu=true trains on the CPU, and hardware is {device.label}: use hardware=cpu")
+    row = TRL_TASKS.get(spec.task)
+    resolved = resolve(preset, world_size, fields, row and row.config_class)
+    if deepspeed:
+        resolved["deepspeed"] = deepspeed
+    if preset.strategy == "fsdp2" and world_size > 1:
+        # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
+        asked = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
+        checkpoints = asked.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
+        changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
+        resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
+    if "activation_checkpointing" not in fields:
+        _leave_out_checkpointing(config, spec.task, resolved)
+    return describe_task(
+        config,
+        resolved,
+        preset.seq_len,
+        device,
+        peft_config=preset.peft_config(**(spec.lora if preset.method != "full" else {})),
+        dtype=preset.dtype,
+        world_size=world_size,
+        strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
+        expandable=bool(preset.name) or expands_segments(),
+        quantization_config=quantization_config(spec),
+        task=spec.task,
+        attn_implementation=spec.attn_implementation,
+        kbit_preparation=spec.kbit_preparation,
+        memory_args=spec.memory_args,
+        padded=spec.padded,
+        packed=spec.packed,
+        video=spec.video,
+        frozen=spec.frozen,
+    )
+
+
+def quantization_config(spec: JobSpec):
+    """The preset's BitsAndBytesConfig with the user's fields; None where the method is another and no field asks for
+    8-bit weights, and for a quantized checkpoint, unless the user says more.
+
+    Raises:
+        InputError: fields that the method does not take.
+    """
+    preset, changed = spec.preset, spec.quantization
+    if not changed and is_quantized(spec.config):
+        return None
+    if changed.get("dequantize"):
+        if len(changed) > 1:
+            raise InputError("quantization.dequantize=true goes with no other quantization.*")
+        return changed  # whose configuration it belongs to, the checkpoint says
+    changed = {name: value for name, value in changed.items() if name != "dequantize"}
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if changed.get(name)]
+    if preset.method != "qlora" and not (preset.method == "lora" and bits):
+        if changed:
+            raise InputError(
+                "quantization.* applies to method=qlora only; load_in_4bit and load_in_8bit to method=lora too, "
+                "dequantize to all"
+            )
+        return None
+    from transformers import BitsAndBytesConfig
+
+    settings = changed if changed.get("load_in_8bit") else {**preset.quantization(), **changed}
+    if spec.video is not None:  # the vision tower stays as it is
+        from transformers import AutoModelForImageTextToText
+
+        from hf_memopt.video.model_parts import not_quantized
+
+        settings = {"llm_int8_skip_modules": not_quantized(spec.config, AutoModelForImageTextToText), **settings}
+    return BitsAndBytesConfig(**settings)
+
+
+def _strategy(preset: Preset, world_size: int, by_fields: bool) -> str | None:
+    """The preset's, which on one process shards nothing; None where fields start the engine."""
+    if by_fields:
+        return None
+    return "none" if world_size == 1 and preset.strategy == "fsdp2" else preset.strategy
+
+
+def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
+    """Without the preset's checkpointing where the model's class has none, as XLNet's: the Trainer would refuse it."""
+    if not resolved.get("activation_checkpointing"):
+        return
+    task = infer_task(config) if task is None else find_task(model_task(task), config)
+    if not supports_checkpointing(config, task):
+        logger.warning("%s has no activation checkpointing: estimated without the preset's", config.model_type)
+        for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
+            resolved.pop(name, None)
+
+
+def _refuse_second_engine(preset: Preset, fields: dict) -> None:
+    """As the run would: Preset.training_arguments() refuses an engine beside the preset's."""
+    strategy = preset.strategy
+    if fields.get("fsdp") and strategy not in ("none", "fsdp2"):
+        name = "fsdp"
+    elif fields.get("deepspeed") and (strategy == "fsdp2" or is_mesh(strategy)):
+        name = "deepspeed"
+    else:
+        return
+    raise InputError(f"{name}={brief(fields[name])} beside strategy {strategy}: leave one of the two out")

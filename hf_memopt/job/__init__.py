@@ -1,0 +1,1 @@
+"""A training job as its user describes it."""

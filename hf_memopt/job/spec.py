@@ -1,0 +1,88 @@
+"""JobSpec: a training job as its user describes it, made once by each way in and passed whole.
+
+What a search varies is a copy by dataclasses.replace().
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.host_memory import HostMemory
+from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
+from hf_memopt.presets import Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """A job; None stands for what the preset, the device or the model has, and is filled in where the job is settled.
+
+    Attributes:
+        model: a bundled architecture's name, hub id, folder, config.json or PretrainedConfig.
+        config: the model's configuration; None until it is read.
+        sizes: fields of the configuration that differ from the checkpoint's.
+        preset: the settings that the job starts from; a plan leaves its engine open with the strategy "none". A name
+            until the job is settled.
+        hardware: the device, in a plan with a number of devices (rtx_4090x2).
+        method: full, lora or qlora; any lets a plan choose.
+        strategy: how several devices train together.
+        world_size: processes, one device each.
+        seq_len: tokens of a sample.
+        effective_batch_size: samples of an optimizer step over all devices.
+        memory: bytes of each device that may be used.
+        host_memory: what one process may use on the host.
+        training, lora, quantization: fields of TrainingArguments (of a TRL task its configuration's), LoraConfig and
+            BitsAndBytesConfig that the user set: no search changes them.
+        memory_args: the user's MemoryArguments; None for a plain Trainer.
+        named: those of its fields that the user set, be it to their defaults.
+        dtype: of the loaded weights.
+        task: what the model is trained for.
+        kbit_preparation, padded, packed, attn_implementation: as estimate() takes them.
+        clips: settings of a video model's clips, until they are settled to `video` and `frozen`.
+        video: the clips of a sample.
+        frozen: parts of a video model that are not trained.
+        streaming: a plan may keep frozen weights in host memory.
+    """
+
+    model: Any
+    config: Any = None
+    sizes: dict[str, Any] = field(default_factory=dict)
+    preset: str | Preset | None = None
+    hardware: str | Hardware | Preset | None = None
+    method: str = "full"
+    strategy: str | None = None
+    world_size: int | None = None
+    seq_len: int | None = None
+    effective_batch_size: int | None = None
+    memory: int | None = None
+    host_memory: HostMemory | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+    quantization: dict[str, Any] = field(default_factory=dict)
+    memory_args: MemoryArguments | None = field(default_factory=MemoryArguments)
+    named: frozenset[str] = frozenset()
+    dtype: str | None = None
+    task: str | None = None
+    attn_implementation: str | None = None
+    kbit_preparation: bool = False
+    padded: bool = False
+    packed: bool = False
+    clips: dict[str, Any] = field(default_factory=dict)
+    video: Any = None
+    frozen: tuple[str, ...] = ()
+    streaming: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """As the user wrote it; of a configuration object where it was read, or its type."""
+        return str(self.model) if self.is_named else self.config.name_or_path or self.config.model_type
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model is a name or a path, which a recipe's command line takes, too."""
+        return isinstance(self.model, str | Path)
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes of each device that the maximum profile of a plan may fill."""
+        return int(self.memory * max(share for _, share in PLAN_PROFILES.values()))

@@ -1,0 +1,91 @@
+"""The jobs of a spec's choices: the one that is estimated, those that a sketch is traced from, the search over all."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.colocation import engine_weights
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.spec_job import spec_job
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
+from hf_memopt.planner.search import Search
+from hf_memopt.planner.sketch import Sketch, baselines, sketch_of, traced_jobs
+from hf_memopt.planner.trl_choices import fewest_samples, trl_space
+from hf_memopt.units import gib
+
+
+def choice_job(spec: JobSpec, choice: Choice) -> Job:
+    """The job of a choice, for the estimator."""
+    preset = choice.configured(spec.preset)
+    return spec_job(
+        replace(
+            spec,
+            preset=preset,
+            hardware=None,
+            training=choice.fields(preset, spec.training),
+            lora=spec.lora if preset.method != "full" else {},
+            quantization=spec.quantization if preset.method == "qlora" else {},
+            memory_args=memory_arguments(spec.memory_args, choice),
+        )
+    )
+
+
+def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
+    """The jobs whose traces a sketch of all choices follows from."""
+    # Engines compute with 16-bit weights; with others, autocast's copies of 32-bit weights count as activations.
+    plain = min(choices, key=lambda choice: (choice.strategy == "ddp", choice.levers))
+
+    def build(samples: int, checkpointed: bool) -> Job:
+        choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=float(checkpointed))
+        choice = replace(choice, streamed=float(spec.streaming))
+        if plain.trl.steps_per_generation:  # a group for every sample, whose batch the trainer takes as whole
+            group = trl_space(spec).setting("num_generations")
+            choice = replace(choice, trl=replace(plain.trl, steps_per_generation=group))
+        job = choice_job(spec, choice)
+        checkpointing = {"activation_checkpointing": checkpointed}
+        if checkpointed:
+            checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": False}
+        dropped = ("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config")
+        kept = {name: value for name, value in job.fields.items() if name not in dropped}
+        return dataclasses.replace(job, fields={**kept, **checkpointing})
+
+    return baselines(build, {choice.checkpointed for choice in choices}, fewest_samples(spec))
+
+
+def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
+    """The search over all choices; None where compatibility leaves none.
+
+    Args:
+        smallest: only of those with the fewest samples and the most layers checkpointed, in fewer traces.
+    """
+    choices = list_choices(spec)
+    if not choices:
+        return None
+    if smallest:
+        fewest, most = min(one.micro_batch for one in choices), max(one.checkpointed for one in choices)
+        choices = [one for one in choices if (one.micro_batch, one.checkpointed) == (fewest, most)]
+    how = "with" if smallest else "with and without"
+    say(f"tracing {spec.preset.method} training {how} activation checkpointing")
+    jobs = baseline_jobs(spec, choices)
+    sketch = sketch_of(jobs, traced_jobs(jobs))
+    if (space := trl_space(spec)) is not None and space.colocates:
+        choices = _with_shares(spec, choices, sketch)
+    return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory)
+
+
+def _with_shares(spec: JobSpec, choices: list[Choice], sketch: Sketch) -> list[Choice]:
+    """The choices with all shares of the card that vLLM may take.
+
+    Raises:
+        InputError: no share holds the weights.
+    """
+    weights, space = engine_weights(sketch.job, sketch.kept[0].peaks), trl_space(spec)
+    shared = [one for choice in choices for one in space.with_shares(choice, sketch.job, weights)]
+    if not shared:
+        raise InputError(
+            f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "
+            f"{spec.preset.hardware.label}: use vllm_mode=server, or vllm_tensor_parallel_size"
+        )
+    return shared

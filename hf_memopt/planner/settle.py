@@ -1,0 +1,117 @@
+"""A JobSpec settled on one method: what the user left out is the preset's or the device's."""
+
+from dataclasses import replace
+from typing import Any
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.job import longest_sample
+from hf_memopt.estimator.spec_job import read_model
+from hf_memopt.estimator.tracing.model import resolve_dtype
+from hf_memopt.estimator.tracing.tasks import find_task, infer_task
+from hf_memopt.estimator.trl_job import TRL_TASKS
+from hf_memopt.field_values import fit, hints_of
+from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.trl_choices import TrlSpace, trl_space
+from hf_memopt.presets import Preset
+from hf_memopt.presets.batch import batch_settings
+from hf_memopt.units import gib
+
+# Whose batches are counted in tokens, as the recipes' are.
+_PLANNED_TASKS = (
+    *TRL_TASKS,
+    *("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification"),
+    *("token-classification", "question-answering", "multiple-choice"),
+)
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def of_one_length(spec: JobSpec, methods: tuple[str, ...]) -> JobSpec:
+    """With the longest samples of the methods' presets where the user set no length, so that all are asked about the
+    same step."""
+    if len(methods) == 1 or spec.seq_len is not None:
+        return spec
+    lengths = [preset_of(spec.hardware, method, spec.strategy).seq_len for method in methods]
+    return replace(spec, seq_len=longest_sample(spec.config, max(lengths)))
+
+
+def settle(spec: JobSpec, method: str) -> JobSpec:
+    """The job of one method, checked.
+
+    Raises:
+        InputError: a setting that the device, the method or a plan does not take.
+    """
+    from transformers import TrainingArguments
+
+    spec = read_model(spec)
+    task = spec.task or infer_task(spec.config)
+    if task not in _PLANNED_TASKS:
+        find_task(task, spec.config)
+        raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
+    preset = preset_of(spec.hardware, method, spec.strategy)
+    if spec.dtype:
+        preset = replace(preset, dtype=resolve_dtype(spec.config, spec.dtype))
+    row = TRL_TASKS.get(task)
+    training = fit(hints_of(row.config_class if row else TrainingArguments), spec.training)
+    spec = replace(spec, preset=preset, method=method, dtype=None, training=training)
+    space = trl_space(spec)
+    if space is not None and (reason := space.refused(preset.strategy)):
+        raise InputError(f"strategy={preset.strategy} with task={task}: {reason}")
+    batch, training = _batch(spec, space)
+    _check_memory(spec)
+    limits = (spec.memory or preset.hardware.memory, spec.memory_args.max_memory_bytes)
+    return replace(
+        spec,
+        memory=min(filter(None, limits)),
+        host_memory=spec.host_memory or _host_memory(spec),
+        seq_len=spec.seq_len or longest_sample(spec.config, preset.seq_len),
+        effective_batch_size=batch,
+        training=training,
+    )
+
+
+def _host_memory(spec: JobSpec) -> HostMemory:
+    if spec.hardware == "auto" and spec.preset.hardware.discrete_memory:
+        return own_host_memory(spec.preset.processes)
+    return assumed_host_memory(spec.preset.hardware)
+
+
+def _check_memory(spec: JobSpec) -> None:
+    """Refuse more than a named card has. A CPU stands for any machine, a Preset for what is free on this one."""
+    sizes = {"memory": spec.memory, "host_memory": spec.host_memory and spec.host_memory.bytes}
+    for name, value in {**sizes, "seq_len": spec.seq_len}.items():
+        if value is not None and value <= 0:
+            raise InputError(f"{name}={value} must be above 0{'' if name == 'seq_len' else ' bytes'}")
+    device: Hardware = spec.preset.hardware
+    if device.backend == "cpu" or isinstance(spec.hardware, Preset) or (spec.memory or 0) <= device.memory:
+        return
+    raise InputError(
+        f"memory={gib(spec.memory)}: {device.label} has {gib(device.memory)} for a job; leave it out to plan for "
+        "all of it, or describe a device that has more (see docs/plans.md)"
+    )
+
+
+def _batch(spec: JobSpec, space: TrlSpace | None) -> tuple[int, dict[str, Any]]:
+    """The effective batch, and the fields with both halves of it where the user set one."""
+    devices, effective, usual = spec.preset.processes, spec.effective_batch_size, spec.preset.effective_batch_size
+    micro, accumulation = (spec.training.get(name) for name in _BATCH)
+    if micro and accumulation and effective is None:
+        effective = micro * accumulation * devices
+    if space is not None:
+        effective = space.whole_batch(effective, usual)
+    batch = effective or -(-usual // devices) * devices
+    if batch < 1 or batch % devices:
+        raise InputError(
+            f"effective_batch_size={batch} cannot be split over {devices} devices: use a multiple of {devices}"
+        )
+    if not (micro or accumulation):
+        return batch, spec.training
+    settings = batch_settings(batch, batch, devices, micro, None if micro else accumulation)
+    if accumulation not in (None, settings[1]):
+        raise InputError(
+            f"effective_batch_size={batch} is not per_device_train_batch_size {micro} × "
+            f"gradient_accumulation_steps {accumulation} × {devices} devices: leave one out"
+        )
+    return batch, {**spec.training, **dict(zip(_BATCH, settings, strict=True))}
