@@ -11,7 +11,7 @@ _HOME = {
     "get_preset": "hf_memopt.presets",
     "list_presets": "hf_memopt.presets",
     "plan": "hf_memopt.planner.plan",
-    "Plan": "hf_memopt.planner.plan",
+    "Plan": "hf_memopt.planner.profiles",
     "which_card": "hf_memopt.planner.cards",
     "Preset": "hf_memopt.presets",
     "estimate": "hf_memopt.estimator",

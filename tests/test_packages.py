@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -74,11 +73,12 @@ def test_plans_without_deepspeed_leave_zero_out(without):
 
 
 def test_a_plan_says_that_zero_was_not_tried(without):
+    from hf_memopt.job.spec import JobSpec
     from hf_memopt.planner.devices import preset_of
-    from hf_memopt.planner.plan import Plan
+    from hf_memopt.planner.profiles import Plan
 
     def notes(hardware: str) -> str:
-        return " ".join(Plan(SimpleNamespace(preset=preset_of(hardware, "lora"), trl=None), [], []).notes)
+        return " ".join(Plan(JobSpec(model="x", preset=preset_of(hardware, "lora")), [], []).notes)
 
     assert "ZeRO" not in notes("a100_80gbx8")
     without("deepspeed")

@@ -34,7 +34,7 @@ from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.launch import launch_command
-from hf_memopt.planner.plan import Profile
+from hf_memopt.planner.profiles import Profile
 from hf_memopt.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,6 +11,7 @@ from hf_memopt.cli.app import app
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import cards
+from hf_memopt.planner.card_fits import BALANCED, SHARES
 from hf_memopt.planner.prices import read_prices
 from hf_memopt.presets.catalog import preset_for
 
@@ -224,4 +225,4 @@ def test_options_that_do_not_go_together_are_refused(capsys, words, message):
 
 
 def test_shares_are_those_of_the_profiles():
-    assert cards._SHARES[cards._BALANCED] == PLAN_PROFILES["balanced"][1]
+    assert SHARES[BALANCED] == PLAN_PROFILES["balanced"][1]

@@ -3,7 +3,7 @@
 import tempfile
 
 from benchmarks.gpu.case import Case
-from hf_memopt.calibration.training import Setting, make_trainer
+from hf_memopt.contrib.calibration.training import Setting, make_trainer
 
 JOB = Setting("allocator", "qwen2.5-0.5b", {"bf16": True}, micro=4, length=1024)
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu.case import ROOT, Case
-from hf_memopt.calibration.processes import Skip
+from hf_memopt.contrib.calibration.processes import Skip
 
 
 def cases(rehearse: bool) -> list[Case]:

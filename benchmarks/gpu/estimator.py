@@ -3,7 +3,7 @@
 import dataclasses
 
 from benchmarks.gpu.case import Case
-from hf_memopt.calibration.training import Setting, train
+from hf_memopt.contrib.calibration.training import Setting, train
 
 BF16 = {"bf16": True}
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

@@ -3,7 +3,7 @@
 import sys
 
 from benchmarks.gpu.case import ROOT, Case
-from hf_memopt.calibration.processes import Skip
+from hf_memopt.contrib.calibration.processes import Skip
 
 # Most valuable first. Liger is no lever of ours: what chunked losses are compared with.
 ORDER = (

@@ -6,7 +6,7 @@ import tempfile
 import time
 
 from benchmarks.gpu.case import ROOT, Case
-from hf_memopt.calibration.training import Setting, make_trainer, release, step_clock
+from hf_memopt.contrib.calibration.training import Setting, make_trainer, release, step_clock
 
 PHASES = ("forward", "backward", "clipping", "optimizer", "eval", "save")
 MODEL = Setting(

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 from benchmarks.gpu.case import ROOT, Case
-from hf_memopt.calibration.processes import Processes
+from hf_memopt.contrib.calibration.processes import Processes
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.measured import SWITCH, versions_here
 
@@ -19,7 +19,7 @@ class Runner:
     """Runs cases, each in a process of its own."""
 
     def __init__(self) -> None:
-        self.processes = Processes("hf_memopt.calibration.warm")
+        self.processes = Processes("hf_memopt.contrib.calibration.warm")
 
     def run(self, case: Case, limit: float, task: str = "measure", device: dict | None = None) -> dict:
         """A case's row: outcome is measured (with what the task gave), skipped or failed (with `reason`)."""
@@ -41,7 +41,7 @@ def run_case(case: Case, task: str, device: dict | None) -> dict:
     """In the case's own process: measure, predict or describe."""
     os.chdir(ROOT)
     if task == "predict":
-        from hf_memopt.calibration.training import Setting, predict
+        from hf_memopt.contrib.calibration.training import Setting, predict
         from hf_memopt.hardware import Hardware
 
         try:

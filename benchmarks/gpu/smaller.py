@@ -3,7 +3,7 @@
 import tempfile
 
 from benchmarks.gpu.case import Case
-from hf_memopt.calibration.processes import Skip
+from hf_memopt.contrib.calibration.processes import Skip
 
 GIB = 2**30
 METHODS = ("full", "lora", "qlora")
@@ -34,8 +34,8 @@ def measure(case: Case) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
-    from hf_memopt.calibration.readings import peaks
-    from hf_memopt.calibration.training import TINY, Setting, load_model_config, release
+    from hf_memopt.contrib.calibration.readings import peaks
+    from hf_memopt.contrib.calibration.training import TINY, Setting, load_model_config, release
     from hf_memopt.estimator import overheads
     from hf_memopt.hardware import configure_allocator
     from hf_memopt.levers.adapters import add_adapters

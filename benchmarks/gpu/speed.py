@@ -4,7 +4,7 @@ import dataclasses
 
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.estimator import BF16, BOTH, OFFLOADED
-from hf_memopt.calibration.training import Setting, train
+from hf_memopt.contrib.calibration.training import Setting, train
 
 MODEL = "qwen3-1.7b"
 # One model, so that each is a ratio to the first.

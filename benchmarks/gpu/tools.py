@@ -6,9 +6,9 @@ import sys
 import tempfile
 
 from benchmarks.gpu.case import ROOT, Case
-from hf_memopt.calibration.processes import Skip
-from hf_memopt.calibration.readings import accelerator, peaks, used_on_card
-from hf_memopt.calibration.training import Setting, make_trainer
+from hf_memopt.contrib.calibration.processes import Skip
+from hf_memopt.contrib.calibration.readings import accelerator, peaks, used_on_card
+from hf_memopt.contrib.calibration.training import Setting, make_trainer
 
 MIB = 2**20
 SMALL = Setting("tools", "smollm2-135m", {"bf16": True}, {}, micro=2, length=256)
@@ -32,7 +32,7 @@ def measure(case: Case) -> dict:
 
 def constants(setting: Setting) -> dict:
     """Bytes of context and of cuBLAS's workspace beside what is assumed, and reached shares of the catalog's rates."""
-    from hf_memopt.calibration.device import context_and_workspace, rates
+    from hf_memopt.contrib.calibration.device import context_and_workspace, rates
     from hf_memopt.hardware import detect
     from hf_memopt.hardware.constants import assumed
 
@@ -140,14 +140,14 @@ def doctor(setting: Setting) -> dict:
 
 def attention(setting: Setting) -> dict:
     """What resolve_attention() chooses, and that a model runs with it."""
-    from hf_memopt.calibration.device import attention as chosen_attention
+    from hf_memopt.contrib.calibration.device import attention as chosen_attention
 
     return chosen_attention(setting)
 
 
 def allocator_setting(setting: Setting) -> dict:
     """PYTORCH_ALLOC_CONF set in the process before CUDA starts: whether the allocator took it."""
-    from hf_memopt.calibration.device import allocator_setting as configured_allocator
+    from hf_memopt.contrib.calibration.device import allocator_setting as configured_allocator
 
     return configured_allocator()
 

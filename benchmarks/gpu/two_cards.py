@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu.case import ROOT, Case
-from hf_memopt.calibration.processes import Skip
+from hf_memopt.contrib.calibration.processes import Skip
 
 PLAIN = {"name": "plain", "rank": 0, "phase": None, "step": 0, "micro": 0}
 ENDINGS = {

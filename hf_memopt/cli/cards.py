@@ -115,7 +115,7 @@ def _amount(answer) -> str:
 
 def _shortened(fits: list, most: int) -> list:
     """The first rows, and of the others cards that have presets before cards that have none."""
-    from hf_memopt.planner.cards import has_preset
+    from hf_memopt.planner.boxes import has_preset
 
     if len(fits) <= most:
         return fits

@@ -5,24 +5,22 @@ twice: engines compute with 16-bit weights), every card gets a sketch from these
 only of what decides the answer.
 """
 
-import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.duration import Amount, duration
+from hf_memopt.estimator.duration import Amount
 from hf_memopt.estimator.job import Job, longest_sample
 from hf_memopt.estimator.spec_job import read_model
-from hf_memopt.estimator.speed import peak_rate
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import catalog
-from hf_memopt.hardware.measured import constant, measured_value
+from hf_memopt.hardware.measured import constant
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.planner.boxes import all_cards, box_name, boxes, known_flops, typical_cards
+from hf_memopt.planner.card_fits import BALANCED, NEAR, SHARES, CardChoice, Fit
 from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.plan import check_asked
@@ -31,203 +29,15 @@ from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import settle
 from hf_memopt.planner.sketch import Sketch, caution, sketch_of, traced_jobs
 from hf_memopt.presets import METHODS
-from hf_memopt.presets.catalog import nearest_preset, preset_for
-from hf_memopt.units import GIB
+from hf_memopt.presets.catalog import preset_for
 
 SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
-NEAR = 0.05  # of the limit: what a full estimate may change of a sketch
-_SHARES = [share for _, share in PLAN_PROFILES.values()]
-_BALANCED = list(PLAN_PROFILES).index("balanced")
 _MOST_ESTIMATES = 6
 _QUICK_ENGINES = ("none", "ddp")  # an estimate under the others takes several times as long
 _ROUNDS = 3
 _FAILURES = 3
 _ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as much
-_LARGEST_BOX = 8
-_DESKTOP_BOX = 12 * GIB  # nobody builds or rents boxes of cards with less
 _REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits, an engine, discrete memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """A card, or several of one kind, on which the job trains.
-
-    Attributes:
-        device, devices: the card, and how many.
-        choice: the settings of the profile `balanced`; of `maximum` where only that fits.
-        share: of the device's memory that the profile may fill.
-        device_bytes, host_bytes: predicted, for each device.
-        estimated: by a full estimate; else by the sketch.
-        tokens_per_second: of all devices; None where the card's FLOP/s are not published.
-        price: of all devices for an hour.
-        tokens: that are trained on, for `hours` and `cost`.
-    """
-
-    device: Hardware
-    devices: int
-    method: str
-    choice: Choice
-    share: float
-    device_bytes: int
-    host_bytes: int
-    estimated: bool
-    tokens_per_second: float | None
-    price: float | None = None
-    tokens: int | None = None
-
-    @property
-    def name(self) -> str:
-        """As `--hardware` takes it."""
-        return _name(self.device, self.devices)
-
-    @property
-    def memory(self) -> int:
-        """Bytes of all devices, as printed on their boxes."""
-        return self.device.nominal_memory * self.devices
-
-    @property
-    def fills(self) -> float:
-        """The share of the device's memory that is predicted to be used."""
-        return self.device_bytes / self.device.memory
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the rest may be as small as a sketch's error, which is large for what goes to the host."""
-        return self.fills > self.share * (1 - NEAR) or bool(self.choice.offloads)
-
-    @property
-    def hours(self) -> float | None:
-        """For all tokens."""
-        if self.tokens is None or self.tokens_per_second is None:
-            return None
-        return duration(self.tokens, self.tokens_per_second).hours
-
-    @property
-    def cost(self) -> float | None:
-        """Of all tokens, by default of a million."""
-        if self.price is None or self.tokens_per_second is None:
-            return None
-        return duration(self.tokens or 10**6, self.tokens_per_second, self.price).cost
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "hardware": self.name,
-            "label": self.device.label,
-            "devices": self.devices,
-            "method": self.method,
-            "settings": summarize(self.choice),
-            "micro_batch": self.choice.micro_batch,
-            "accumulation": self.choice.accumulation,
-            "strategy": self.choice.strategy,
-            "profile": "balanced" if self.share == _SHARES[_BALANCED] else "maximum",
-            "device_bytes": self.device_bytes,
-            "capacity_bytes": self.device.memory,
-            "fills": round(self.fills, 4),
-            "near_limit": self.is_near,
-            "host_bytes": self.host_bytes,
-            "source": "estimate" if self.estimated else "sketch",
-            "tokens_per_second": self.tokens_per_second,
-            "hours": self.hours,
-            "price_per_hour": self.price,
-            "cost": self.cost,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardChoice:
-    """The answer of which_card().
-
-    Attributes:
-        prices, tokens: as asked.
-        fits: by method; the first of each is the answer.
-        instead: where nothing fits, what would: a card without a price, a more expensive one, another method.
-        least: where nothing fits, the card or box that comes nearest, the bytes that each device needs, the settings.
-    """
-
-    model: str
-    seq_len: int
-    effective_batch_size: int
-    prices: Prices | None
-    tokens: int | None
-    fits: dict[str, list[Fit]]
-    instead: list[Fit] = field(default_factory=list)
-    least: tuple[str, int, str] | None = None
-
-    def __iter__(self) -> Iterator[Fit]:
-        return itertools.chain.from_iterable(self.fits.values())
-
-    def fastest(self, method: str) -> Fit | None:
-        """Of the cards with known speeds."""
-        known = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
-        return max(known, key=lambda fit: fit.tokens_per_second, default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The answer as one JSON object."""
-        return {
-            "model": self.model,
-            "seq_len": self.seq_len,
-            "effective_batch_size": self.effective_batch_size,
-            "tokens": self.tokens,
-            "currency": None if self.prices is None else self.prices.currency,
-            "cards": [fit.to_dict() for fit in self],
-            "first": {method: fits[0].name for method, fits in self.fits.items() if fits},
-            "instead": [fit.to_dict() for fit in self.instead],
-            "least": None
-            if self.least is None
-            else dict(zip(("hardware", "bytes", "settings"), self.least, strict=True)),
-        }
-
-
-def _name(device: Hardware, devices: int) -> str:
-    return device.name if devices == 1 else f"{device.name}x{devices}"
-
-
-def boxes(device: Hardware) -> tuple[int, ...]:
-    """How many of a card people have in one machine."""
-    label = device.label
-    if not device.discrete_memory or "Laptop" in label or "GH200" in label:
-        return (1,)
-    if "GB200" in label or "GB300" in label:  # trays of two superchips
-        return (1, 2, 4)
-    if re.search(r"GeForce|TITAN|Radeon (RX|VII)|Arc [AB]\d", label):
-        return (1, 2, 4) if device.nominal_memory >= _DESKTOP_BOX else (1,)
-    if re.search(r"Quadro|NVIDIA RTX|Radeon .*PRO|Arc Pro", label) and "Server" not in label:
-        return (1, 2, 4, 8) if device.nominal_memory >= 48 * GIB else (1, 2, 4)
-    return (1, 2, 4, 8)
-
-
-def typical_cards() -> list[Hardware]:
-    """The cards that have presets of their own, and the slowest card of each other kind."""
-    chosen: dict[tuple, Hardware] = {}
-    for device in sorted(_cards(), key=_typicality):
-        chosen.setdefault(_kind(device), device)
-    own = [device for device in _cards() if has_preset(device)]
-    return list({device.name: device for device in [*own, *chosen.values()]}.values())
-
-
-def has_preset(device: Hardware) -> bool:
-    """Whether the project tunes settings for this very card."""
-    return nearest_preset(device) == device.name
-
-
-def _kind(device: Hardware) -> tuple:
-    """What people compare cards by: the maker, the sort of machine, and the memory."""
-    machine = boxes(device)[-1] == _LARGEST_BOX if device.discrete_memory else "unified"
-    return device.vendor, machine, device.nominal_memory
-
-
-def _typicality(device: Hardware) -> tuple:
-    # Laptops, and cards that torch's default wheels lack (compute capability below 7.5), are no one's first thought.
-    unusual = "Laptop" in device.label or 0 < device.capability < 7.5
-    return not has_preset(device), unusual, _flops(device) is None, _flops(device) or 0, device.name
-
-
-def _cards() -> list[Hardware]:
-    return [device for device in catalog().values() if device.backend != "cpu"]
-
-
-def _flops(device: Hardware) -> float | None:
-    return measured_value("matmul_flops_per_second", device) or peak_rate(device)
 
 
 class _SharedSketch(Sketch):
@@ -273,7 +83,7 @@ class _Candidate:
     @property
     def name(self) -> str:
         """As `--hardware` takes it."""
-        return _name(self.device, self.spec.preset.processes)
+        return box_name(self.device, self.spec.preset.processes)
 
     @property
     def device(self) -> Hardware:
@@ -297,7 +107,7 @@ class _Candidate:
 
     def pick(self) -> tuple[Choice, float] | None:
         """The settings and the share of the memory that they may fill."""
-        for share in (_SHARES[_BALANCED], _SHARES[-1]):
+        for share in (SHARES[BALANCED], SHARES[-1]):
             if choice := self.search.sketched(int(self.spec.memory * share / self.caution)):
                 return choice, share
         return None
@@ -318,7 +128,7 @@ class _Candidate:
             device_bytes=int(self.search.needs(choice) * self.caution),
             host_bytes=self.search.host_bytes(choice),
             estimated=self.search.found.get(choice) is not None,
-            tokens_per_second=trained / self.search.seconds[choice] if _flops(self.device) else None,
+            tokens_per_second=trained / self.search.seconds[choice] if known_flops(self.device) else None,
             price=None if price is None else price * devices,
             tokens=tokens,
         )
@@ -430,7 +240,7 @@ class _Wish:
     def cards(self) -> list[Hardware]:
         if self.prices is not None:
             return [catalog()[name] for name in self.prices.per_hour if catalog()[name].backend != "cpu"]
-        return _cards() if self.every else typical_cards()
+        return all_cards() if self.every else typical_cards()
 
     def price(self, device: Hardware) -> float | None:
         return None if self.prices is None else self.prices.per_hour.get(device.name)

@@ -23,7 +23,7 @@ _NEAR = 0.05  # of a sample's tokens: so near an estimate, the answer is interpo
 
 
 @dataclass(frozen=True)
-class Fit:
+class MostFrames:
     """The most frames at a size of frame.
 
     Attributes:
@@ -52,7 +52,9 @@ class _Limit:
     near: tuple[tuple[int, Estimate], tuple[int, Estimate]]
 
 
-def most_frames(job: Job, budget: int | None = None, note: Callable[[str], None] = lambda text: None) -> Iterator[Fit]:
+def most_frames(
+    job: Job, budget: int | None = None, note: Callable[[str], None] = lambda text: None
+) -> Iterator[MostFrames]:
     """For each size of frame that differs from the ones before, the most frames with which a job fits its device.
 
     Memory grows linearly with frames, so few estimates predict where it ends; the answer itself is estimated too.
@@ -77,11 +79,11 @@ def most_frames(job: Job, budget: int | None = None, note: Callable[[str], None]
     for number, (cap, video) in enumerate(sizes.values(), 1):
         pixels = f"size {number} of {len(sizes)}, at most {cap or 'any number of'} pixels a frame"
         say = functools.partial(_say, note, pixels)
-        search = _Search(dataclasses.replace(job, video=video), budget, say, limit)
+        search = _FrameSearch(dataclasses.replace(job, video=video), budget, say, limit)
         frames = search.most()
         limit = search.limit() or limit
         shown = max(1, frames)
-        yield Fit(cap, frames, _tokens(search.job, shown), search.estimate(shown))
+        yield MostFrames(cap, frames, _tokens(search.job, shown), search.estimate(shown))
 
 
 def _say(note: Callable[[str], None], pixels: str, text: str) -> None:
@@ -95,7 +97,7 @@ def _size(video, config) -> tuple:
 
 
 @dataclass
-class _Search:
+class _FrameSearch:
     """The most frames of one size.
 
     Attributes:

@@ -58,7 +58,7 @@ def longest_sequences(spec: JobSpec, say: Callable[[str], None] = lambda text: N
         return
     first = _FIRST
     for settings, longer, choice in _features(spec):
-        search = _Search(longer, choice, lambda text, settings=settings: say(f"{settings}: {text}"), first)
+        search = _LengthSearch(longer, choice, lambda text, settings=settings: say(f"{settings}: {text}"), first)
         try:
             found = search.longest()
         except InputError:
@@ -69,7 +69,7 @@ def longest_sequences(spec: JobSpec, say: Callable[[str], None] = lambda text: N
         yield found_length(settings, found, search)
 
 
-def found_length(settings: str, tokens: int, search: "_Search") -> Length:
+def found_length(settings: str, tokens: int, search: "_LengthSearch") -> Length:
     """A search's answer, and what keeps it from being longer."""
     limited_by = "model" if tokens >= search.most else search.limits.get(min(search.limits, default=0), "device")
     return Length(settings, tokens, limited_by, search.tried[tokens or min(search.tried)])
@@ -101,7 +101,7 @@ def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
 
 
 @dataclass
-class _Search:
+class _LengthSearch:
     """The longest sequence of one choice.
 
     Attributes:

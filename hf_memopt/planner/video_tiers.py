@@ -166,7 +166,7 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     if (least := _least_bytes(job)) > budget:
         raise NothingFits(least, budget)
     wanted = wanted_clips(job, memory, wish)
-    search = _Search(job, wish.effective_batch_size, budget, note, map_fn)
+    search = _TierSearch(job, wish.effective_batch_size, budget, note, map_fn)
     clip = search.first_that_fits(wanted)
     if clip is None:
         raise NothingFits(int(min(map(search.needs, wanted), default=least)), budget)
@@ -192,7 +192,7 @@ def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
 
 
 @dataclass
-class _Search:
+class _TierSearch:
     job: Job
     effective_batch_size: int
     budget: int

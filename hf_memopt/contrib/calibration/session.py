@@ -8,8 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.calibration.measurements import Measurement, constants_from, measure, measurements, reserved_errors
-from hf_memopt.calibration.processes import Processes
+from hf_memopt.contrib.calibration.measurements import (
+    Measurement,
+    constants_from,
+    measure,
+    measurements,
+    reserved_errors,
+)
+from hf_memopt.contrib.calibration.processes import Processes
 from hf_memopt.errors import InputError
 from hf_memopt.files import is_there, read_json, user_path, write_json
 from hf_memopt.hardware import Hardware
@@ -42,7 +48,7 @@ class Session:
     def __init__(self, rehearse: bool, export: Path | None, fresh: bool) -> None:
         self.rehearsal = rehearse
         self._env = _ON_CPU if rehearse else {}
-        self._processes = Processes("hf_memopt.calibration.warm")
+        self._processes = Processes("hf_memopt.contrib.calibration.warm")
         self.device, self.versions = self._describe()
         self._path = export if rehearse else device_path(self.device, self.versions)
         self.found: dict[str, dict] = {} if fresh else self._earlier()

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from hf_memopt.calibration import device as on_device
-from hf_memopt.calibration.processes import Processes
-from hf_memopt.calibration.training import Setting, predict, train
+from hf_memopt.contrib.calibration import device as on_device
+from hf_memopt.contrib.calibration.processes import Processes
+from hf_memopt.contrib.calibration.training import Setting, predict, train
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.constants import MEASURABLE
 from hf_memopt.hardware.measured import SWITCH, constant

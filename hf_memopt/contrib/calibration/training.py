@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.calibration.processes import Skip
-from hf_memopt.calibration.readings import accelerator, peaks, synchronize
+from hf_memopt.contrib.calibration.processes import Skip
+from hf_memopt.contrib.calibration.readings import accelerator, peaks, synchronize
 
 STEPS = 6  # the first two build states and warm up; the rest is timed
 TINY = {

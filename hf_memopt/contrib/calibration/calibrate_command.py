@@ -2,15 +2,46 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-from hf_memopt.calibration.measurements import predicted_reserved, trained
-from hf_memopt.calibration.session import Session, export_path
+import typer
+
+from hf_memopt.cli.options import Json, positive
 from hf_memopt.cli.output import print_json, print_table, working
+from hf_memopt.contrib.calibration.measurements import predicted_reserved, trained
+from hf_memopt.contrib.calibration.session import Session, export_path
 from hf_memopt.hardware.constants import MEASURABLE, TABLE, assumed, show_value
 from hf_memopt.units import GIB
 
 _INTERRUPTED = 130
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog="Examples: hf-memopt calibrate · hf-memopt calibrate --budget 120 (run it again for the rest) · "
+    "hf-memopt calibrate --export my-card.json · hf-memopt calibrate --rehearse"
+)
+def calibrate(
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.json", help="Also write a file to share: figures and versions, no paths or names."),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", callback=positive, help="No measurement begins that might outlast it.")
+    ] = 300.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier call has measured.")] = False,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse", help="Run every measurement on the CPU with tiny models; no prediction uses the results."
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Measure on this machine's card, in about five minutes, what estimate, plan and report assume of it."""
+    raise typer.Exit(run_calibrate(budget, export, rehearse, fresh, json))
 
 
 def run_calibrate(budget: float, export: str | None, rehearse: bool, fresh: bool, as_json: bool) -> int:

@@ -17,7 +17,7 @@ from conftest import BIN, ROOT, run
 from transformers import LlamaConfig
 
 from hf_memopt import estimate, get_preset
-from hf_memopt.calibration.measurements import constants_from, measurements, reserved_errors
+from hf_memopt.contrib.calibration.measurements import constants_from, measurements, reserved_errors
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.work import Kernel
 from hf_memopt.files import write_json
@@ -26,7 +26,7 @@ from hf_memopt.hardware.constants import MEASURABLE, TABLE, assumed
 from hf_memopt.hardware.measured import constant, device_path, measured_on, read_device_file, versions_here
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.cost import times
-from hf_memopt.planner.plan import Plan
+from hf_memopt.planner.profiles import Plan
 from hf_memopt.planner.sketch import Traced
 from hf_memopt.units import MIB
 

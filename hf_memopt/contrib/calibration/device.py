@@ -5,8 +5,8 @@ import tempfile
 import time
 from typing import Any
 
-from hf_memopt.calibration.readings import accelerator, driver_bytes, synchronize, this_card
-from hf_memopt.calibration.training import Setting, make_trainer
+from hf_memopt.contrib.calibration.readings import accelerator, driver_bytes, synchronize, this_card
+from hf_memopt.contrib.calibration.training import Setting, make_trainer
 from hf_memopt.units import MIB
 
 _WARM_UP = 3  # calls before the timed ones: libraries choose and load their kernels in the first

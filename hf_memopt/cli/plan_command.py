@@ -1,0 +1,163 @@
+"""`hf-memopt plan`: its options, and which of its four answers they ask for."""
+
+from typing import Annotated
+
+import typer
+
+from hf_memopt.cli.options import (
+    Epochs,
+    Json,
+    Overwrite,
+    Price,
+    Samples,
+    Settings,
+    Strategy,
+    Tokens,
+    at_least_one,
+    hardware_names,
+    length_or_max,
+    model_names,
+    positive,
+)
+from hf_memopt.errors import InputError
+from hf_memopt.units import GIB
+
+EXAMPLES = (
+    "Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
+    "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
+    "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max · "
+    "hf-memopt plan llama-3.1-8b --hardware rtx_4090 --method lora --seq-len max · "
+    "hf-memopt plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M · "
+    "hf-memopt plan qwen3-8b --hardware rtx_4090 --task grpo --seq-len 768 --set max_completion_length=512"
+)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A bundled architecture's name, hub id, folder or config.json.", autocompletion=model_names
+        ),
+    ],
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="A device or several: rtx_4090, '2x RTX 3090', h100_80gbx128; auto: this machine's; a JSON object or "
+            "TOML file describes another; any: compare the cards of the catalog.",
+            autocompletion=hardware_names,
+        ),
+    ] = "auto",
+    seq_len: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            callback=length_or_max,
+            help="Tokens per sample; max: the longest that fits, with one memory feature after another. "
+            "Default: the preset's, of several methods' the longest.",
+        ),
+    ] = None,
+    effective_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            callback=at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="full, lora or qlora; any: the first that fits, the others beside it.")
+    ] = "any",
+    strategy: Strategy = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", callback=positive, help="GiB of each device that the job may use. Default: all."),
+    ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            callback=positive,
+            help="GiB of host memory for each device. Default: what is free here, or a usual box's.",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="What the model is trained for; dpo, kto, reward, grpo, rloo or sft with TRL's trainer, whose fields "
+            "--set takes. Default: what the model is for."
+        ),
+    ] = None,
+    settings: Settings = None,
+    frames: Annotated[
+        str | None, typer.Option(help="max: the most frames of a video that fit, for several frame sizes.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write a profile's files into a folder, as `export` does.")
+    ] = None,
+    overwrite: Overwrite = False,
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile", "--rung", help="The profile that --export writes: safe, balanced, aggressive or maximum."
+        ),
+    ] = "balanced",
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="With --hardware any: compare these cards by cost. A line a card, the price of one for an hour: "
+            '"RTX 4090" = 0.40.',
+        ),
+    ] = None,
+    max_price: Annotated[
+        float | None,
+        typer.Option(callback=positive, help="With --prices: the most that an hour of all devices may cost."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="With --hardware any: list every card and box, not only the typical ones.")
+    ] = False,
+    tokens: Tokens = None,
+    epochs: Epochs = None,
+    samples: Samples = None,
+    price: Price = None,
+    json: Json = False,
+) -> None:
+    """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
+    from hf_memopt.cli.cards import ANY, CardOptions
+    from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
+    from hf_memopt.cli.settings import command_spec
+    from hf_memopt.cli.speed import AmountOptions
+    from hf_memopt.hardware.host_memory import HostMemory
+
+    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
+    any_card, longest = hardware.lower() == ANY, seq_len == "max"
+    if not any_card:
+        cards.refuse()
+    elif frames is not None or longest:
+        limit = "--frames" if frames is not None else "--seq-len"
+        raise InputError(f"{limit} max is counted for one card: name it with --hardware")
+    if frames is not None and task is not None:
+        raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
+    one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price} if any_card else {}
+    for name in (name for name, value in one_card.items() if value is not None):
+        raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
+    for name in (name for name, value in (("--export", export), ("--strategy", strategy)) if longest and value):
+        raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
+    spec = command_spec(
+        settings,
+        model=model,
+        hardware=hardware,
+        seq_len=None if longest else seq_len,
+        effective_batch_size=effective_batch_size,
+        method=method,
+        strategy=strategy,
+        memory=memory and int(memory * GIB),
+        host_memory=host_memory and HostMemory(int(host_memory * GIB), "--host-memory", assumed=False),
+        task=task,
+    )
+    if any_card:
+        raise typer.Exit(run_which_card(spec, cards, json))
+    if frames is not None:
+        raise typer.Exit(run_frames(spec, frames, json))
+    if longest:
+        raise typer.Exit(run_lengths(spec, json))
+    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json))
