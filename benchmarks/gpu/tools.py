@@ -1,56 +1,26 @@
-"""Part 6: the constants that the estimator assumes, and every tool that reads a card, once on a real one."""
+"""Part 6: every tool that reads a card, once on a real one. What predictions assume of it: hf-memopt calibrate."""
 
 import functools
-import subprocess
-import sys
 import tempfile
 
-from benchmarks.gpu.case import ROOT, Case
+from benchmarks.gpu.case import Case
 from hf_memopt.calibration.processes import Skip
-from hf_memopt.calibration.readings import accelerator, peaks, used_on_card
+from hf_memopt.calibration.readings import peaks, used_on_card
 from hf_memopt.calibration.training import Setting, make_trainer
 
 MIB = 2**20
 SMALL = Setting("tools", "smollm2-135m", {"bf16": True}, {}, micro=2, length=256)
-NAMES = ("constants", "snapshot", "snapshot_on_oom", "phase_peaks", "monitor", "doctor", "attention")
-NAMES += ("allocator_setting", "compile")
+NAMES = ("snapshot", "snapshot_on_oom", "phase_peaks", "monitor", "compile")
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """The constants come first: every prediction of device bytes has them."""
-    # allocator_setting sets the variable itself, in the process: it must not come from outside.
-    return [
-        Case("tools", name, 1 if name == "constants" else 30 + 7 * number, rehearse=rehearse)
-        for number, name in enumerate(NAMES)
-    ]
+    """A case a tool."""
+    return [Case("tools", name, 37 + 7 * number, rehearse=rehearse) for number, name in enumerate(NAMES)]
 
 
 def measure(case: Case) -> dict:
     """By the case's name."""
     return globals()[case.name](SMALL.rehearsed() if case.rehearse else SMALL)
-
-
-def constants(setting: Setting) -> dict:
-    """Bytes of context and of cuBLAS's workspace beside what is assumed, and reached shares of the catalog's rates."""
-    from hf_memopt.calibration.device import context_and_workspace, rates
-    from hf_memopt.hardware import detect
-    from hf_memopt.hardware.constants import assumed
-
-    found = context_and_workspace(setting)
-    found.pop("card", None)  # the card's own number is nobody's business
-    found |= rates() if accelerator() != "cpu" else rates(size=64, copied=MIB)
-    device = detect()
-    matmul = found["matmul_flops_per_second"].get("bfloat16")
-    shares = (
-        ("matmul_rate", matmul, device.bf16_flops),
-        ("bandwidth", found["bandwidth_bytes_per_second"], device.bandwidth),
-        ("host_link", found["host_link_bytes_per_second"], device.host_link),
-    )
-    return {
-        **found,
-        **{f"assumed_{name}": assumed(name, device).value for name in ("context_bytes", "workspace_bytes")},
-        **{f"share_of_{name}": rate and known and rate / known for name, rate, known in shares},
-    }
 
 
 def snapshot(setting: Setting) -> dict:
@@ -129,27 +99,6 @@ def monitor(setting: Setting) -> dict:
             "nvml_used_bytes": used_on_card(),
             "read_seconds": (time.perf_counter() - began) / 100,
         }
-
-
-def doctor(setting: Setting) -> dict:
-    """hf-memopt doctor, whole."""
-    words = [sys.executable, "-c", "from hf_memopt.cli import main; main()", "doctor"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    return {"exit_code": done.returncode, "output": (done.stdout + done.stderr)[-3000:]}
-
-
-def attention(setting: Setting) -> dict:
-    """What resolve_attention() chooses, and that a model runs with it."""
-    from hf_memopt.calibration.device import attention as chosen_attention
-
-    return chosen_attention(setting)
-
-
-def allocator_setting(setting: Setting) -> dict:
-    """PYTORCH_ALLOC_CONF set in the process before CUDA starts: whether the allocator took it."""
-    from hf_memopt.calibration.device import allocator_setting as configured_allocator
-
-    return configured_allocator()
 
 
 def compile(setting: Setting) -> dict:
