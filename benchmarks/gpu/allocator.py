@@ -1,4 +1,4 @@
-"""Part 7: the caching allocator's own history of a job, replayed through our model of it."""
+"""Part 6: the caching allocator's own history of a job, replayed through our model of it."""
 
 import tempfile
 
