@@ -78,7 +78,6 @@ bench: $(INSTALLED)
 	python benchmarks/estimator_model_types.py
 	python benchmarks/estimator_optimizers.py
 	python benchmarks/engines.py
-	python benchmarks/offloading.py
 	python benchmarks/estimator_published.py
 
 # ARGS=--freeze makes what is predicted now the truth.

@@ -9,7 +9,8 @@ of a step as torch's FlopCounterMode counts them.
 
 import tempfile
 import time
-from dataclasses import replace
+import tomllib
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -27,29 +28,7 @@ from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.plan import Request, plan
 from hf_memopt.planner.search import summarize
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 1024}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-FAMILIES = {
-    "llama": {**SHAPE, "num_hidden_layers": 4},
-    "qwen3": {**SHAPE, "num_hidden_layers": 5, "head_dim": 32},
-    "gpt2": {"n_embd": 128, "n_head": 4, "n_positions": 1024, "n_layer": 4},
-    "mistral": {**SHAPE, "num_hidden_layers": 6},
-}
-# (family, vocabulary, method, tokens, budget as a multiple of what the smallest choice needs)
-CASES = [
-    ("llama", 2000, "full", 256, 1.15),
-    ("llama", 2000, "full", 512, 1.6),
-    ("llama", 16000, "full", 256, 1.3),
-    ("llama", 2000, "lora", 256, 1.4),
-    ("qwen3", 4000, "full", 128, 1.1),
-    ("qwen3", 4000, "full", 512, 2.0),
-    ("qwen3", 4000, "lora", 512, 1.25),
-    ("gpt2", 1000, "full", 256, 1.2),
-    ("gpt2", 8000, "lora", 512, 1.8),
-    ("mistral", 2000, "full", 256, 1.35),
-    ("mistral", 2000, "lora", 128, 1.15),
-    ("mistral", 16000, "full", 128, 1.5),
-]
+JOBS = tomllib.loads((Path(__file__).parent / "data" / "planner_cpu.toml").read_text())
 BATCH = 8
 ROWS = 32
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -71,7 +50,9 @@ class Budget(Ledger):
 def config_of(family: str, vocabulary: int):
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **FAMILIES[family])
+    return AutoConfig.for_model(
+        family, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **JOBS["families"][family]
+    )
 
 
 def trainer_of(request: Request, choice, folder: str, steps: int, **more):
@@ -144,7 +125,6 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         profiles.append(row | {"measured_bytes": peak, "survived": survived})
     under, _ = lived_through(request, least, int(needed * 0.98))
     best, chosen = best_by_trying(request, search, int(budget * found.profiles[-1].share)), found.profiles[-1].choice
-    plain = replace(best, checkpointed=0.0, inputs_offloaded=False)
     return {
         "family": family,
         "vocabulary": vocabulary,
@@ -160,7 +140,6 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         "best": summarize(best),
         "operations_chosen": operations(request, chosen),
         "operations_best": operations(request, best),
-        "operations_without_recomputing": operations(request, plain),
     }
 
 
@@ -176,4 +155,4 @@ def best_by_trying(request: Request, search, room: int):
 
 
 if __name__ == "__main__":
-    record_each("planner_cpu", run, CASES)
+    record_each("planner_cpu", run, JOBS["cases"])

@@ -1,14 +1,15 @@
-"""Predictions for lists of jobs: python benchmarks/predictions.py [cards] [clusters] [trl] [plans]
+"""Predictions for lists of jobs: python benchmarks/predictions.py [cards] [clusters] [trl] [plans] [offloading]
 
 Nothing here is measured. The jobs are data/predictions.toml; each list has a file in results/, and its tables in the
-documentation: what runs on which card, cluster presets under every engine, TRL's trainers for a 7B model, and what the
-project's founding guides describe, as plans and as estimates beside what the guides say.
+documentation: what runs on which card, cluster presets under every engine, TRL's trainers for a 7B model, what the
+project's founding guides describe, as plans and as estimates beside what the guides say, and how much longer a step
+takes with offloading.
 """
 
 import sys
 import time
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from jobs import CHECKPOINTED, lora
@@ -165,7 +166,31 @@ def deepspeeds_formula(strategy: str) -> int | None:
     return None
 
 
-TABLES = {"cards": cards, "clusters": clusters, "trl": trl, "plans": plans}
+def offloading():
+    """By the planner's cost model, on paper: nothing but the place of weights and states differs."""
+    from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.planner.cost import Cost
+    from hf_memopt.planner.devices import preset_of
+    from hf_memopt.planner.plan import Request
+
+    data = JOBS["offloading"]
+    for model, hardware, tokens, windows, strategy in data["jobs"]:
+        preset, config = preset_of(hardware, "full"), load_config(model)
+        request = Request(model, config, preset, 2**62, tokens, max(windows) * preset.processes)
+        search = request.search(lambda text: print("   ", text, flush=True))
+        alike = next(one for one in search.choices if one.strategy == strategy)
+        for accumulation in windows:
+            plain = replace(alike, **data["plain"], accumulation=accumulation)
+            seconds = Cost(search.sketch).step(plain)
+            factors = {
+                name: Cost(search.sketch, place["drives"]).step(replace(plain, **place["choice"])) / seconds
+                for name, place in data["several" if preset.processes > 1 else "one_device"].items()
+            }
+            row = {"model": model, "hardware": hardware, "devices": preset.processes, "strategy": strategy}
+            yield row | {"tokens_of_a_device": tokens * accumulation, "times_as_long": factors}
+
+
+TABLES = {"cards": cards, "clusters": clusters, "trl": trl, "plans": plans, "offloading": offloading}
 
 
 def main(names: list[str]) -> None:
