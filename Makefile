@@ -6,11 +6,10 @@ TESTABLE := $(VENV)/.testable
 READABLE := $(VENV)/.readable
 export PATH := $(BIN):$(PATH)
 
-WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
 bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -24,7 +23,6 @@ help:
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make regress  check that predictions are what they were, to the byte; minutes"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
-	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
 	@echo "make lint     check style;  make format  apply it"
 	@echo "make docs     put measured, predicted and recomputed numbers into README.md and docs"
 	@echo "make site     build the documentation into out/site"
@@ -71,22 +69,15 @@ bench: $(INSTALLED)
 	python benchmarks/main_job.py
 	python benchmarks/trainer_overhead.py
 	python benchmarks/levers.py
-	python benchmarks/optimizers.py
-	python benchmarks/libraries.py
-	python benchmarks/video_demo.py
 	python benchmarks/video.py
 	python benchmarks/preset_peak.py
 	python benchmarks/planner_cpu.py
-	python benchmarks/plans.py
-	python benchmarks/lengths.py
+	python benchmarks/predictions.py
 	python benchmarks/questions.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_model_types.py
+	python benchmarks/estimator_optimizers.py
 	python benchmarks/engines.py
-	python benchmarks/clusters.py
-	python benchmarks/offloading.py
-	python benchmarks/cards.py
-	python benchmarks/trl_trainers.py
 	python benchmarks/estimator_published.py
 
 # ARGS=--freeze makes what is predicted now the truth.
@@ -96,9 +87,6 @@ regress: $(INSTALLED)
 # Does not install anything: the card's machine may have no network.
 gpu:
 	$(if $(wildcard $(BIN)/python),python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
-
-gpu-wheels:
-	$(PYTHON) -m benchmarks.gpu.wheels $(WHEELS) $(ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

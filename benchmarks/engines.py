@@ -92,7 +92,7 @@ def predicted(case: dict, rank: int | None = None) -> int:
         strategy=strategy,
         peft_config=adapters,
         quantization_config=quantization,
-        memory_args=MemoryArguments(oom_recovery=False, silent_mode=True),
+        memory_args=MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {})),
     )
     if "offload" not in case["strategy"]:
         return found.peak_allocated_bytes

@@ -11,11 +11,13 @@ import tempfile
 
 import torch
 from jobs import make_trainer, same_rows
-from optimizers import fields_of
 from record import record_each
 from transformers.training_args import OptimizerNames
 
 LENGTH = 16
+
+
+PROJECTED = {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=64,update_proj_gap=1"}
 
 
 def config():
@@ -26,9 +28,13 @@ def config():
 
 
 def fields(name: str) -> dict:
-    chosen = {**fields_of(name, 1e-4), "per_device_train_batch_size": 1}
+    chosen = {"optim": name, "learning_rate": 1e-4, "per_device_train_batch_size": 1}
     if name.startswith(("galore", "apollo")):  # a later step projects again, beside all states: here the second
-        chosen["optim_args"] += ",update_proj_gap=1"
+        chosen |= PROJECTED
+    if "schedule_free" in name:
+        chosen["lr_scheduler_type"] = "constant"
+    if "lomo" in name:
+        chosen["max_grad_norm"] = 0.0
     return chosen
 
 

@@ -8,6 +8,7 @@ kernels (a fused loss, another implementation of the model), which it does not k
 import functools
 import json
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -16,34 +17,14 @@ from record import record
 from rich.progress import track
 
 DATA = Path(__file__).parent / "data" / "published_peaks.json"
-SAME_SHAPE = {  # model type of the published models whose sizes are those of a llama
-    "mistralai": "mistral",
-    "meta-llama": "llama",
-    "TinyLlama": "llama",
-    "ibm": "granite",
-    "bigcode": "gpt_bigcode",
-    "google-bert": "bert",
-    "microsoft/Phi-3": "phi3",
-    "microsoft/phi-2": "phi",
-    "tiiuae": "falcon",
-    "google/gemma-2-": "gemma2",
-    "google/gemma": "gemma",
-    "stabilityai": "gpt_neox",
-}
-LITGPT_LAYERS = ("query", "key", "value", "projection", "mlp", "head")
-TARGETS = {  # Hugging Face's names of LitGPT's linear layers, in that order
-    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj up_proj down_proj", "lm_head"),
-    "phi3": ("qkv_proj", "", "", "o_proj", "gate_up_proj down_proj", "lm_head"),
-    "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1 fc2", "lm_head"),
-    "fused": ("query_key_value", "", "", "dense", "dense_h_to_4h dense_4h_to_h", "embed_out"),
-}
+NAMES = tomllib.loads(DATA.with_name("published_names.toml").read_text())
 
 
 def config_of(row: dict):
     from transformers import AutoConfig
 
     arch = row["arch"]
-    family = next(kind for start, kind in SAME_SHAPE.items() if row["model"].startswith(start))
+    family = next(kind for start, kind in NAMES["same_shape"].items() if row["model"].startswith(start))
     if arch.get("experts"):
         family = "mixtral"
     if family == "gpt_bigcode":
@@ -73,8 +54,9 @@ def lora_of(row: dict, family: str):
     settings = row["lora"]
     if not settings:
         return None
-    names = TARGETS.get(family, TARGETS["fused" if family in ("falcon", "gpt_neox") else "llama"])
-    names = dict(zip(LITGPT_LAYERS, map(str.split, names), strict=True))
+    known = NAMES["targets"]
+    names = known.get(family, known["fused" if family in ("falcon", "gpt_neox") else "llama"])
+    names = dict(zip(known["litgpt"], map(str.split, names), strict=True))
     targets = [name for target in settings["targets"] for name in names.get(target, [target])]
     more = {"lora_alpha": settings["alpha"], "lora_dropout": settings["dropout"]}
     return lora(settings["r"], target_modules=targets, **more)

@@ -6,7 +6,7 @@ Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) 
 from collections.abc import Callable
 from statistics import median
 
-from docs_tables import results
+from docs_tables.markdown import results
 
 from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from docs_tables import ROOT, TABLES
+from docs_tables import TABLES
+from docs_tables.markdown import ROOT
 from figures import FIGURES
 
 _INLINE = re.compile(r"<!-- =([\w.]+) -->.*?<!-- = -->", re.DOTALL)

@@ -10,6 +10,11 @@ QUIET = {
 }
 
 
+def with_checkpointing(fields: dict) -> dict:
+    """Fields of a data file, where `activation_checkpointing = true` alone means CHECKPOINTED."""
+    return {**CHECKPOINTED, **fields} if fields.get("activation_checkpointing") else fields
+
+
 def same_rows(length: int, count: int = 32) -> list[dict]:
     """Samples of one token, all alike: memory depends on their length alone."""
     return [{"input_ids": [7] * length, "labels": [7] * length}] * count

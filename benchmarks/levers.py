@@ -17,10 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
+import tomllib
+from pathlib import Path
 
 import embedded_run
 import torch
-from jobs import CHECKPOINTED, four_bits, loaded_bytes, make_trainer
+from jobs import four_bits, loaded_bytes, make_trainer, with_checkpointing
 from jobs import lora as lora_config
 from record import RESULTS, record
 from rich.progress import track
@@ -50,59 +52,12 @@ LORA = "LoRA of all linear layers"
 EXPERTS = "QLoRA beside a mixture of experts"
 JOBS = (PROMPTS, LORA, EXPERTS)  # with a baseline of their own
 FROZEN = (LORA, EXPERTS)
-# name -> (TrainingArguments fields, MemoryArguments fields); the last ones in jobs of their own
+DATA = tomllib.loads((Path(__file__).parent / "data" / "levers.toml").read_text())
+# name -> (TrainingArguments fields, MemoryArguments fields)
 LEVERS = {
-    "baseline": ({}, {}),
-    "activation_checkpointing (checkpoint_ratio=1)": (CHECKPOINTED, {}),
-    "checkpoint_ratio=0.5": ({}, {"checkpoint_ratio": 0.5}),
-    "checkpoint_keeps=attention": ({}, {"checkpoint_keeps": "attention"}),
-    "checkpoint_keeps=matmuls": ({}, {"checkpoint_keeps": "matmuls"}),
-    "activation_compression=int8": ({}, {"activation_compression": "int8"}),
-    "activation_compression=int8, activation_checkpointing": (CHECKPOINTED, {"activation_compression": "int8"}),
-    "bf16": ({"bf16": True}, {}),
-    "bf16, activation_compression=int8": ({"bf16": True}, {"activation_compression": "int8"}),
-    "optim=adamw_8bit": ({"optim": "adamw_8bit"}, {}),
-    "optim=adafactor": ({"optim": "adafactor"}, {}),
-    "adam_mini": ({}, {"adam_mini": True}),
-    "optimizer_in_backward": ({"max_grad_norm": 0.0}, {"optimizer_in_backward": True}),
-    "loss_chunk_size=128": ({}, {"loss_chunk_size": 128}),
-    "loss_chunk_size=128, activation_checkpointing": (CHECKPOINTED, {"loss_chunk_size": 128}),
-    "loss_chunk_size=128, activation_checkpointing, activation_compression=int8, adamw_8bit": (
-        {**CHECKPOINTED, "optim": "adamw_8bit"},
-        {"loss_chunk_size": 128, "activation_compression": "int8"},
-    ),
-    "optimizer_in_backward, loss_chunk_size=128, activation_checkpointing": (
-        {**CHECKPOINTED, "max_grad_norm": 0.0},
-        {"loss_chunk_size": 128, "optimizer_in_backward": True},
-    ),
-    "mlp_tile_size=512": ({}, {"mlp_tile_size": 512}),
-    "mlp_tile_size=512, activation_checkpointing": (CHECKPOINTED, {"mlp_tile_size": 512}),
-    "mlp_tile_size=512, loss_chunk_size=128, activation_checkpointing": (
-        CHECKPOINTED,
-        {"mlp_tile_size": 512, "loss_chunk_size": 128},
-    ),
-    "sliding_window=256": ({}, {"sliding_window": 256}),
-    "sparse_block_size=64": ({}, {"sparse_block_size": 64}),
-    EAGER: ({}, {}),
-    f"baseline, {PROMPTS}": ({}, {}),
-    f"logits_to_keep, {PROMPTS}": ({}, {"logits_to_keep": True}),
-    f"loss_chunk_size=128, {PROMPTS}": ({}, {"loss_chunk_size": 128}),
-    f"baseline, {LORA}": ({}, {}),
-    f"weight_streaming, {LORA}": ({}, {"weight_streaming": True}),
-    f"weight_streaming_ratio=0.5, {LORA}": ({}, {"weight_streaming": True, "weight_streaming_ratio": 0.5}),
-    f"activation_checkpointing, loss_chunk_size=128, {LORA}": (CHECKPOINTED, {"loss_chunk_size": 128}),
-    f"weight_streaming, activation_checkpointing, loss_chunk_size=128, {LORA}": (
-        CHECKPOINTED,
-        {"weight_streaming": True, "loss_chunk_size": 128},
-    ),
-    f"baseline, {EXPERTS}": ({}, {}),
-    f"quantized_experts, {EXPERTS}": ({}, {"quantized_experts": True}),
+    name: (with_checkpointing(lever.get("fields", {})), lever.get("memory", {}))
+    for name, lever in (DATA["everywhere"] | (DATA["card"] if torch.cuda.is_available() else {})).items()
 }
-if torch.cuda.is_available():
-    LEVERS["activation_offload"] = ({}, {"activation_offload": True})
-    LEVERS["activation_offload, activation_checkpointing"] = (CHECKPOINTED, {"activation_offload": True})
-    theirs = {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False, "offload": True}}
-    LEVERS["activation_checkpointing, transformers' own offload"] = (theirs, {})
 ANOTHER_FUNCTION = ("sliding_window", "sparse_block_size")  # whose gradient is that of another model
 NO_GRADIENT = ("optimizer_in_backward",)  # which is gone after backward
 

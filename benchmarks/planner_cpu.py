@@ -9,7 +9,8 @@ of a step as torch's FlopCounterMode counts them.
 
 import tempfile
 import time
-from dataclasses import replace
+import tomllib
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -22,34 +23,14 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.ledger import Ledger
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import memory_arguments
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.planner.plan import Request, plan
+from hf_memopt.planner.plan import plan
 from hf_memopt.planner.search import summarize
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 1024}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-FAMILIES = {
-    "llama": {**SHAPE, "num_hidden_layers": 4},
-    "qwen3": {**SHAPE, "num_hidden_layers": 5, "head_dim": 32},
-    "gpt2": {"n_embd": 128, "n_head": 4, "n_positions": 1024, "n_layer": 4},
-    "mistral": {**SHAPE, "num_hidden_layers": 6},
-}
-# (family, vocabulary, method, tokens, budget as a multiple of what the smallest choice needs)
-CASES = [
-    ("llama", 2000, "full", 256, 1.15),
-    ("llama", 2000, "full", 512, 1.6),
-    ("llama", 16000, "full", 256, 1.3),
-    ("llama", 2000, "lora", 256, 1.4),
-    ("qwen3", 4000, "full", 128, 1.1),
-    ("qwen3", 4000, "full", 512, 2.0),
-    ("qwen3", 4000, "lora", 512, 1.25),
-    ("gpt2", 1000, "full", 256, 1.2),
-    ("gpt2", 8000, "lora", 512, 1.8),
-    ("mistral", 2000, "full", 256, 1.35),
-    ("mistral", 2000, "lora", 128, 1.15),
-    ("mistral", 16000, "full", 128, 1.5),
-]
+JOBS = tomllib.loads((Path(__file__).parent / "data" / "planner_cpu.toml").read_text())
 BATCH = 8
 ROWS = 32
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -71,29 +52,31 @@ class Budget(Ledger):
 def config_of(family: str, vocabulary: int):
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **FAMILIES[family])
+    return AutoConfig.for_model(
+        family, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **JOBS["families"][family]
+    )
 
 
-def trainer_of(request: Request, choice, folder: str, steps: int, **more):
+def trainer_of(spec: JobSpec, choice, folder: str, steps: int, **more):
     """The MemoryTrainer that a choice describes, which does not recover: what does not fit fails."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    preset = choice.configured(request.preset)
-    fields = {**preset.settings(), **choice.fields(preset, request.fields), "max_steps": steps, **more}
+    preset = choice.configured(spec.preset)
+    fields = {**preset.settings(), **choice.fields(preset, spec.training), "max_steps": steps, **more}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(request.config, dtype=getattr(torch, preset.dtype))
+    model = AutoModelForCausalLM.from_config(spec.config, dtype=getattr(torch, preset.dtype))
     if preset.method == "lora":
         model = get_peft_model(model, preset.peft_config())
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, request.config.vocab_size, (ROWS, request.seq_len), generator=generator).tolist()
+    ids = torch.randint(0, spec.config.vocab_size, (ROWS, spec.seq_len), generator=generator).tolist()
     data = [{"input_ids": row, "labels": row} for row in ids]
-    memory_args = memory_arguments(request.memory_args, choice, oom_recovery=False)
+    memory_args = memory_arguments(spec.memory_args, choice, oom_recovery=False)
     parts = {"eval_dataset": data[:BATCH], "memory_args": memory_args}
     return make_trainer(folder, model, fields, data, kind=MemoryTrainer, **parts)
 
 
-def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, int]:
+def lived_through(spec: JobSpec, choice, limit: int | None) -> tuple[bool, int]:
     """Whether a choice trains, evaluates, saves and resumes within a limit, and the most bytes that were live."""
     with tempfile.TemporaryDirectory() as folder:
         peaks = []
@@ -102,7 +85,7 @@ def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, in
         try:
             for steps, resume in ((2, None), (4, True)):
                 with alone, Budget(limit) as books:
-                    trainer = trainer_of(request, choice, folder, steps, save_strategy="steps", save_steps=2)
+                    trainer = trainer_of(spec, choice, folder, steps, save_strategy="steps", save_steps=2)
                     trainer.train(resume_from_checkpoint=resume)
                     del trainer
                 peaks.append(max(peak.total for peak in books.peaks.values()))
@@ -113,10 +96,10 @@ def lived_through(request: Request, choice, limit: int | None) -> tuple[bool, in
     return True, max(peaks)
 
 
-def operations(request: Request, choice) -> int:
+def operations(spec: JobSpec, choice) -> int:
     """Of one optimizer step, as torch counts them."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(request, choice, folder, 1, save_strategy="no", eval_strategy="no")
+        trainer = trainer_of(spec, choice, folder, 1, save_strategy="no", eval_strategy="no")
         with FlopCounterMode(display=False) as counted:
             trainer.train()
     return counted.get_total_flops()
@@ -125,9 +108,17 @@ def operations(request: Request, choice) -> int:
 def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float) -> dict:
     """One case's row."""
     config = config_of(family, vocabulary)
-    preset = preset_of("cpu", method)
-    request = Request(config, config, preset, 2**62, tokens, BATCH, EVALUATED)
-    search = request.search(lambda text: None)
+    spec = JobSpec(
+        model=config,
+        config=config,
+        preset=preset_of("cpu", method),
+        method=method,
+        memory=2**62,
+        seq_len=tokens,
+        effective_batch_size=BATCH,
+        training=EVALUATED,
+    )
+    search = start_search(spec, lambda text: None)
     least = search.smallest()
     needed = search.found[least].device_bytes
     budget = int(needed * multiple)
@@ -137,14 +128,13 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
     profiles, tried = [], {}
     for profile in found.profiles:
         if profile.choice not in tried:
-            tried[profile.choice] = lived_through(request, profile.choice, budget)
+            tried[profile.choice] = lived_through(spec, profile.choice, budget)
         survived, peak = tried[profile.choice]
         row = {"profile": profile.name, "settings": profile.summary}
         row |= {"predicted_bytes": profile.estimate.device_bytes, "room_bytes": int(budget * profile.share)}
         profiles.append(row | {"measured_bytes": peak, "survived": survived})
-    under, _ = lived_through(request, least, int(needed * 0.98))
-    best, chosen = best_by_trying(request, search, int(budget * found.profiles[-1].share)), found.profiles[-1].choice
-    plain = replace(best, checkpointed=0.0, inputs_offloaded=False)
+    under, _ = lived_through(spec, least, int(needed * 0.98))
+    best, chosen = best_by_trying(spec, search, int(budget * found.profiles[-1].share)), found.profiles[-1].choice
     return {
         "family": family,
         "vocabulary": vocabulary,
@@ -158,15 +148,14 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
         "choices": len(search.choices),
         "chosen": profiles[-1]["settings"],
         "best": summarize(best),
-        "operations_chosen": operations(request, chosen),
-        "operations_best": operations(request, best),
-        "operations_without_recomputing": operations(request, plain),
+        "operations_chosen": operations(spec, chosen),
+        "operations_best": operations(spec, best),
     }
 
 
-def best_by_trying(request: Request, search, room: int):
+def best_by_trying(spec: JobSpec, search, room: int):
     """The fastest, by the cost model, of all choices that are estimated to fit."""
-    estimates = estimate_jobs([request.job(choice) for choice in search.choices], on_all_cores)
+    estimates = estimate_jobs([choice_job(spec, choice) for choice in search.choices], on_all_cores)
     fitting = [
         choice
         for choice, found in zip(search.choices, estimates, strict=True)
@@ -176,4 +165,4 @@ def best_by_trying(request: Request, search, room: int):
 
 
 if __name__ == "__main__":
-    record_each("planner_cpu", run, CASES)
+    record_each("planner_cpu", run, JOBS["cases"])

@@ -1,7 +1,7 @@
 """Questions that people ask before they train, each answered by one command: python benchmarks/questions.py [NAME …]
 
 Nothing here is measured: the answers are plans, and docs/plans.md is made from them. With names, only those questions
-are asked again, and the other rows of the file stay.
+are asked again, and the other rows of the file stay. "lengths": the longest sequences that fit cards of three sizes.
 """
 
 import json
@@ -36,6 +36,12 @@ QUESTIONS = {
     "cheapest card": "plan qwen3-14b --hardware any --method lora --prices prices.toml --tokens 10M --seq-len 2048",
     "10M tokens": "plan qwen3-8b --hardware a100_80gb --method lora --seq-len 2048 --tokens 10M --price 1.60",
 }
+
+LENGTHS = [
+    f"plan llama-3.1-8b --hardware {card} --method {method} --seq-len max"
+    for method in ("lora", "qlora")
+    for card in ("rtx_4090", "l40s", "a100_80gb")
+]
 
 
 def ask(command: str) -> tuple[dict, float]:
@@ -110,12 +116,29 @@ def frames_of(found: dict) -> dict:
 KEPT = {"profiles": plan_of, "cards": cards_of, "frames": frames_of}  # by a key that only this answer has
 
 
+def lengths_of(command: str) -> list[dict]:
+    """A row for each set of memory features."""
+    kept = ("device_bytes", "host_bytes", "tokens_per_second")
+    return [
+        {"hardware": shlex.split(command)[3]}
+        | {name: row[name] for name in ("method", "settings", "seq_len", "limited_by")}
+        | {name: row["estimate"].get(name) for name in kept}
+        for row in ask(command)[0]["lengths"]
+    ]
+
+
 def main(names: list[str]) -> None:
     """Ask the questions of these names, or all, and write the file after each."""
-    if unknown := set(names) - set(QUESTIONS):
+    if unknown := set(names) - {*QUESTIONS, "lengths"}:
         raise SystemExit(f"no such question: {', '.join(sorted(unknown))}")
     rows = {row["question"]: row for row in json.loads((RESULTS / "questions.json").read_text())["rows"]}
-    for question in names or QUESTIONS:
+    if not names or "lengths" in names:
+        record(
+            "lengths",
+            [row for command in LENGTHS for row in lengths_of(command)],
+            "python benchmarks/questions.py lengths",
+        )
+    for question in [name for name in names if name != "lengths"] if names else QUESTIONS:
         print(f"hf-memopt {QUESTIONS[question]}", flush=True)
         rows[question] = answered(question)
         record("questions", [rows[name] for name in QUESTIONS if name in rows])

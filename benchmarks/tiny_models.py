@@ -2,33 +2,16 @@
 
 import dataclasses
 import re
+import tomllib
+from pathlib import Path
 
 from jobs import trained_peak
 
 LAYERS = 2
-_DEPTH = -1  # a number of layers
 LENGTH = 32
 _HYBRID = 4
 _VOCABULARY = 512
-# Sizes by the names that transformers' configurations give them; the first pattern that fits decides.
-_SIZES = (
-    (r"num_kv_shared_layers", 0),
-    (r"(num_(hidden_|encoder_|decoder_|attention_|transformer_|cross_)?layers|n_layers?|(en|de)coder_layers)", _DEPTH),
-    (r"(depth|num_blocks|(en|de)coder_num_hidden_layers|num_(en|de)coder_blocks|(en|de)coder_depth)", _DEPTH),
-    (r"(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts)", 4),
-    (r"(num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk|moe_k|experts_per_token)", 2),
-    (r"(n_group|topk_group)", 1),
-    (r"(.*num_key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|.*key_value_heads)", 2),
-    (r"(.*(num_|n_)(attention_)?heads?|(en|de)coder_attention_heads|.*attention_heads)", 4),
-    (r"(rotary_dim)", 8),
-    (r"(.*head_dim|d_kv|.*head_size|kv_channels)", 16),
-    (r"(q_lora_rank|kv_lora_rank|.*_lora_rank)", 32),
-    (r"(vocab_size|text_vocab_size|vocab_size_per_layer_input)", _VOCABULARY),
-    (r"(.*intermediate_size|.*ffn_dim|d_ff|ffn_hidden_size|mlp_dim|.*mlp_hidden_size|d_inner|n_inner)", 128),
-    (r"(.*hidden_size|d_model|n_embd|.*embed_dim|.*hidden_dim|.*embedding_size|word_embed_proj_dim|dim)", 64),
-    (r"(projection_dim|out_hidden_size|projector_hidden_size|cross_attention_dim|output_dim|emb_dim)", 64),
-    (r"(adapter_(in|out)_dim|adapter_input_size)", 64),
-)
+_SIZES = tomllib.loads((Path(__file__).parent / "data" / "tiny_sizes.toml").read_text())["sizes"]
 _IDS = re.compile(r".*(_token_id|_token_index|_id|_idx|_token_ids)")
 
 
@@ -78,7 +61,7 @@ def _tiny(name: str, value, small: bool, layers: int) -> int | None:
         return value % _VOCABULARY if small and value >= _VOCABULARY else None
     for pattern, size in _SIZES:
         if re.fullmatch(pattern, name):
-            depth = size == _DEPTH
+            depth = size == "depth"
             size = layers if depth else size
             return size if size < value and (small or depth) else None
     return None

@@ -214,6 +214,11 @@ def sweep(*values):
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.sweep])
 
 
+def flags(**values) -> list[str]:
+    """Options of a command line: --name value, for each."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
 def run(*command, cwd=ROOT, env=None, timeout=300) -> subprocess.CompletedProcess:
     """Run a command with the test environment's programs first on the path; output is kept as text."""
     environment = {**os.environ, **(env or {})}

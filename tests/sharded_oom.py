@@ -4,7 +4,7 @@ import sys
 from functools import wraps
 
 import torch
-from test_memory_trainer import OOM, QUIET, Rows, collate
+from small_runs import OOM, QUIET, Rows, collate
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_memopt import MemoryTrainer

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from test_memory_trainer import QUIET, Rows, collate, llama
+from small_runs import QUIET, Rows, collate, llama
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_memopt import MemoryTrainer

@@ -10,7 +10,7 @@ from conftest import slow
 from faults import Strikes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_memory_trainer import llama, train, with_lora
+from small_runs import llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memopt import InputError, MemoryArguments

@@ -6,8 +6,8 @@ import traceback
 
 import pytest
 import torch
+from small_runs import llama, train
 from test_activation_compression import fail
-from test_memory_trainer import llama, train
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.levers import activation_offload

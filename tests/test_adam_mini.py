@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import slow
 from faults import Strikes
-from test_memory_trainer import llama, train, with_lora
+from small_runs import llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memopt.levers.adam_mini import AdamMini, weight_blocks

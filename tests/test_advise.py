@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from conftest import flags
 from test_oom import TABLE
 
 from hf_memopt.errors import InputError
@@ -231,10 +232,7 @@ def test_savings_are_predicted_where_the_job_is_told(command, tmp_path):
     code, out, err = command(
         "advise",
         log("train forward"),
-        "--model",
-        tmp_path,
-        "--preset",
-        "rtx_3060",
+        *flags(model=tmp_path, preset="rtx_3060"),
         "--seq-len",
         1024,
         "--set",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from faults import Strikes
-from test_memory_trainer import llama, train, with_lora
+from small_runs import llama, train, with_lora
 
 from hf_memopt import InputError
 from hf_memopt.levers.answer_logits import keep_answer_logits

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import flags
 
 from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.hardware import get_hardware
@@ -21,32 +22,20 @@ OPTIM = {"optim": "adamw_torch"}  # fewer choices
 def sft(recipe, builtin_model, jsonl, tmp_path):
     """The recipe's main function, and arguments for a model of one's own."""
     rows = [{"prompt": f"{number}? " * (1 + number % 9), "completion": f"{number}."} for number in range(40)]
-    arguments = [
-        "--model_name_or_path",
-        str(builtin_model),
-        "--dataset_name",
-        jsonl(rows),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_length",
-        "64",
-        "--effective_batch_size",
-        "8",
-        "--held_out",
-        "0",
-        "--save_strategy",
-        "no",
-        "--samples",
-        "0",
-        "--max_steps",
-        "2",
-        "--report_to",
-        "none",
-        "--disable_tqdm",
-        "true",
-        "--optim",
-        "adamw_torch",
-    ]
+    arguments = flags(
+        model_name_or_path=builtin_model,
+        dataset_name=jsonl(rows),
+        output_dir=tmp_path / "out",
+        max_length=64,
+        effective_batch_size=8,
+        held_out=0,
+        save_strategy="no",
+        samples=0,
+        max_steps=2,
+        report_to="none",
+        disable_tqdm="true",
+        optim="adamw_torch",
+    )
     return recipe("sft"), arguments
 
 

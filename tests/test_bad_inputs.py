@@ -7,7 +7,7 @@ import time
 
 import bad_inputs
 import pytest
-from conftest import ROOT, run, sweep
+from conftest import ROOT, flags, run, sweep
 
 from hf_memopt.errors import InputError, one_line
 
@@ -118,10 +118,7 @@ def test_a_recipe_ends_with_code_2(words, expected, tmp_path):
     done = run(
         "python",
         ROOT / "recipes" / "sft.py",
-        "--preset",
-        "cpu",
-        "--output_dir",
-        tmp_path / "out",
+        *flags(preset="cpu", output_dir=tmp_path / "out"),
         *batch,
         *(word.format(folder=tmp_path) for word in words),
         cwd=tmp_path,

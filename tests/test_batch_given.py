@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from conftest import flags
 
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.job import RecipeDefaults, start
@@ -104,10 +105,7 @@ def test_the_first_lines_say_what_a_step_takes(rows, more, said, recipe, jsonl, 
         [
             *QUICK,
             *more,
-            "--dataset_name",
-            data,
-            "--output_dir",
-            str(tmp_path / "out"),
+            *flags(dataset_name=data, output_dir=tmp_path / "out"),
             f"--{MICRO}",
             "4",
             f"--{ACCUMULATION}",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import slow
 from faults import Strikes
-from test_memory_trainer import collate, llama, train, with_lora
+from small_runs import collate, llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate

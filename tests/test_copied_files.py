@@ -7,7 +7,7 @@ import socket
 
 import pytest
 import yaml
-from conftest import ROOT, run, slow, sweep
+from conftest import ROOT, flags, run, slow, sweep
 
 from hf_memopt.cli.doctor import check_files
 from hf_memopt.compatibility import check_config_file
@@ -33,19 +33,9 @@ def project(tmp_path, builtin_model, jsonl):
     texts = jsonl([{"text": f"line {number} of a text"} for number in range(16)])
     words = [
         "plain_script.py",
-        "--model_name",
-        builtin_model,
-        "--texts",
-        texts,
-        "--output_dir",
-        "out",
-        "--max_steps",
-        2,
+        *flags(model_name=builtin_model, texts=texts, output_dir="out", max_steps=2),
         "--use_cpu",
-        "--per_device_train_batch_size",
-        2,
-        "--disable_tqdm",
-        "true",
+        *flags(per_device_train_batch_size=2, disable_tqdm="true"),
     ]
     return tmp_path, words
 
@@ -81,10 +71,7 @@ LAUNCHERS = [
         [
             "accelerate",
             "launch",
-            "--main_process_port",
-            0,
-            "--num_processes",
-            2,
+            *flags(main_process_port=0, num_processes=2),
             "--use_deepspeed",
             "--deepspeed_config_file",
             "zero3.json",
@@ -114,28 +101,19 @@ def test_a_recipe_with_a_copied_json(builtin_model, jsonl, tmp_path):
         "--nproc_per_node",
         2,
         ROOT / "recipes" / "pretrain.py",
-        "--preset",
-        "cpu",
-        "--model_name_or_path",
-        builtin_model,
-        "--dataset_name",
-        texts,
-        "--held_out",
-        0,
-        "--max_length",
-        32,
-        "--max_steps",
-        2,
-        "--output_dir",
-        "out",
-        "--samples",
-        0,
-        "--effective_batch_size",
-        4,
-        "--per_device_train_batch_size",
-        2,
-        "--deepspeed",
-        "zero3.json",
+        *flags(
+            preset="cpu",
+            model_name_or_path=builtin_model,
+            dataset_name=texts,
+            held_out=0,
+            max_length=32,
+            max_steps=2,
+            output_dir="out",
+            samples=0,
+            effective_batch_size=4,
+            per_device_train_batch_size=2,
+            deepspeed="zero3.json",
+        ),
         cwd=tmp_path,
         env=ON_CPU,
     )

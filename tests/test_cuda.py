@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from test_memory_trainer import llama
+from small_runs import llama
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_memopt import MemoryArguments, MemoryTrainer, detect, estimate

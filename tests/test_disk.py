@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_memory_trainer import train
+from small_runs import train
 
 from hf_memopt.disk import claim, claimed, release, write_failure
 from hf_memopt.errors import InputError

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import trl
-from conftest import slow
+from conftest import flags, slow
 
 from hf_memopt import InputError, MemoryTrainerMixin
 
@@ -31,18 +31,7 @@ def without_prompt(pair):
 
 def test_the_built_in_pairs_are_learned(recipe, tmp_path, capsys):
     """What `make test` shows: the chosen answers of held-out pairs get the higher rewards."""
-    steps = [
-        "--max_steps",
-        "12",
-        "--eval_steps",
-        "12",
-        "--effective_batch_size",
-        "4",
-        "--held_out",
-        "12",
-        "--max_length",
-        "32",
-    ]
+    steps = flags(max_steps=12, eval_steps=12, effective_batch_size=4, held_out=12, max_length=32)
     trainer = recipe("dpo")([*QUICK, *steps, "--learning_rate", "1e-3", "--output_dir", str(tmp_path / "out")])
     output = capsys.readouterr().out
     before, after = re.search(r"held-out pairs: ([\d.]+) at step 0 → ([\d.]+) at step 12", output).groups()

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, flags, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -110,49 +110,30 @@ def test_four_processes_go_on_where_two_left_off(jsonl, tmp_path):
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(60)])
     words = [
         ROOT / "recipes" / "sft.py",
-        "--preset",
-        "cpu_x2",
-        "--effective_batch_size",
-        8,
-        "--config",
-        settings,
-        "--dataset_name",
-        data,
-        "--held_out",
-        0,
-        "--samples",
-        0,
-        "--max_length",
-        32,
-        "--max_steps",
-        4,
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        2,
-        "--logging_steps",
-        1,
-        "--learning_rate",
-        1e-3,
-        "--lr_scheduler_type",
-        "constant",
+        *flags(
+            preset="cpu_x2",
+            effective_batch_size=8,
+            config=settings,
+            dataset_name=data,
+            held_out=0,
+            samples=0,
+            max_length=32,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+        ),
     ]
 
     def losses(name, processes, shared):
         done = run(
             "accelerate",
             "launch",
-            "--config_file",
-            tmp_path / "run" / "accelerate.yaml",
-            "--num_processes",
-            processes,
-            "--main_process_port",
-            0,
+            *flags(config_file=tmp_path / "run" / "accelerate.yaml", num_processes=processes, main_process_port=0),
             *words,
-            "--fsdp_size",
-            shared,
-            "--output_dir",
-            tmp_path / name,
+            *flags(fsdp_size=shared, output_dir=tmp_path / name),
             env={"OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,10 +1,7 @@
 """Several devices: DeepSpeed, FSDP2 and DDP on a fake process group, against themselves and against real processes."""
 
-import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, slow
@@ -12,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
-from hf_memopt import InputError, MemoryArguments
+from hf_memopt import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.allocator.caching import CachingAllocator
 from hf_memopt.estimator.allocator.replay import replay
@@ -21,6 +18,9 @@ from hf_memopt.estimator.assembly import missing_layers
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.tracing import extrapolate
 from hf_memopt.hardware import get_hardware
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import engines
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 SHAPE = {
@@ -41,50 +41,21 @@ def _config(layers=8):
 
 @pytest.mark.engines
 @pytest.mark.sweep  # test_engines.py compares every rank of the same engines
-@pytest.mark.parametrize(
-    ("yaml", "strategy", "fields", "memory"),
-    [
-        ("cpu_x2", "ddp", {}, {"activation_compression": "int8"}),
-        ("cpu_x2_zero2", "zero2", {"bf16": True}, {}),
-        ("cpu_x2_zero3", "zero3", {**CHECKPOINTED, "bf16": True}, {"loss_chunk_size": 64}),
-    ],
-)
-def test_two_real_processes(yaml, strategy, fields, memory, tmp_path):
-    """Rank 0's live tensors. What gloo copies in its own threads is timing, and is left out (see the script)."""
-    fields = {"per_device_train_batch_size": 2, **fields}
-    job = {
-        "config": {**SHAPE, "num_hidden_layers": 8},
-        "fields": fields,
-        "seq_len": 128,
-        "dtype": "float32",
-        "memory": memory,
+def test_levers_under_engines(tmp_path):
+    """Every rank of two real processes, with features of memory and in bf16."""
+    model = engines.save_model(tmp_path / "model")
+    settings = {
+        "ddp": ({}, {"activation_compression": "int8"}),
+        "zero2": ({"bf16": True}, {}),
+        "zero3": ({**CHECKPOINTED, "bf16": True}, {"loss_chunk_size": 32}),
     }
-    described, peak = tmp_path / "job.json", tmp_path / "peak.json"
-    described.write_text(json.dumps(job))
-    launcher = Path(sys.executable).parent / "accelerate"
-    done = subprocess.run(
-        [
-            launcher,
-            "launch",
-            "--config_file",
-            ROOT / f"accelerate_configs/{yaml}.yaml",
-            ROOT / "benchmarks/sharded_truth.py",
-            described,
-            peak,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    measured = json.loads(peak.read_text())
-    found = estimate(
-        _config(), fields, 128, "cpu", world_size=2, strategy=strategy, rank=0, memory_args=MemoryArguments(**memory)
-    )
-    assert found.peak_allocated_bytes == pytest.approx(measured["tensors"], rel=0.01)
-    assert found.peak_allocated_bytes <= measured["allocator"] * 1.01
+    cases = [engines.case(strategy, 2, model, memory=memory) for strategy, (_, memory) in settings.items()]
+    for case in cases:
+        case["fields"] |= settings[case["strategy"]][0]
+    for name, ranks in engines.run(tmp_path, cases).items():
+        (case,) = [case for case in cases if case["name"] == name]
+        for number, rank in enumerate(ranks):
+            assert engines.predicted(case, number) == pytest.approx(rank["tensors"], rel=0.01), (name, number)
 
 
 @pytest.mark.slow

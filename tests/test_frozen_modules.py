@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import slow
-from test_memory_trainer import llama, train, with_lora
+from small_runs import llama, train, with_lora
 
 from hf_memopt.levers.frozen_modules import run_frozen_without_grad
 

@@ -13,7 +13,7 @@ from conftest import ROOT
 from hf_memopt.presets import get_preset, list_presets
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from docs_tables import GUIDE_STATES, guide_rows, guides
+from docs_tables.guides import GUIDE_STATES, guide_rows, guides
 
 ROWS = guide_rows()
 WORKS = [row for row in ROWS if row["state"] == "works"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BIN, ROOT
+from conftest import BIN, ROOT, flags
 from stoppable import build, weights
 from transformers import TrainerCallback
 
@@ -257,10 +257,7 @@ def test_two_processes_stop_at_the_same_step(whom, tmp_path):
     launcher = [
         "accelerate",
         "launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / "cpu_x2.yaml",
-        "--main_process_port",
-        0,
+        *flags(config_file=ROOT / "accelerate_configs" / "cpu_x2.yaml", main_process_port=0),
     ]
     process = started(tmp_path, 3, *launcher)
     pid = process.process.pid if whom == "the launcher" else int(process.wait_for("waiting")[1].split()[-1])
@@ -282,28 +279,19 @@ def test_a_recipe_continues_by_the_same_command(tmp_path):
     command = [
         sys.executable,
         ROOT / "recipes" / "pretrain.py",
-        "--preset",
-        "cpu",
-        "--max_length",
-        "32",
-        "--effective_batch_size",
-        "4",
-        "--held_out",
-        "8",
-        "--samples",
-        "1",
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "500",
-        "--logging_steps",
-        "1",
-        "--max_steps",
-        "20000",
-        "--eval_strategy",
-        "no",
-        "--output_dir",
-        tmp_path / "out",
+        *flags(
+            preset="cpu",
+            max_length=32,
+            effective_batch_size=4,
+            held_out=8,
+            samples=1,
+            save_strategy="steps",
+            save_steps=500,
+            logging_steps=1,
+            max_steps=20000,
+            eval_strategy="no",
+            output_dir=tmp_path / "out",
+        ),
     ]
     process = Process(*command)
     process.wait_for("'loss':")

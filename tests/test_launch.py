@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch, run, slow
+from conftest import ROOT, flags, launch, run, slow
 
 from hf_memopt.data.builtin_model import builtin_model
 
@@ -19,38 +19,23 @@ def _export(tmp_path: Path, strategy: str, *more) -> Path:
 
 def _arguments(preset: str, jsonl_rows: str, output: Path) -> list:
     """Of one epoch. Weights come from files: under ZeRO-3 random ones are drawn in another order."""
-    return [
-        "--preset",
-        preset,
-        "--output_dir",
-        output,
-        "--dataset_name",
-        jsonl_rows,
-        "--held_out",
-        0,
-        "--max_length",
-        TOKENS,
-        "--model_name_or_path",
-        builtin_model(),
-        "--learning_rate",
-        1e-3,
-        "--num_train_epochs",
-        1,
-        "--max_steps",
-        -1,
-        "--effective_batch_size",
-        8,
-        "--per_device_train_batch_size",
-        2,
-        "--save_strategy",
-        "epoch",
-        "--include_num_input_tokens_seen",
-        "true",
-        "--samples",
-        0,
-        "--logging_steps",
-        1,
-    ]
+    return flags(
+        preset=preset,
+        output_dir=output,
+        dataset_name=jsonl_rows,
+        held_out=0,
+        max_length=TOKENS,
+        model_name_or_path=builtin_model(),
+        learning_rate=1e-3,
+        num_train_epochs=1,
+        max_steps=-1,
+        effective_batch_size=8,
+        per_device_train_batch_size=2,
+        save_strategy="epoch",
+        include_num_input_tokens_seen="true",
+        samples=0,
+        logging_steps=1,
+    )
 
 
 def _pretrain(config, tmp_path, preset, jsonl_rows, *more) -> dict:
@@ -166,20 +151,15 @@ def test_fine_tuning_trains(method, jsonl, tmp_path):
     output = launch(
         "accelerate_configs/cpu.yaml",
         ROOT / "recipes" / "sft.py",
-        "--preset",
-        "cpu",
-        "--method",
-        method,
-        "--dataset_name",
-        data,
-        "--output_dir",
-        tmp_path / "out",
-        "--max_steps",
-        3,
-        "--learning_rate",
-        1e-2,
-        "--held_out",
-        8,
+        *flags(
+            preset="cpu",
+            method=method,
+            dataset_name=data,
+            output_dir=tmp_path / "out",
+            max_steps=3,
+            learning_rate=1e-2,
+            held_out=8,
+        ),
     )
     report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
     losses = {int(step): loss for step, loss in report["held_out_loss"].items()}
@@ -219,17 +199,9 @@ def test_a_bad_pair_stops_every_process(tmp_path):
     done = run(
         "accelerate",
         "launch",
-        "--config_file",
-        config,
-        "--main_process_port",
-        0,
+        *flags(config_file=config, main_process_port=0),
         ROOT / "recipes" / "sft.py",
-        "--preset",
-        "cpu_x2",
-        "--optim",
-        "adamw_8bit",
-        "--output_dir",
-        tmp_path / "out",
+        *flags(preset="cpu_x2", optim="adamw_8bit", output_dir=tmp_path / "out"),
     )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if "error: optim=adamw_8bit" in line]

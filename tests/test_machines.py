@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, flags, run
 
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
@@ -48,28 +48,18 @@ def environment(folder: Path, **more) -> dict[str, str]:
 @pytest.fixture
 def arguments(jsonl, builtin_model) -> list[str]:
     rows = jsonl([{"text": f"Line {number} of a text about line {number}."} for number in range(400)])
-    return [
-        "--model_name_or_path",
-        str(builtin_model),
-        "--dataset_name",
-        rows,
-        "--max_length",
-        "32",
-        "--held_out",
-        "0",
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "2",
-        "--samples",
-        "0",
-        "--learning_rate",
-        "1e-3",
-        "--lr_scheduler_type",
-        "constant",
-        "--logging_steps",
-        "1",
-    ]
+    return flags(
+        model_name_or_path=builtin_model,
+        dataset_name=rows,
+        max_length=32,
+        held_out=0,
+        save_strategy="steps",
+        save_steps=2,
+        samples=0,
+        learning_rate="1e-3",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+    )
 
 
 def losses(folder: Path, step: int) -> dict[int, float]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from conftest import ROOT, run
+from conftest import ROOT, flags, run
 from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments, get_preset
@@ -141,24 +141,17 @@ def test_groups_of_weights_are_closed_by_the_one_that_fills_them():
 
 
 ARGUMENTS = [
-    "--max_steps",
-    4,
-    "--samples",
-    0,
-    "--save_strategy",
-    "steps",
-    "--save_steps",
-    2,
-    "--max_length",
-    32,
-    "--logging_steps",
-    1,
-    "--held_out",
-    0,
-    "--learning_rate",
-    1e-3,
-    "--lr_scheduler_type",
-    "constant",
+    *flags(
+        max_steps=4,
+        samples=0,
+        save_strategy="steps",
+        save_steps=2,
+        max_length=32,
+        logging_steps=1,
+        held_out=0,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+    ),
 ]
 
 
@@ -199,17 +192,9 @@ def test_engines_that_shard_exclude_each_other(tmp_path):
     done = run(
         "accelerate",
         "launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml",
-        "--main_process_port",
-        0,
+        *flags(config_file=ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml", main_process_port=0),
         ROOT / "recipes" / "sft.py",
-        "--preset",
-        "cpu_x2",
-        "--fsdp_size",
-        2,
-        "--output_dir",
-        tmp_path / "out",
+        *flags(preset="cpu_x2", fsdp_size=2, output_dir=tmp_path / "out"),
     )
     assert done.returncode != 0 and "transformers shard the model, and zero2 was launched" in done.stderr
 
@@ -219,19 +204,9 @@ def test_what_is_cut_up_is_loaded_from_files(tmp_path):
     done = run(
         "accelerate",
         "launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / "cpu_x2.yaml",
-        "--main_process_port",
-        0,
+        *flags(config_file=ROOT / "accelerate_configs" / "cpu_x2.yaml", main_process_port=0),
         ROOT / "recipes" / "pretrain.py",
-        "--preset",
-        "cpu_x2",
-        "--fsdp_size",
-        2,
-        "--max_steps",
-        1,
-        "--output_dir",
-        tmp_path / "out",
+        *flags(preset="cpu_x2", fsdp_size=2, max_steps=1, output_dir=tmp_path / "out"),
     )
     assert done.returncode != 0
     assert "tp_size and fsdp_size shard weights while they are loaded: pass model_name_or_path" in done.stderr

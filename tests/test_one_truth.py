@@ -23,8 +23,8 @@ from hf_memopt.presets import METHODS
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from cards import TOKENS, estimated  # noqa: E402
-from docs_tables import largest_method  # noqa: E402
+from docs_tables.cards import largest_method  # noqa: E402
+from predictions import TOKENS, smallest  # noqa: E402
 
 MODEL, CARD = "llama-3.2-1b", "a100_80gb"
 
@@ -63,7 +63,7 @@ def by_plan(method: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_table_estimate_and_plan_agree(method):
-    table = estimated("gpu", CARD, MODEL, method)["device_bytes"]
+    table = smallest("gpu", CARD, MODEL, method)["device_bytes"]
     assert by_estimate(method) == table
     assert by_plan(method) == table
 

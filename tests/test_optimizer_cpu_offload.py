@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import slow
+from small_runs import llama, train, with_lora
 from test_adam_mini import stop_after
-from test_memory_trainer import llama, train, with_lora
 
 from hf_memopt import InputError, MemoryArguments, estimate
 from hf_memopt.levers import optimizer_cpu_offload

@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import slow
 from faults import Strikes
+from small_runs import llama, train, with_lora
 from test_adam_mini import stop_after
-from test_memory_trainer import llama, train, with_lora
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfMemory, estimate
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak

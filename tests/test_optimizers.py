@@ -9,7 +9,7 @@ import torch
 from conftest import run, slow
 from faults import Strikes, StrikesMidway, struck
 from safetensors.torch import load_file
-from test_memory_trainer import OOM, QUIET, Rows, collate
+from small_runs import OOM, QUIET, Rows, collate
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 

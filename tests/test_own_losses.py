@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import slow
 from faults import Strikes, struck
-from own_losses import CASES, KNOWN, MEANS, Net
+from own_hooks import KNOWN
+from own_losses import CASES, MEANS, Net
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_memopt import MemoryArguments, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, run
+from conftest import BIN, ROOT, flags, run
 from runs import ENDED, reading, report, write_run
 
 pytestmark = pytest.mark.pages
@@ -59,18 +59,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     done = run(
         sys.executable,
         ROOT / "recipes" / "sft.py",
-        "--preset",
-        "cpu",
-        "--max_steps",
-        6,
-        "--logging_steps",
-        2,
-        "--held_out",
-        8,
-        "--snapshot_steps",
-        "2-3",
-        "--output_dir",
-        real,
+        *flags(preset="cpu", max_steps=6, logging_steps=2, held_out=8, snapshot_steps="2-3", output_dir=real),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     failed = write_run(folder / "failed", report(), [reading(step, peak=20 + step / 20) for step in range(40)], ENDED)

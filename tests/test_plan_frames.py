@@ -5,6 +5,7 @@ import json
 
 import pytest
 import video_models
+from conftest import flags
 
 from hf_memopt import MemoryArguments
 from hf_memopt.cli.plan import frames_job
@@ -107,14 +108,7 @@ def test_the_command_line(folder, command):
     code, out, err = command(
         "plan",
         folder,
-        "--hardware",
-        "rtx_3070",
-        "--method",
-        "lora",
-        "--frames",
-        "max",
-        "--set",
-        "frame_size=56x56",
+        *flags(hardware="rtx_3070", method="lora", frames="max", set="frame_size=56x56"),
         "--json",
     )
     assert code == 0, err

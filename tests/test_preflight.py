@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, flags, run
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import count_weights
@@ -193,25 +193,17 @@ def test_a_real_launch_is_stopped_before_anything_is_loaded(tmp_path, jsonl, bui
     done = run(
         "accelerate",
         "launch",
-        "--config_file",
-        tmp_path / "run" / "accelerate.yaml",
-        "--main_process_port",
-        0,
+        *flags(config_file=tmp_path / "run" / "accelerate.yaml", main_process_port=0),
         ROOT / "recipes" / "pretrain.py",
-        "--preset",
-        "cpu_x2",
-        "--dataset_name",
-        jsonl([{"text": "a few words to train on"}] * 20),
-        "--model_name_or_path",
-        builtin_model,
-        "--max_length",
-        16,
-        "--output_dir",
-        tmp_path / "out",
-        "--held_out",
-        0,
-        "--max_steps",
-        1,
+        *flags(
+            preset="cpu_x2",
+            dataset_name=jsonl([{"text": "a few words to train on"}] * 20),
+            model_name_or_path=builtin_model,
+            max_length=16,
+            output_dir=tmp_path / "out",
+            held_out=0,
+            max_steps=1,
+        ),
         env={"CXX": "no-such-compiler"},
     )
     (line,) = {line for line in done.stderr.splitlines() if "preflight: " in line}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import Strikes
-from test_memory_trainer import OOM, Rows, collate, llama, train
+from small_runs import OOM, Rows, collate, llama, train
 from transformers import Trainer, TrainingArguments
 
 from hf_memopt import MemoryArguments, TrainingOutOfMemory

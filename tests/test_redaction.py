@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from conftest import flags
 from runs import RECOVERED, reading, report, write_run
 from transformers import TrainingArguments
 
@@ -118,19 +119,13 @@ def test_values_and_command_lines():
     assert redact({"hub_token": "<HUB_TOKEN>"}) == {"hub_token": "<HUB_TOKEN>"}  # TrainingArguments.to_dict's own
     assert without_secrets(nested) == {key: value for key, value in nested.items() if key != "hub_token"}
     argv = [
-        "--hub_token",
-        SECRET,
-        "--push_to_hub",
-        "true",
+        *flags(hub_token=SECRET, push_to_hub="true"),
         f"--lora.token={SECRET}",
         "--a",
         f'{{"api_key": "{SECRET}"}}',
     ]
     assert redact_argv(argv) == [
-        "--hub_token",
-        REDACTED,
-        "--push_to_hub",
-        "true",
+        *flags(hub_token=REDACTED, push_to_hub="true"),
         f"--lora.token={REDACTED}",
         "--a",
         f'{{"api_key": "{REDACTED}"}}',

@@ -16,7 +16,7 @@ from conftest import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_memory_trainer import llama, train
+from small_runs import llama, train
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_memopt.errors import InputError

@@ -5,7 +5,7 @@ import torch
 from conftest import slow
 from hypothesis import given
 from hypothesis import strategies as st
-from test_memory_trainer import llama, train, with_lora
+from small_runs import llama, train, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import InputError, MemoryArguments

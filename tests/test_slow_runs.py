@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from runs import RECOVERED, reading, report, write_run
-from test_memory_trainer import QUIET, Rows, collate, llama
+from small_runs import QUIET, Rows, collate, llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import MemoryCallback, MemoryTrainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import slow
 from faults import Strikes
-from test_memory_trainer import OOM, llama, train
+from small_runs import OOM, llama, train
 from torch.nn import functional
 from transformers import Trainer
 

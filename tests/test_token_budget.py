@@ -9,8 +9,8 @@ from conftest import slow
 from faults import Strikes
 from hypothesis import given
 from hypothesis import strategies as st
+from small_runs import Rows, collate, llama, train
 from test_adam_mini import stop_after
-from test_memory_trainer import Rows, collate, llama, train
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate, estimate_trainer
 from hf_memopt.levers.token_budget import TokenBudgetBatches, samples_within

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import flags
 
 pytestmark = pytest.mark.engines
 HERE = Path(__file__).parent
@@ -86,7 +87,7 @@ def test_compressed_activations_give_nearly_the_same_gradients(tmp_path):
     plain = {**PLAIN, "name": "whole", "memory": {"silent_mode": True}}
     compressed = {**RECOVERED[2], "name": "compressed", "memory": {"activation_compression": "int8"}}
     run(tmp_path, plain, compressed)
-    from test_memory_trainer import llama
+    from small_runs import llama
 
     start = torch.cat([weight.detach().flatten() for weight in llama(torch.float32).parameters()])
     wanted, found = (weights(tmp_path, name) - start for name in ("whole", "compressed"))
@@ -162,10 +163,7 @@ def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
     done = command(
         "accelerate",
         "launch",
-        "--config_file",
-        config,
-        "--main_process_port",
-        0,
+        *flags(config_file=config, main_process_port=0),
         HERE / "sharded_oom.py",
         tmp_path,
         env={"PYTHONPATH": str(HERE)},
@@ -182,7 +180,7 @@ def test_an_engine_that_shards_ends_all_its_processes(tmp_path):
 
 def test_one_process_goes_on_where_two_left_off(tmp_path):
     """The effective batch stays, and so do the samples of every step."""
-    from test_memory_trainer import train
+    from small_runs import train
 
     run(tmp_path, PLAIN, ENDED[3])
     fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}

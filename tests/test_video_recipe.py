@@ -8,7 +8,7 @@ import pytest
 import torch
 import video_models
 import videos
-from conftest import slow
+from conftest import flags, slow
 from faults import Strikes, struck
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
@@ -34,26 +34,17 @@ QUIET = {
     "remove_unused_columns": False,
 }
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-FAST = [
-    "--preset",
-    "cpu",
-    "--samples",
-    "1",
-    "--held_out",
-    "2",
-    "--max_steps",
-    "2",
-    "--effective_batch_size",
-    "4",
-    "--per_device_train_batch_size",
-    "2",
-    "--max_frames",
-    "4",
-    "--eval_steps",
-    "2",
-    "--max_pixels_per_frame",
-    "none",
-]
+FAST = flags(
+    preset="cpu",
+    samples=1,
+    held_out=2,
+    max_steps=2,
+    effective_batch_size=4,
+    per_device_train_batch_size=2,
+    max_frames=4,
+    eval_steps=2,
+    max_pixels_per_frame="none",
+)
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +136,12 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
     """The tower stays as it is and in its precision; projector and language model get gradients."""
     arguments = [
         *FAST,
-        "--model_name_or_path",
-        str(clips / name),
-        "--dataset_name",
-        str(clips / "rows.jsonl"),
-        "--method",
-        method,
-        "--output_dir",
-        str(tmp_path / "out"),
+        *flags(
+            model_name_or_path=clips / name,
+            dataset_name=clips / "rows.jsonl",
+            method=method,
+            output_dir=tmp_path / "out",
+        ),
     ]
     trainer = recipe("video_sft")(arguments)
     tower, projectors = vision_parts(trainer.model)
@@ -178,21 +167,15 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
 )
 def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path):
     arguments = [
-        "--preset",
-        "cpu",
-        "--model_name_or_path",
-        str(clips / "qwen2_5_vl"),
-        "--dataset_name",
-        str(clips / "rows.jsonl"),
-        "--held_out",
-        "1",
-        "--video_profile",
-        profile,
+        *flags(
+            preset="cpu",
+            model_name_or_path=clips / "qwen2_5_vl",
+            dataset_name=clips / "rows.jsonl",
+            held_out=1,
+            video_profile=profile,
+        ),
         "--dry_run",
-        "--max_pixels_per_frame",
-        "none",
-        "--output_dir",
-        str(tmp_path / "out"),
+        *flags(max_pixels_per_frame="none", output_dir=tmp_path / "out"),
     ]
     trainer = recipe("video_sft")(arguments)
     assert trainer.train_dataset.encode.limits.max_frames == frames
@@ -226,18 +209,14 @@ def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path
 )
 def test_refusals(arguments, said, recipe, clips, tmp_path):
     given = [
-        "--preset",
-        "cpu",
-        "--model_name_or_path",
-        str(clips / "qwen2_5_vl"),
-        "--dataset_name",
-        str(clips / "rows.jsonl"),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--held_out",
-        "1",
-        "--max_pixels_per_frame",
-        "none",
+        *flags(
+            preset="cpu",
+            model_name_or_path=clips / "qwen2_5_vl",
+            dataset_name=clips / "rows.jsonl",
+            output_dir=tmp_path / "out",
+            held_out=1,
+            max_pixels_per_frame="none",
+        )
     ]
     with pytest.raises(InputError, match=said):
         recipe("video_sft")([*given, *arguments])
@@ -254,12 +233,7 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
     data.cast_column("videos", List(Video())).save_to_disk(str(tmp_path / "data"))
     arguments = [
         *FAST,
-        "--model_name_or_path",
-        str(clips / "qwen2_5_vl"),
-        "--dataset_name",
-        str(tmp_path / "data"),
-        "--output_dir",
-        str(tmp_path / "out"),
+        *flags(model_name_or_path=clips / "qwen2_5_vl", dataset_name=tmp_path / "data", output_dir=tmp_path / "out"),
         "--dry_run",
     ]
     trainer = recipe("video_sft")(arguments)
@@ -270,14 +244,12 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
 
 def test_a_language_model_is_refused(recipe, builtin_model, clips, tmp_path):
     given = [
-        "--preset",
-        "cpu",
-        "--model_name_or_path",
-        str(builtin_model),
-        "--dataset_name",
-        str(clips / "rows.jsonl"),
-        "--output_dir",
-        str(tmp_path / "out"),
+        *flags(
+            preset="cpu",
+            model_name_or_path=builtin_model,
+            dataset_name=clips / "rows.jsonl",
+            output_dir=tmp_path / "out",
+        )
     ]
     with pytest.raises(InputError, match="llama: AutoModelForImageTextToText has no such type"):
         recipe("video_sft")(given)
@@ -293,14 +265,7 @@ def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in broken))
     arguments = [
         *FAST,
-        "--model_name_or_path",
-        str(clips / "qwen2_5_vl"),
-        "--dataset_name",
-        str(data),
-        "--held_out",
-        "0",
-        "--output_dir",
-        str(tmp_path / "out"),
+        *flags(model_name_or_path=clips / "qwen2_5_vl", dataset_name=data, held_out=0, output_dir=tmp_path / "out"),
     ]
     with pytest.raises(BadVideo, match=r"bad\.mp4.*raise max_bad_videos"):
         recipe("video_sft")(arguments)
@@ -327,16 +292,13 @@ def test_llava_rows_and_a_resumed_run(recipe, clips, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in llava))
     arguments = [
         *FAST,
-        "--model_name_or_path",
-        str(clips / "qwen2_5_vl"),
-        "--dataset_name",
-        str(data),
-        "--held_out",
-        "0",
-        "--media_folder",
-        str(clips),
-        "--lr_scheduler_type",
-        "constant",
+        *flags(
+            model_name_or_path=clips / "qwen2_5_vl",
+            dataset_name=data,
+            held_out=0,
+            media_folder=clips,
+            lr_scheduler_type="constant",
+        ),
     ]
     whole = recipe("video_sft")([*arguments, "--output_dir", str(tmp_path / "whole"), "--save_strategy", "no"])
     first = [*arguments, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]

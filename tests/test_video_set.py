@@ -7,6 +7,7 @@ import numpy
 import pytest
 import video_models
 import videos
+from conftest import flags
 from PIL import Image
 from test_clips import CODECS
 from test_frame_sampling import qwen_indices
@@ -132,16 +133,7 @@ def test_the_recipe_trains_on_the_set(style, folder, recipe, tmp_path):
         assert len(sample["pixel_values_videos"]) == math.prod(grid), row
     arguments = [
         *("--preset", "cpu", "--model_name_or_path", str(folder / "model"), "--dataset_name", str(data)),
-        *(
-            "--media_folder",
-            str(folder),
-            "--output_dir",
-            str(tmp_path / "out"),
-            "--held_out",
-            "0",
-            "--num_train_epochs",
-            "1",
-        ),
+        *(*flags(media_folder=folder, output_dir=tmp_path / "out", held_out=0, num_train_epochs=1),),
         *("--per_device_train_batch_size", "2", "--effective_batch_size", "4", "--max_frames", str(MOST)),
         *("--max_pixels_per_frame", "none", "--save_strategy", "no"),
     ]

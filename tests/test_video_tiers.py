@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import video_models
 import videos
+from conftest import flags
 from transformers import TrainerState
 
 from hf_memopt import get_preset, list_presets
@@ -177,16 +178,13 @@ def started(tmp_path, qwen, capsys):
 
     def start(*words: str, model: str = "qwen2.5-vl-3b", preset: str = "rtx_3070", method: str = "qlora"):
         argv = [
-            "--preset",
-            preset,
-            "--method",
-            method,
-            "--use_cpu",
-            "true",
-            "--model_name_or_path",
-            qwen(model),
-            "--output_dir",
-            str(tmp_path / "out"),
+            *flags(
+                preset=preset,
+                method=method,
+                use_cpu="true",
+                model_name_or_path=qwen(model),
+                output_dir=tmp_path / "out",
+            ),
             *words,
         ]
         job = jobs.start(
@@ -369,14 +367,9 @@ def own_model(tmp_path):
     }
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     return [
-        "--model_name_or_path",
-        str(folder),
-        "--dataset_name",
-        str(tmp_path / "rows.jsonl"),
-        "--held_out",
-        "0",
-        "--output_dir",
-        str(tmp_path / "out"),
+        *flags(
+            model_name_or_path=folder, dataset_name=tmp_path / "rows.jsonl", held_out=0, output_dir=tmp_path / "out"
+        ),
     ]
 
 
@@ -405,12 +398,7 @@ def test_auto_plans_for_what_is_free(recipe, own_model, monkeypatch, capsys):
         [
             *arguments,
             "--dry_run",
-            "--per_device_train_batch_size",
-            "2",
-            "--max_pixels_per_frame",
-            "3136",
-            "--activation_checkpointing",
-            "true",
+            *flags(per_device_train_batch_size=2, max_pixels_per_frame=3136, activation_checkpointing="true"),
         ]
     )
     assert (kept.args.per_device_train_batch_size, kept.args.gradient_accumulation_steps) == (2, 16)

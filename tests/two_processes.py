@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 
 import torch
-from test_memory_trainer import llama, train
+from small_runs import llama, train
 
 from hf_memopt import MemoryTrainer, TrainingOutOfMemory
 from hf_memopt.levers import activation_compression, weight_streaming

@@ -11,7 +11,7 @@ import os
 import sys
 
 import torch
-from test_memory_trainer import llama
+from small_runs import llama
 from transformers import TrainingArguments
 
 from hf_memopt import MemoryTrainer

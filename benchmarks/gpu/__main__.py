@@ -22,7 +22,7 @@ from benchmarks.gpu.tables import PREDICTED, write_tables
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import write_whole
 
-PARTS = ("estimator", "speed", "smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards")
+PARTS = ("estimator", "speed", "smaller", "oom", "levers", "allocator", "two_cards")
 REHEARSAL = "rehearsal"
 HEADER = ("benchmark", "rehearsal", "hardware", "driver", "cuda", "cards", "cores", "versions")
 

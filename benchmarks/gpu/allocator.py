@@ -1,4 +1,4 @@
-"""Part 7: the caching allocator's own history of a job, replayed through our model of it."""
+"""Part 6: the caching allocator's own history of a job, replayed through our model of it."""
 
 import tempfile
 
@@ -13,7 +13,7 @@ MIXED = {"model": "qwen3-0.6b", "length": 777, "fields": {"bf16": True, "eval_st
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """The same jobs with each of the allocator's settings, and cuBLAS's workspaces."""
+    """The same jobs with each of the allocator's settings, and requests of every size class."""
     made = [
         Case("allocator", "expandable", 19, {}, EXPANDABLE),
         Case("allocator", "segments", 20, {}, SEGMENTS),
@@ -21,7 +21,6 @@ def cases(rehearse: bool) -> list[Case]:
         Case("allocator", "segments, mixed sizes", 42, MIXED, SEGMENTS),
         Case("allocator", "garbage_collection_threshold", 70, {}, COLLECTED),
         Case("allocator", "rounding", 22, {}, SEGMENTS),
-        Case("allocator", "workspaces", 21),
     ]
     return [Case(one.part, one.name, one.worth, one.settings, one.env, rehearse=rehearse) for one in made]
 
@@ -30,8 +29,6 @@ def measure(case: Case) -> dict:
     """By the case's name."""
     import dataclasses
 
-    if case.name == "workspaces":
-        return workspaces()
     if case.name == "rounding":
         return rounding()
     setting = dataclasses.replace(JOB, **case.settings)
@@ -104,20 +101,3 @@ def rounding() -> dict:
             del kept
         found[str(size)] = {"reserved_bytes": reserved, "model_bytes": model.reserved}
     return found
-
-
-def workspaces() -> dict:
-    """cuBLAS's workspace of the first handle and stream, and of each further stream."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"first_bytes": None, "further_bytes": None}
-    left = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
-    out, taken = torch.empty_like(left), []
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
-        before = torch.cuda.memory_allocated()
-        with torch.cuda.stream(stream):
-            torch.mm(left, left, out=out)
-        torch.cuda.synchronize()
-        taken.append(torch.cuda.memory_allocated() - before)
-    return {"first_bytes": taken[0], "further_bytes": taken[1:]}

@@ -1,14 +1,16 @@
-"""Part 4: real CUDA out-of-memory errors: recovered weights, time lost, and what MemoryTrainer costs without any."""
+"""Part 4: a card that is really too small or fragmented, and what MemoryTrainer costs where nothing runs out.
+
+That it recovers in every phase: pytest -m cuda.
+"""
 
 import statistics
-import sys
 import tempfile
 import time
+from typing import Any
 
-from benchmarks.gpu.case import ROOT, Case
+from benchmarks.gpu.case import Case
 from hf_memopt.contrib.calibration.training import Setting, make_trainer, release, step_clock
 
-PHASES = ("forward", "backward", "clipping", "optimizer", "eval", "save")
 MODEL = Setting(
     "oom", "smollm2-135m", {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}, {}, micro=4, length=256
 )
@@ -17,9 +19,8 @@ OVERHEADS = {"0.1B": "smollm2-135m", "0.5B": "qwen2.5-0.5b"}
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """A failure in every phase, a card that is really too small, and the time of a step."""
-    made = [Case("oom", phase, 15 + 5 * number) for number, phase in enumerate(PHASES)]
-    made += [Case("oom", "card too small", 16), Case("oom", "fragmented", 60)]
+    """A card that is really too small, a fragmented one, and the time of a step."""
+    made = [Case("oom", "card too small", 16), Case("oom", "fragmented", 60)]
     made += [
         Case("oom", f"step time {name}", 11 + number, {"model": model})
         for number, (name, model) in enumerate(OVERHEADS.items())
@@ -34,70 +35,19 @@ def measure(case: Case) -> dict:
         return step_time(case)
     if case.name == "card too small":
         return too_small(setting)
-    if case.name == "fragmented":
-        return fragmented(setting)
-    return failing(setting, case.name)
+    return fragmented(setting)
 
 
-def failing(setting: Setting, phase: str) -> dict:
-    """One allocation of a phase cannot be had: trained on, its weights beside those of a run without a failure."""
-    plain, _, seconds, _ = run(setting)
-    weights, trainer, failed_seconds, hits = run(setting, phase)
-    return {
-        "hits": hits,
-        "steps": trainer.state.global_step,
-        "weights_error": distance(plain, weights),
-        "seconds": round(seconds, 3),
-        "seconds_with_failure": round(failed_seconds, 3),
-        "events": len(hits),
-    }
-
-
-def run(setting: Setting, phase: str | None = None, prepare=None):
-    """Train; the weights, the trainer, the seconds and the failures."""
-    sys.path.insert(0, str(ROOT / "tests"))  # an installed package may be called tests, too
-    from faults import Strikes, struck
-
-    class Exhausted(Strikes):
-        """On a card the failure is the allocator's own: more is asked for than the card has."""
-
-        def fail(self, func) -> None:
-            import torch
-
-            if torch.cuda.is_available():
-                total = torch.cuda.get_device_properties(0).total_memory
-                torch.empty(2 * total, dtype=torch.uint8, device="cuda")
-            super().fail(func)
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Exhausted({phase: {3}} if phase not in (None, "save") else {}) as strikes,
-    ):
+def run(setting: Setting) -> tuple[dict, Any, float]:
+    """Train; the weights, the trainer and the seconds."""
+    with tempfile.TemporaryDirectory() as folder:
         fields = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
         trainer = make_trainer(setting, folder, STEPS, **fields)
-        struck(trainer, strikes)
-        if phase == "save":
-            fail_first_save(trainer, strikes)
-        if prepare:
-            prepare(trainer)
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
         weights = {name: weight.detach().float().cpu() for name, weight in trainer.model.named_parameters()}
-    return weights, trainer, seconds, [f"{name} {number}" for name, number in strikes.hits]
-
-
-def fail_first_save(trainer, strikes) -> None:
-    """Writing a checkpoint's states need not allocate anything that the dispatcher sees: fail at its beginning."""
-    usual = trainer._save_optimizer_and_scheduler
-
-    def save(*args, **kwargs):
-        if not strikes.hits:
-            strikes.hits.append(("save", 1))
-            strikes.fail("save")
-        return usual(*args, **kwargs)
-
-    trainer._save_optimizer_and_scheduler = save
+    return weights, trainer, seconds
 
 
 def distance(one: dict, other: dict) -> float:
@@ -111,7 +61,7 @@ def too_small(setting: Setting) -> dict:
 
     import torch
 
-    plain, _, seconds, _ = run(setting)
+    plain, _, seconds = run(setting)
     if not torch.cuda.is_available():
         return {"weights_error": distance(plain, run(setting)[0]), "limit_bytes": None, "micro_batch": setting.micro}
     whole = torch.cuda.max_memory_reserved()
@@ -120,7 +70,7 @@ def too_small(setting: Setting) -> dict:
     limit = (whole + torch.cuda.max_memory_reserved()) // 2
     release()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    weights, trainer, limited_seconds, _ = run(setting)
+    weights, trainer, limited_seconds = run(setting)
     return {
         "limit_bytes": limit,
         "whole_bytes": whole,

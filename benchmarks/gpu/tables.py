@@ -38,7 +38,7 @@ def build(results: dict, predictions: dict) -> dict[str, list[dict]]:
     jobs = [(row, predicted) for row, predicted in jobs if "refused" not in predicted]
     errors = [errors_of(row, predicted) for row, predicted in jobs]
     tables = {"Memory, predicted beside measured": errors, "Error by kind": by_kind(errors), "Speed": speeds(jobs)}
-    for part in ("smaller", "oom", "levers", "tools", "allocator", "cuda_tests", "two_cards"):
+    for part in ("smaller", "oom", "levers", "allocator", "two_cards"):
         tables[part] = [
             {"case": row["case"].partition("/")[2], **flat(row["measured"])} for row in rows if row["part"] == part
         ]

@@ -1,4 +1,4 @@
-"""Part 9: two cards: one process runs out of memory, and both continue or both end."""
+"""Part 7: two cards: one process runs out of memory, and both continue or both end."""
 
 import json
 import subprocess

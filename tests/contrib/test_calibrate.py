@@ -308,7 +308,7 @@ def test_files_that_were_contributed_are_calibrations():
 
 def test_the_documentation_has_a_table_as_soon_as_there_are_results(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from docs_tables import assumptions, measured_cards
+    from docs_tables.memory import assumptions, measured_cards
 
     assert measured_cards(tmp_path) == "Measured on these cards: nothing yet."
     assert all(row.source in assumptions() for row in TABLE)

@@ -1,0 +1,42 @@
+"""README.md and docs/quickstart.md: what runs on which card."""
+
+from docs_tables.markdown import (
+    METHOD_NAMES,
+    gib,
+    predicted,
+    results,
+    table,
+)
+
+from hf_memopt.levers.arguments import PLAN_PROFILES
+
+
+def cards(up: str) -> str:
+    """One row per card, one column per model: the largest method that fits, and what the next larger one would need.
+
+    Args:
+        up: relative path from the page to the repository root.
+    """
+    rows = results("cards")["rows"]
+    needs = {(row["kind"], row["model"], row["method"]): row.get("device_bytes") for row in rows if "model" in row}
+    models = list(dict.fromkeys(model for _, model, _ in needs))
+    lines = []
+    for card in (row for row in rows if "card" in row):
+        sizes = ({method: needs.get((card["kind"], model, method)) for method in METHOD_NAMES} for model in models)
+        label = f"{card['label']} ({gib(card['capacity_bytes'])} GiB)"
+        lines.append([label, *(largest_method(size, card["capacity_bytes"]) for size in sizes)])
+    return f"{table(['card', *(f'`{model}`' for model in models)], lines)}\n\n{predicted('cards', up)}"
+
+
+def largest_method(sizes: dict[str, int | None], capacity: int) -> str:
+    """The largest method that fits, in bold, and the next larger one, struck through; only the latter if none fits."""
+    too_large = ""
+    for method, size in sizes.items():
+        if size is None:
+            continue
+        need = f"{METHOD_NAMES[method]} {gib(size)}"
+        if size <= capacity:
+            tight = " (tight)" if size > PLAN_PROFILES["maximum"][1] * capacity else ""  # more than plans fill
+            return f"**{need}**{tight} {too_large}".strip()
+        too_large = f"~~{need}~~"
+    return f"{too_large} out of memory"

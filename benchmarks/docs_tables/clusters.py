@@ -1,0 +1,58 @@
+"""docs/clusters.md: engines measured, cluster presets and offloading predicted."""
+
+from docs_tables.markdown import GIB, gib, listed, measured, predicted, results, shown, table
+
+
+def engines() -> str:
+    """Real processes of every engine, compared with one process and with the estimate."""
+    columns = {
+        "strategy": "{strategy}",
+        "processes": "{processes}",
+        "MB on the peak rank": lambda row: f"{max(row['measured_bytes']) / 1e6:.2f}",
+        "largest error of the estimate, any rank": lambda row: f"{100 * row['largest_error']:+.3f} %",
+        "largest loss difference from one process": "{largest_loss_difference:g}",
+    }
+    return f"{listed(results('engines')['rows'], columns)}\n\n{measured('engines')}"
+
+
+def clusters() -> str:
+    """Cluster presets under every engine."""
+
+    def need(row: dict) -> str:
+        if "refused" in row:
+            return "refused"
+        fits = "" if row["device_bytes"] <= row["capacity_bytes"] else ", does not fit"
+        return f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])}{fits}"
+
+    columns = {
+        "strategy": "{strategy}",
+        "GiB per device": need,
+        "GiB of host memory per process": lambda row: row.get("refused") or f"{row['host_bytes'] / GIB:.0f}",
+    }
+    jobs: dict[str, list[dict]] = {}
+    for row in results("clusters")["rows"]:
+        jobs.setdefault(f"`{row['preset']}`, {row['method']}, `{row['model']}`:", []).append(row)
+    parts = [f"{job}\n\n{listed(rows, columns)}" for job, rows in jobs.items()]
+    return "\n\n".join([*parts, predicted("clusters")])
+
+
+def offloading() -> str:
+    """The predicted cost of offloading, and what guides say."""
+    rows = results("offloading")["rows"]
+    places = list(dict.fromkeys(place for row in rows for place in row["times_as_long"]))
+    lines = [
+        [
+            f"`{row['model']}` on `{row['hardware']}`",
+            row["strategy"].replace("none", "one device"),
+            f"{row['tokens_of_a_device']:,}",
+            *(shown(place, ".2f", 1)(row["times_as_long"]) for place in places),
+        ]
+        for row in rows
+    ]
+    lines = [line[:3] + [f"{factor} ×" if factor else "" for factor in line[3:]] for line in lines]
+    lines.append(["guides say", "", "", "2–3 ×, 10–20 ×", "5–10 ×", "5–10 ×"])
+    heads = ["job", "without offloading", "tokens per device and step", *places]
+    return f"{table(heads, lines)}\n\n{predicted('offloading')}"
+
+
+TABLES = {"engines": engines, "predicted": clusters, "offloading": offloading}

@@ -1,0 +1,175 @@
+"""Checkpoints of MemoryTrainer: saves that fail, that are tried early, and runs that are killed at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import slow
+from small_runs import OOM, same, train
+from transformers import Trainer
+
+from hf_memopt import InputError, MemoryTrainer
+
+
+def _saves_fail(times: int):
+    def prepare(trainer):
+        save, left = trainer.save_model, [times]
+
+        def failing(*args, **kwargs):
+            save(*args, **kwargs)
+            if left[0]:
+                left[0] -= 1
+                raise torch.OutOfMemoryError(OOM)
+
+        trainer.save_model = failing
+
+    return prepare
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "checkpoints"), [(1, [2, 4, 5]), slow(2, [4, 5])])
+def test_a_save_that_fails_is_done_again_or_left_out(times, checkpoints, tmp_path):
+    fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    wanted = train(tmp_path / "plain", kind=Trainer, **fields)
+    found = train(tmp_path / "out", prepare=_saves_fail(times), **fields)
+    same(found, wanted)
+    assert [event["stage"] for event in found.events] == ["save"] * times
+    names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert names == [f"checkpoint-{step}" for step in checkpoints]  # the Trainer saves the last step, whatever it is
+
+
+@pytest.mark.slow
+def test_saving_is_tried_after_the_first_step(tmp_path):
+    """probe_save: a checkpoint although none is due; without room for it the run ends at once."""
+    found = train(tmp_path / "out", memory={"probe_save": True}, max_steps=3)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not found.events
+
+    def full(trainer):
+        def fail(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        trainer.save_model = fail
+
+    with pytest.raises(InputError, match=r"probe_save: no checkpoint can be written to .* No space left on device"):
+        train(tmp_path / "full", memory={"probe_save": True}, prepare=full, max_steps=3)
+    with pytest.raises(InputError, match="probe_save: not enough memory to write a checkpoint"):
+        train(tmp_path / "small", memory={"probe_save": True}, prepare=_saves_fail(2), max_steps=3)
+
+
+@pytest.mark.slow
+def test_best_and_rotation_work_as_in_the_trainer(tmp_path):
+    fields = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 4,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
+    states = {}
+    for name, kind in (("plain", Trainer), ("memory", MemoryTrainer)):
+        train(tmp_path / name, kind=kind, **fields)
+        kept = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
+        state = json.loads((tmp_path / name / kept[-1] / "trainer_state.json").read_text())
+        states[name] = kept, state["best_global_step"], os.path.basename(state["best_model_checkpoint"])
+        assert os.path.isdir(state["best_model_checkpoint"])
+    assert states["plain"] == states["memory"]
+
+
+@pytest.mark.slow
+def test_the_effective_batch_is_kept_under_another_world_size(tmp_path):
+    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    state = tmp_path / "checkpoint-2" / "memory_state.json"
+    before = json.loads(state.read_text())
+    assert before["effective_batch_size"] == 8 and before["world_size"] == 1
+    (tmp_path / "checkpoint-2" / "memory_manifest.json").unlink()  # which notices what is edited here
+    # As if four processes with accumulation 1 had saved it: one process has to accumulate four times.
+    state.write_text(json.dumps({**before, "effective_batch_size": 16, "world_size": 4}))
+    found = train(tmp_path, resume=True, max_steps=4)
+    (event,) = found.events
+    assert event["gradient_accumulation_steps"] == 4
+    state.write_text(json.dumps({**before, "effective_batch_size": 6, "world_size": 3}))
+    with pytest.raises(InputError, match="effective batch size is 6"):
+        train(tmp_path, resume=True, max_steps=4)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+from small_runs import train
+def slowly(trainer):
+    step = trainer.training_step
+    def slow(*args, **kwargs):
+        import time; time.sleep(0.05)
+        return step(*args, **kwargs)
+    trainer.training_step = slow
+import os
+from transformers.trainer_utils import get_last_checkpoint
+folder = sys.argv[1]
+resume = bool(os.path.isdir(folder) and get_last_checkpoint(folder))
+done = train(folder, resume=resume, prepare=slowly, save_strategy="steps", save_steps=1, max_steps=12,
+             logging_strategy="steps", logging_steps=1, save_total_limit=3)
+import json
+json.dump(done.logs, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
+    wanted = train(
+        tmp_path / "plain",
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=12,
+        logging_strategy="steps",
+        logging_steps=1,
+        save_total_limit=3,
+    ).logs
+    script = tmp_path / "script.py"
+    here = os.path.dirname(__file__)
+    script.write_text(SCRIPT.format(paths=[here]))
+    moments = random.Random(5)
+    kills = 0
+    for _ in range(4):
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, script, tmp_path / "out", tmp_path / "losses"], stdout=log, stderr=log
+            )
+            while process.poll() is None and not list((tmp_path / "out").glob("checkpoint-*")):
+                time.sleep(0.01)
+            last = sorted((tmp_path / "out").glob("checkpoint-*"))
+            end = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < end:
+                if sorted((tmp_path / "out").glob("checkpoint-*")) != last:  # it trains: strike soon
+                    time.sleep(moments.uniform(0, 0.4))
+                    process.send_signal(signal.SIGKILL)
+                    break
+                time.sleep(0.01)
+            kills += process.wait() == -signal.SIGKILL
+        if (tmp_path / "losses").exists():
+            break
+    else:
+        assert (
+            train(
+                tmp_path / "out",
+                resume=True,
+                save_strategy="steps",
+                save_steps=1,
+                max_steps=12,
+                logging_strategy="steps",
+                logging_steps=1,
+                save_total_limit=3,
+            ).logs
+            == wanted
+        )
+        return
+    assert kills >= 1
+    assert json.loads((tmp_path / "losses").read_text()) == wanted

@@ -1,0 +1,208 @@
+"""Runs that memory ends: reports, exit codes, and the checkpoint of the last good step."""
+
+import json
+import os
+from functools import wraps
+
+import pytest
+import torch
+from faults import Strikes
+from small_runs import OOM, Rows, train
+from transformers import Trainer, TrainerCallback
+
+from hf_memopt import TrainingOutOfMemory
+from hf_memopt.program import run
+
+
+def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
+    """Diagnosis, checkpoint of the last good step, exit code 75; resuming gives the uninterrupted run."""
+    fields = {"max_steps": 6, "per_device_train_batch_size": 2}
+    wanted = train(tmp_path / "plain", kind=Trainer, **fields)
+
+    def full(trainer):
+        forward = trainer.model.forward
+
+        @wraps(forward)
+        def too_much(*args, **kwargs):
+            if trainer.state.global_step == 3:
+                raise torch.OutOfMemoryError(OOM)
+            return forward(*args, **kwargs)
+
+        trainer.model.forward = too_much
+
+    with pytest.raises(TrainingOutOfMemory) as end:
+        train(tmp_path / "out", prepare=full, **fields)
+    assert end.value.exit_code == 75
+    report = json.loads((tmp_path / "out" / "oom_report.json").read_text())
+    assert (report["step"], report["stage"], report["kind"]) == (3, "forward", "device")
+    assert report["held_bytes"]["optimizer_states"] == pytest.approx(2 * report["held_bytes"]["parameters"], rel=0.01)
+    assert report["held_bytes"]["gradients"] == 0
+    assert report["reason"].startswith("it fitted for 3 steps")
+    assert len(report["next"]) >= 1 and all(change["change"] for change in report["next"])
+    assert report["checkpoint"].endswith("checkpoint-3")
+    found = train(tmp_path / "out", resume=True, **fields)
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_never_fits_leaves_the_last_good_step(tmp_path):
+    def full(trainer):
+        step = torch.optim.AdamW.step
+
+        def too_much(optimizer, *args, **kwargs):
+            if trainer.state.global_step == 2:
+                raise torch.OutOfMemoryError(OOM)
+            return step(optimizer, *args, **kwargs)
+
+        create = trainer.create_optimizer
+
+        def create_optimizer(*args, **kwargs):
+            optimizer = create(*args, **kwargs)
+            optimizer.step = too_much.__get__(optimizer)
+            return optimizer
+
+        trainer.create_optimizer = create_optimizer
+
+    with pytest.raises(TrainingOutOfMemory) as end:
+        train(tmp_path, prepare=full)
+    assert end.value.report["stage"] == "optimizer"
+    assert end.value.report["checkpoint"].endswith("checkpoint-2")
+
+
+# ---- data
+
+
+def _data_fails(trainer):
+    collate = trainer.data_collator
+
+    def fails(rows):
+        if trainer.state.global_step == 3 and trainer.is_in_train:
+            raise MemoryError("Unable to allocate 3.00 GiB for an array with shape (1,)")
+        return collate(rows)
+
+    trainer.data_collator = fails
+
+
+class WorkerIsKilled(Rows):
+    """The system kills the data loading worker that asks for a sample, as it does for host memory."""
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None and index == 30:
+            os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
+
+
+def _worker_is_killed(trainer):
+    trainer.train_dataset = WorkerIsKilled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prepare", "fields", "cause"),
+    [
+        (_data_fails, {}, "host memory ran out"),
+        (_worker_is_killed, {"dataloader_num_workers": 1}, "the system killed a data loading worker"),
+    ],
+)
+def test_data_that_run_out_of_memory_end_the_run_with_a_report(prepare, fields, cause, tmp_path):
+    wanted = train(tmp_path / "plain", kind=Trainer)
+    with pytest.raises(TrainingOutOfMemory, match="out of memory in data of step"):
+        train(tmp_path / "out", prepare=prepare, **fields)
+    report = json.loads((tmp_path / "out" / "oom_report.json").read_text())
+    assert report["stage"] == "data" and report["cause"].startswith(cause)
+    assert report["checkpoint"] == str(tmp_path / "out" / f"checkpoint-{report['step']}")
+    assert torch.allclose(train(tmp_path / "out", resume=True).weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
+    """The connection may break before the signal comes that torch names the worker by: here at its third question."""
+    from torch.utils.data._utils import signal_handling
+
+    from hf_memopt.trainer.ending import worker_death
+
+    asked = []
+
+    def ask():
+        asked.append(1)
+        if len(asked) == 3:
+            raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed.")
+
+    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", ask)
+    assert "killed by signal" in str(worker_death(ConnectionResetError(104, "Connection reset by peer")))
+    assert len(asked) == 3
+    unrelated = ValueError("a bug")
+    assert worker_death(unrelated) is unrelated and len(asked) == 3
+
+
+@pytest.mark.slow
+def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):
+    class Average(TrainerCallback):
+        """An average of the weights, for which there is no room from the third step on."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise torch.OutOfMemoryError(OOM)
+
+    with pytest.raises(TrainingOutOfMemory, match="out of memory in callbacks of step 4"):
+        train(tmp_path, prepare=lambda trainer: trainer.add_callback(Average()))
+    assert json.loads((tmp_path / "oom_report.json").read_text())["checkpoint"] == str(tmp_path / "checkpoint-3")
+
+
+@pytest.mark.slow
+def test_clipping_that_never_fits_ends_the_run(tmp_path):
+    def fails(trainer):
+        def always(*args, **kwargs):
+            raise torch.OutOfMemoryError(OOM)
+
+        trainer.accelerator.clip_grad_norm_ = always
+
+    with pytest.raises(TrainingOutOfMemory, match="out of memory in clipping of step 1"):
+        train(tmp_path, prepare=fails)
+
+
+# ---- endings
+
+
+@pytest.mark.slow
+def test_the_end_can_be_caught(tmp_path):
+    """A sweep continues with its next trial; a program that run() starts ends with the code for relaunchers."""
+    assert issubclass(TrainingOutOfMemory, Exception)
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: train(tmp_path, Strikes({"forward": set(range(1, 10**4))})))
+    assert ended.value.code == 75
+
+
+def test_the_last_step_is_saved_before_it_is_explained(tmp_path, monkeypatch):
+    """An explanation takes an estimate, which may take long or fail, while other processes wait."""
+    from hf_memopt.trainer import ending
+
+    def slow(*args):
+        assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
+        raise KeyError("explaining failed")
+
+    monkeypatch.setattr(ending, "describe_failure", slow)
+    with pytest.raises(KeyError, match="explaining failed"):
+        train(tmp_path, prepare=lambda trainer: _fails_from_step(trainer, 2))
+
+
+def _fails_from_step(trainer, step: int):
+    forward = trainer.model.forward
+
+    @wraps(forward)
+    def too_much(*args, **kwargs):
+        if trainer.state.global_step >= step:
+            raise torch.OutOfMemoryError(OOM)
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = too_much
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_an_older_run_is_not_called_this_ones(tmp_path):
+    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    old = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]
+    with pytest.raises(TrainingOutOfMemory) as end:
+        train(tmp_path, prepare=lambda trainer: _fails_from_step(trainer, 2), seed=3, learning_rate=0.5)
+    assert end.value.report["checkpoint"].endswith("checkpoint-2")
+    new = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]
+    assert not torch.equal(old, new)

@@ -1,0 +1,155 @@
+"""MemoryTrainer's evaluation: smaller batches, metrics, logits that are kept as tokens."""
+
+import json
+from functools import wraps
+
+import numpy
+import pytest
+import torch
+from faults import Strikes
+from small_runs import OOM, QUIET, Rows, collate, llama, train
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_memopt import MemoryArguments, MemoryTrainer, TrainingOutOfMemory
+
+
+@pytest.mark.slow
+def test_evaluation_halves_its_batch(tmp_path):
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "max_steps": 4}
+    wanted = train(tmp_path / "plain", kind=Trainer, **fields)
+    found = train(tmp_path / "struck", Strikes({"eval": {20}}), **fields)
+    (event,) = found.events
+    assert (event["stage"], event["micro_batch_before"], event["micro_batch_after"]) == ("eval", 8, 4)
+    assert found.step == wanted.step and torch.equal(found.weights, wanted.weights)
+
+
+def _evaluated(kind, folder, metric, **memory):
+    """The metrics of a small language model's evaluation, two batches of unlike length."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1200,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            pad_token_id=0,
+        )
+    )
+    args = TrainingArguments(str(folder), remove_unused_columns=False, per_device_eval_batch_size=4, **QUIET)
+    given = {"memory_args": MemoryArguments(**memory)} if kind is MemoryTrainer else {}
+    trainer = kind(
+        model=model, args=args, eval_dataset=Rows(8), data_collator=collate, compute_metrics=metric, **given
+    )
+    return trainer.evaluate()
+
+
+def test_metrics_are_given_the_logits_unless_the_user_wants_tokens(tmp_path):
+    seen = []
+
+    def metric(prediction):
+        seen.append(prediction.predictions)
+        return {"mean": float(numpy.asarray(prediction.predictions[0:2, 0]).mean())}
+
+    for kind in (Trainer, MemoryTrainer):
+        _evaluated(kind, tmp_path, metric)
+    assert numpy.array_equal(*seen) and seen[1].ndim == 3
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.argmax(axis=2),
+        lambda logits: numpy.argmax(logits, axis=-1),
+        lambda logits: logits[:, :-1].argmax(-1),
+        lambda logits: logits[..., :-1, :].argmax(-1),
+        lambda logits: logits[:, :-1, :].argmax(axis=-1),
+        lambda logits: numpy.argmax(logits[2:, 1:][...], -1),
+        lambda logits: numpy.array([*logits.shape, logits.ndim, len(logits), *logits[1:, :3].shape]),
+        lambda logits: numpy.array([*numpy.shape(logits), numpy.ndim(logits)]),
+    ],
+)
+def test_what_reduced_logits_answer_is_what_the_logits_would(take, tmp_path):
+    seen = []
+
+    def metric(prediction):
+        seen.append(take(prediction.predictions))
+        return {"samples": float(len(prediction.label_ids))}
+
+    _evaluated(Trainer, tmp_path, metric)
+    _evaluated(MemoryTrainer, tmp_path, metric, reduce_eval_logits=True)
+    assert numpy.array_equal(*seen)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda logits: logits[0],
+        lambda logits: logits[:, 0],
+        lambda logits: logits[:, :, :10],
+        lambda logits: logits[..., :-1],
+        lambda logits: logits[[0, 1]],
+        lambda logits: logits[:, None],
+        lambda logits: logits[numpy.ones(len(logits), bool)],
+        lambda logits: logits.argmax(),
+        lambda logits: logits.argmax(1),
+        lambda logits: logits.max(-1),
+        lambda logits: logits.reshape(-1, 1200),
+        lambda logits: numpy.exp(logits),
+        lambda logits: logits + 1,
+        lambda logits: logits == 3,
+        lambda logits: numpy.asarray(logits),
+        lambda logits: numpy.concatenate([logits, logits]),
+        lambda logits: torch.from_numpy(logits),
+        lambda logits: torch.tensor(logits),
+        lambda logits: list(logits),
+        lambda logits: [row for row in zip(logits, logits, strict=True)],
+    ],
+)
+def test_whatever_else_is_asked_of_reduced_logits_is_refused(take, tmp_path):
+    def metric(prediction):
+        take(prediction.predictions)
+        return {}
+
+    with pytest.raises((TypeError, ValueError)):
+        _evaluated(MemoryTrainer, tmp_path, metric, reduce_eval_logits=True)
+
+
+def test_the_refusal_names_the_setting(tmp_path):
+    with pytest.raises(TypeError, match="reduce_eval_logits=True kept only their argmax: leave it out"):
+        _evaluated(MemoryTrainer, tmp_path, lambda prediction: prediction.predictions.mean(), reduce_eval_logits=True)
+
+
+def _no_room_for_evaluation(trainer):
+    forward = trainer.model.forward
+
+    @wraps(forward)
+    def too_much(*args, **kwargs):
+        if not trainer.model.training:
+            raise torch.OutOfMemoryError(OOM)
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = too_much
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_never_fits_costs_no_step(tmp_path):
+    fields = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 5}
+    wanted = train(tmp_path / "plain", kind=Trainer, max_steps=5)
+    with pytest.raises(TrainingOutOfMemory, match="the evaluation batch is one sample") as end:
+        train(tmp_path / "out", prepare=_no_room_for_evaluation, **fields)
+    assert end.value.report["checkpoint"].endswith("checkpoint-3")
+    found = train(tmp_path / "out", resume=True, max_steps=5)
+    assert torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_evaluate_alone_says_why_it_ended(tmp_path, caplog):
+    args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **QUIET)
+    trainer = MemoryTrainer(model=llama(), args=args, eval_dataset=Rows(8), data_collator=collate)
+    _no_room_for_evaluation(trainer)
+    with pytest.raises(TrainingOutOfMemory):
+        trainer.evaluate()
+    assert "out of memory in eval" in caplog.text
+    report = json.loads((tmp_path / "oom_report.json").read_text())
+    assert (report["stage"], report["checkpoint"]) == ("eval", None)

@@ -1,0 +1,207 @@
+"""The monitor beside a Trainer: its logs, trackers, console, and micro-batches that follow memory."""
+
+import json
+
+import pytest
+import torch
+from conftest import slow
+from small_runs import QUIET, Rows, collate, llama, train
+from test_monitor import GIB
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
+from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.trainer.batch_limit import BatchLimit
+
+# ---- the callback
+
+
+class Tracker(TrainerCallback):
+    """Stands where a tracker's callback stands, before the user's own."""
+
+    def __init__(self):
+        self.got = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.got.append(dict(logs))
+
+
+LOGGING = {
+    "logging_strategy": "steps",
+    "logging_steps": 2,
+    "max_steps": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 4,
+}
+
+
+def test_memory_is_logged_beside_the_loss(tmp_path):
+    tracker = Tracker()
+    train(tmp_path, prepare=lambda trainer: trainer.add_callback(tracker), **LOGGING)
+    shown = [logs for logs in tracker.got if "loss" in logs]
+    assert len(shown) == 2
+    assert shown[0]["memory/peak_allocated_gib"] == pytest.approx(peak_resident() / GIB, rel=0.2)
+    assert shown[0]["tokens_per_second"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "memory_log.jsonl").read_text().splitlines()]
+    assert {(line["phase"], line["step"]) for line in lines} == {
+        ("train", 2),
+        ("train", 4),
+        ("eval", 2),
+        ("eval", 4),
+        ("save", 4),
+    }
+    assert all(0 < line["allocated"] <= line["peak_allocated"] * 1.1 for line in lines)
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert any("memory/peak_allocated_gib" in entry for entry in state["log_history"])
+
+
+@pytest.mark.parametrize("tracker", [slow("tensorboard"), slow("trackio")])
+def test_trackers_get_memory_beside_the_loss(tracker, tmp_path, monkeypatch):
+    """Through Trainer's own report_to, where the tracker is installed."""
+    pytest.importorskip(tracker)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    sent = _spy(tracker, monkeypatch)
+
+    def prepare(trainer):
+        trainer.show_predicted_peak(3 * GIB)
+
+    train(tmp_path, prepare=prepare, **LOGGING | {"report_to": tracker})
+    assert {"train/loss", "train/memory/peak_allocated_gib"} <= sent.keys()
+    assert sent["train/memory/predicted_peak_allocated_gib"] == 3.0
+
+
+def _spy(tracker: str, monkeypatch) -> dict[str, float]:
+    """What the tracker is asked to keep; it keeps it, too."""
+    sent: dict[str, float] = {}
+    if tracker == "trackio":
+        import trackio
+
+        real = trackio.log
+        monkeypatch.setattr(
+            trackio, "log", lambda logs, *rest, **named: (sent.update(logs), real(logs, *rest, **named))
+        )
+        return sent
+    from torch.utils.tensorboard import SummaryWriter
+
+    scalar = SummaryWriter.add_scalar
+
+    def add_scalar(writer, name, value, *rest, **named):
+        sent[name] = value
+        return scalar(writer, name, value, *rest, **named)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    return sent
+
+
+def test_the_console_stays_readable(tmp_path, capsys):
+    train(tmp_path, max_steps=2, logging_strategy="steps", logging_steps=1)
+    shown = capsys.readouterr().out
+    assert "'loss'" in shown and "memory/" not in shown
+
+
+def test_any_trainer_can_have_it(tmp_path):
+    tracker = Tracker()
+
+    def prepare(trainer):
+        trainer.add_callback(tracker)
+        MemoryCallback(predicted_peak_bytes=3 * GIB).attach(trainer)
+
+    train(tmp_path, kind=Trainer, prepare=prepare, **LOGGING)
+    shown = [logs for logs in tracker.got if "loss" in logs]
+    assert all("memory/allocated_gib" in logs for logs in shown)
+    assert [logs["memory/predicted_peak_allocated_gib"] for logs in shown] == [3.0, 3.0]
+
+
+def _watched(capacity: float, **arguments):
+    """A MemoryTrainer that believes its tensors fill shares of a device; the real counters of a CPU do not move so."""
+
+    def prepare(trainer):
+        trainer.memory_args = MemoryArguments(**arguments)
+        trainer.limit._patience = trainer.memory_args.adjustment_frequency
+        largest = [0]
+
+        def allocated():
+            if trainer._runner.stage == "forward" and trainer._runner.running[0] is not None:
+                micro, rows = trainer._runner.running
+                largest[0] = micro.elements * rows // micro.samples
+                return int((0.3 + largest[0] / 350) * capacity)
+            return int(0.3 * capacity)
+
+        trainer._pressure.reader.allocated = allocated
+        trainer._callback.monitor = MemoryMonitor(device="cpu", limit=int(capacity))
+
+    return prepare
+
+
+def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path, capsys):
+    """Batches of up to 4 × 29 × 3 elements take up to 99 % on top of the 30 % that rest there."""
+    fields = {"max_steps": 30, "learning_rate": 0.0, "logging_strategy": "steps", "logging_steps": 1}
+    found = train(tmp_path, prepare=_watched(16 * GIB, adjustment_frequency=2), **fields)
+    kinds = [event["event"] for event in found.events]
+    assert "micro_batch_lowered" in kinds and "oom_recovered" not in kinds
+    first = next(event for event in found.events if event["event"] == "micro_batch_lowered")
+    assert (first["micro_batch_before"], first["micro_batch_after"]) == (4, 2)
+    assert first["status"] in ("critical", "emergency")
+    dashboard = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[Step ")]
+    (reduced,) = [line for line in dashboard if line.startswith(f"[Step {first['step'] + 1}]")]
+    assert reduced.endswith(f"Status: {first['status']} - batch reduced to 2 samples at once")
+    # No oscillation: each failure doubles the wait for the next growth.
+    assert kinds.count("micro_batch_lowered") <= 5
+
+
+@pytest.mark.slow
+def test_lowering_keeps_the_result(tmp_path):
+    wanted = train(tmp_path / "plain", kind=Trainer, max_steps=6)
+    found = train(tmp_path / "watched", prepare=_watched(16 * GIB), max_steps=6)
+    assert found.events and torch.allclose(found.weights, wanted.weights, rtol=0, atol=1e-9)
+
+
+def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
+    fields = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 6,
+        **QUIET,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+    }
+
+    def trainer(largest):
+        args = TrainingArguments(str(tmp_path), remove_unused_columns=False, **fields)
+        return MemoryTrainer(
+            model=llama(),
+            args=args,
+            train_dataset=Rows(),
+            data_collator=collate,
+            memory_args=MemoryArguments(max_batch_size=largest, adjustment_frequency=2),
+        )
+
+    grown = trainer(8)
+    assert (grown.args.per_device_train_batch_size, grown.args.gradient_accumulation_steps) == (8, 1)
+    grown.train()
+    sizes = [event for event in grown.memory_events if event["event"] == "micro_batch_restored"]
+    assert sizes, "memory was free, so micro-batches grew"
+    first, at_once = sizes[0]["step"], sizes[0]["samples_at_once"]
+    assert 2 < at_once <= 8 and "piece_elements" in sizes[0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"[Step {first + 1}]")]
+    assert line.endswith(f"Status: normal - batch restored to {at_once} samples at once")
+    assert grown._runner.window.started[0].size == 8
+    with pytest.raises(InputError, match="max_batch_size=3 does not divide the 8 samples"):
+        trainer(3)
+
+
+def test_no_chunk_is_smaller_than_the_fewest_samples():
+    limit = BatchLimit(patience=1, min_samples=4)
+    assert limit.halve(16, 1600) == 8 and limit.halve(8, 800) == 4 and limit.halve(4, 400) == 4
+    assert limit.chunk_size(16, 1600) == 4 and limit.chunk_size(3, 10**6) == 3
+
+
+def test_chunks_grow_in_steps():
+    """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
+    limit, sizes = BatchLimit(patience=3, first_samples=2), []
+    for step in range(12):
+        sizes.append(limit.chunk_size(16, 1600))
+        assert limit.count_quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
+    assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
