@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_memopt import MemoryArguments
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, one_line
-from hf_memopt.levers.answer_logits import with_few_logits
+from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.trainer.video_trainer import VideoTrainer
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.encoder import Encoder

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None):
     # After start(), which sets the environment variables that torch reads once.
     from transformers import AutoModelForImageTextToText
 
-    from hf_memopt.levers.answer_logits import with_few_logits
+    from hf_memopt.levers.few_logits import with_few_logits
     from hf_memopt.recipe.video_tier import remember_clips
     from hf_memopt.trainer.video_trainer import VideoTrainer
     from hf_memopt.video.collator import VideoCollator

@@ -1,22 +1,29 @@
 """The table of what to change: nothing in it is proposed that the project itself refuses."""
 
+import importlib
 import itertools
 from dataclasses import replace
+from pkgutil import iter_modules
 
 import pytest
 
 from hf_memopt.compatibility.setup import Setup, refusals
 from hf_memopt.errors import InputError
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers import changes
+from hf_memopt.levers import changes, features
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.changes import Change, JobFacts, advice, proposals, training_fields
+from hf_memopt.levers.change import Change
+from hf_memopt.levers.changes import JobFacts, advice, proposals, training_fields
 from hf_memopt.levers.refusals import check_levers
 from hf_memopt.oom.causes import _BY_STAGE, guess_job
 from hf_memopt.planner.choices import SearchSpace
 from hf_memopt.presets import get_preset, list_presets
 
-TABLE = {name: value for name, value in vars(changes).items() if isinstance(value, Change)}
+MODULES = [
+    changes,
+    *(importlib.import_module(f"{features.__name__}.{one.name}") for one in iter_modules(features.__path__)),
+]
+TABLE = {name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, Change)}
 DEVICES = ("cuda", "rocm", "mps", "xpu", "cpu")
 ENGINES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp", "tp")
 NAMES = {"none": "none", "ddp": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "hsdp": "mesh", "tp": "mesh"}

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError
-from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.program import run
 from hf_memopt.video import media
 from hf_memopt.video.bad_videos import BadVideos

@@ -8,20 +8,20 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.suggestions import Saving, changed_job, job_facts
 from hf_memopt.estimator.tracing.parallel import one_by_one
+from hf_memopt.levers.change import Change
 from hf_memopt.levers.changes import (
     ADAM_8BIT,
     CHECKPOINTING,
     EVAL_BATCH,
     LORA,
-    LOSS_CHUNKS,
-    OPTIMIZER_OFFLOAD,
     QLORA,
     SHORTER,
     ZERO3,
     ZERO3_OFFLOAD,
-    Change,
     JobFacts,
 )
+from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
+from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 
 
 def _single_sample(job: JobFacts) -> dict[str, int] | None:

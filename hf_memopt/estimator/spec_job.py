@@ -20,8 +20,8 @@ from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.presets import Preset
 from hf_memopt.presets.accelerate_config import FSDP2
 from hf_memopt.presets.arguments import OLD_NAMES, resolve

@@ -3,12 +3,10 @@
 import functools
 import inspect
 from contextlib import contextmanager
-from dataclasses import replace as replace_fields
 
 import torch
 
 from hf_memopt.errors import InputError
-from hf_memopt.levers.arguments import CHUNK, MemoryArguments
 from hf_memopt.levers.language_model import IGNORED, has_no_values, inner_model, shifted_labels, uses_loss_function
 from hf_memopt.levers.replaced import replace
 
@@ -39,21 +37,6 @@ def keep_answer_logits(model) -> None:
         return forward(*args, labels=labels, logits_to_keep=kept, shift_labels=shifted[:, kept], **kwargs)
 
     replace(inner, "forward", with_fewer_logits)
-
-
-def with_few_logits(memory_args: MemoryArguments, config) -> MemoryArguments:
-    """Keep a video model from computing the logits of all positions.
-
-    Sets logits_to_keep where its forward takes that, else loss_chunk_size. An explicit loss_chunk_size stays.
-    """
-    from transformers import AutoModelForImageTextToText
-
-    kind = AutoModelForImageTextToText._model_mapping[type(config)]
-    if memory_args.loss_chunk_size is not None or not uses_loss_function(kind):
-        return memory_args
-    if "logits_to_keep" in inspect.signature(kind.forward).parameters:
-        return replace_fields(memory_args, logits_to_keep=True)
-    return replace_fields(memory_args, loss_chunk_size=CHUNK)
 
 
 @contextmanager

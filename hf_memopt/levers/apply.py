@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.replaced import replace
 from hf_memopt.levers.sharded_gradients import reduce_at_once
 
@@ -16,53 +16,8 @@ def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0
     Raises:
         InputError: a memory feature does not support this model.
     """
-    if memory_args.quantized_experts:
-        from hf_memopt.levers.quantized_experts import quantize_experts
-
-        quantize_experts(model)
-    if memory_args.sliding_window is not None:
-        from hf_memopt.levers.sliding_window import set_window
-
-        set_window(model, memory_args.sliding_window)
-    if memory_args.sparse_block_size is not None:
-        from hf_memopt.levers.sparse_attention import attend_to_blocks
-
-        attend_to_blocks(
-            model, memory_args.sparse_block_size, memory_args.num_local_blocks, memory_args.num_global_blocks
-        )
-    if memory_args.frozen_without_grad:
-        from hf_memopt.levers.frozen_modules import run_frozen_without_grad
-
-        run_frozen_without_grad(model)
-    if memory_args.loss_chunk_size is not None:
-        from hf_memopt.levers.chunked_loss import chunk_loss
-
-        chunk_loss(model, memory_args.loss_chunk_size, label_smoothing)
-    if memory_args.mlp_tile_size is not None:
-        from hf_memopt.levers.tiled_mlp import tile_mlps
-
-        tile_mlps(model, memory_args.mlp_tile_size)
-    if memory_args.logits_to_keep:
-        from hf_memopt.levers.answer_logits import keep_answer_logits
-
-        keep_answer_logits(model)
-    from hf_memopt.levers.selective_checkpointing import checkpoint_in_part, keep_chosen_layers
-
-    keep_chosen_layers(model)
-    if memory_args.checkpoint_ratio is not None or memory_args.checkpoint_keeps is not None:
-        checkpoint_in_part(model, memory_args.checkpoint_ratio, memory_args.checkpoint_keeps)
-    if memory_args.weight_streaming:
-        from hf_memopt.levers.weight_streaming import stream_weights
-
-        stream_weights(model, memory_args.weight_streaming_ratio)
-    if memory_args.activation_offload:
-        from hf_memopt.levers.activation_offload import offload_activations
-
-        offload_activations(model, compressed=memory_args.activation_compression is not None)
-    elif memory_args.activation_compression is not None:
-        from hf_memopt.levers.activation_compression import compress_activations
-
-        compress_activations(model)
+    for feature in sorted(FEATURES, key=lambda feature: feature.order):
+        feature.put_on(memory_args, model, label_smoothing)
 
 
 def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
@@ -88,18 +43,8 @@ def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
         optimizer = create(*args, **kwargs)
         if not any(optimizer is other for other in changed):
             changed.append(optimizer)
-            _change(optimizer, memory_args, host)
+            for feature in FEATURES:
+                feature.put_on_optimizer(memory_args, optimizer, host)
         return optimizer
 
     return create_changed
-
-
-def _change(optimizer, memory_args: MemoryArguments, host: dict[str, Any]) -> None:
-    if memory_args.optimizer_in_backward:
-        from hf_memopt.levers.optimizer_in_backward import step_in_backward
-
-        step_in_backward(optimizer)
-    if memory_args.optimizer_cpu_offload:
-        from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
-
-        keep_on_host(optimizer, **host)

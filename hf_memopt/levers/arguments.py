@@ -5,6 +5,20 @@ from typing import Any
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import check_value, hints_of
+from hf_memopt.levers.feature import Feature
+from hf_memopt.levers.features.activations import Activations
+from hf_memopt.levers.features.answer_logits import AnswerLogits
+from hf_memopt.levers.features.attention import SlidingWindow, SparseAttention
+from hf_memopt.levers.features.checkpointing import Checkpointing
+from hf_memopt.levers.features.compile_budget import CompileBudget
+from hf_memopt.levers.features.eval_logits import EvalLogits
+from hf_memopt.levers.features.experts import Experts
+from hf_memopt.levers.features.frozen import Frozen
+from hf_memopt.levers.features.loss_chunks import LossChunks
+from hf_memopt.levers.features.mlp_tiles import MlpTiles
+from hf_memopt.levers.features.optimizers import AdamMiniStates, OptimizerInBackward, OptimizerOffload
+from hf_memopt.levers.features.streaming import Streaming
+from hf_memopt.levers.features.token_budget import TokenBudget
 
 # Shares of device memory: target, warning, critical and emergency threshold.
 PROFILES = {
@@ -19,36 +33,13 @@ PLAN_PROFILES = {
     "aggressive": ("aggressive", PROFILES["aggressive"][0]),
     "maximum": ("aggressive", PROFILES["aggressive"][1]),
 }
-CHUNK = 1024  # tokens: the loss_chunk_size that this package itself chooses
-CHOICES = {
-    "loss_reduction": ("sample_mean", "token_mean"),
-    "activation_compression": ("int8",),
-    "checkpoint_keeps": ("attention", "matmuls"),
-}
-_POSITIVE = (
-    "min_batch_size",
-    "max_batch_size",
-    "adjustment_frequency",
-    "max_memory_gib",
-    "loss_chunk_size",
-    "mlp_tile_size",
-    "sliding_window",
-    "max_tokens_per_batch",
-    "sparse_block_size",
-)
+LOSS_REDUCTIONS = ("sample_mean", "token_mean")
 THRESHOLDS = ("target_memory_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
 
 
 @dataclass
-class MemoryArguments:
-    """Memory monitoring, OOM recovery and memory features, parsed by HfArgumentParser beside TrainingArguments.
-
-    What TrainingArguments can express stays there: per_device_train_batch_size is the micro-batch,
-    torch_empty_cache_steps empties the allocator's cache, activation_checkpointing checkpoints layers.
-
-    Raises:
-        InputError: an invalid value, or values that contradict each other.
-    """
+class RecoveryArguments:
+    """Monitoring and OOM recovery."""
 
     oom_recovery: bool = field(
         default=True, metadata={"help": "After an OOM, retry the step in smaller chunks of the micro-batch."}
@@ -106,102 +97,37 @@ class MemoryArguments:
     snapshot_on_oom: bool = field(
         default=False, metadata={"help": "On CUDA, write a snapshot of the last allocations on an OOM."}
     )
-    reduce_eval_logits: bool = field(
-        default=False,
-        metadata={
-            "help": "During evaluation keep each token's argmax instead of its logits. compute_metrics must need "
-            "nothing else."
-        },
-    )
 
-    loss_chunk_size: int | None = field(
-        default=None,
-        metadata={"help": "Compute logits and loss for this many tokens at a time. The loss does not change."},
-    )
-    mlp_tile_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Run MLPs on this many tokens at a time, and compute their intermediates again in backward."
-        },
-    )
-    max_tokens_per_batch: int | None = field(
-        default=None,
-        metadata={"help": "Largest number of padded tokens in a micro-batch; replaces per_device_train_batch_size."},
-    )
-    logits_to_keep: bool = field(
-        default=False, metadata={"help": "Compute logits only where there are labels: for answers, not for prompts."}
-    )
-    activation_compression: str | None = field(
-        default=None,
-        metadata={"help": "int8: store activations, or the layer inputs that checkpointing stores, in 8 bits."},
-    )
-    activation_offload: bool = field(
-        default=False, metadata={"help": "Offload activations to host memory between forward and backward."}
-    )
-    weight_streaming: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep frozen weights in host memory, each process its own, and fetch each layer's while it runs."
-        },
-    )
-    weight_streaming_ratio: float = field(
-        default=1.0,
-        metadata={"help": "With weight_streaming: share of the layers that are streamed, evenly spread."},
-    )
-    checkpoint_ratio: float | None = field(
-        default=None, metadata={"help": "Share of the layers that are checkpointed, evenly spread."}
-    )
-    checkpoint_keeps: str | None = field(
-        default=None,
-        metadata={
-            "help": "What checkpointed layers store instead of recomputing it: attention (its outputs), or matmuls "
-            "(attention's and every second matmul's outputs)."
-        },
-    )
-    compile_memory_budget: float | None = field(
-        default=None, metadata={"help": "With torch_compile: share of the activations that is stored, from 0 to 1."}
-    )
-    frozen_without_grad: bool = field(
-        default=True, metadata={"help": "Run frozen modules under no_grad where no input requires a gradient."}
-    )
-    quantized_experts: bool = field(
-        default=False,
-        metadata={
-            "help": "With 4-bit weights: quantize the experts of MoE layers, too, which stay in 16 bits otherwise."
-        },
-    )
-    adam_mini: bool = field(
-        default=False, metadata={"help": "Use Adam-mini instead of `optim`: one second moment per block of weights."}
-    )
-    optimizer_cpu_offload: bool = field(
-        default=False,
-        metadata={"help": "Keep optimizer states in host memory and step on the CPU. For a single device."},
-    )
-    optimizer_in_backward: bool = field(
-        default=False,
-        metadata={
-            "help": "Update each weight during backward and free its gradient at once. Needs "
-            "gradient_accumulation_steps=1 and max_grad_norm=0."
-        },
-    )
-    sliding_window: int | None = field(
-        default=None, metadata={"help": "Attention window in tokens, the current token included."}
-    )
-    sparse_block_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Block-sparse attention with blocks of this many tokens. Multiples of 128 suit flex attention's "
-            "kernels best."
-        },
-    )
-    num_local_blocks: int = field(
-        default=4,
-        metadata={"help": "With sparse_block_size: preceding blocks that a token attends to."},
-    )
-    num_global_blocks: int = field(
-        default=1,
-        metadata={"help": "With sparse_block_size: first blocks of a sequence that all its tokens attend to."},
-    )
+
+@dataclass
+class MemoryArguments(
+    # Their fields come in reverse, RecoveryArguments' first. A new memory feature is a name here.
+    Frozen,
+    SparseAttention,
+    SlidingWindow,
+    OptimizerInBackward,
+    OptimizerOffload,
+    AdamMiniStates,
+    Experts,
+    CompileBudget,
+    Checkpointing,
+    Streaming,
+    Activations,
+    AnswerLogits,
+    TokenBudget,
+    MlpTiles,
+    LossChunks,
+    EvalLogits,
+    RecoveryArguments,
+):
+    """Memory monitoring, OOM recovery and memory features, parsed by HfArgumentParser beside TrainingArguments.
+
+    What TrainingArguments can express stays there: per_device_train_batch_size is the micro-batch,
+    torch_empty_cache_steps empties the allocator's cache, activation_checkpointing checkpoints layers.
+
+    Raises:
+        InputError: an invalid value, or values that contradict each other.
+    """
 
     def __post_init__(self) -> None:
         for name, hint in hints_of(type(self)).items():
@@ -215,24 +141,12 @@ class MemoryArguments:
         if not 0 < values[0] <= values[1] <= values[2] <= values[3] <= 1:
             settings = ", ".join(f"{name}={value}" for name, value in zip(THRESHOLDS, values, strict=True))
             raise InputError(f"thresholds must rise and lie between 0 and 1: {settings}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"{name}={value} must be above 0")
-        for name in ("num_local_blocks", "num_global_blocks"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}={getattr(self, name)} must be 0 or more")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in (None, *known):
-                raise choose(name, getattr(self, name), known)
-        if not 0 < self.weight_streaming_ratio <= 1:
-            raise InputError(
-                f"weight_streaming_ratio={self.weight_streaming_ratio} must lie above 0 and up to 1 (all layers)"
-            )
-        for name, nothing in (("checkpoint_ratio", "no layer"), ("compile_memory_budget", "inputs alone")):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise InputError(f"{name}={value} must lie between 0 ({nothing}) and 1 (all)")
+        for name in ("min_batch_size", "max_batch_size", "adjustment_frequency", "max_memory_gib"):
+            _check_above_zero(self, name)
+        if self.loss_reduction not in (None, *LOSS_REDUCTIONS):
+            raise choose("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        for feature in FEATURES:
+            _check_values(feature, self)
         step_ranges(self.snapshot_steps)
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
@@ -249,13 +163,37 @@ class MemoryArguments:
 
     def levers(self) -> dict[str, Any]:
         """Memory features that are on, and those on by default that are off: name -> value."""
-        # The fields before reduce_eval_logits are about monitoring and recovery.
-        features = self.names()[self.names().index("reduce_eval_logits") :]
+        recovery = {item.name for item in fields(RecoveryArguments)}
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.name in features and getattr(self, item.name) != item.default
+            if item.name not in recovery and getattr(self, item.name) != item.default
         }
+
+
+# In the order of their fields.
+FEATURES: tuple[type[Feature], ...] = tuple(
+    base for base in reversed(MemoryArguments.__bases__) if issubclass(base, Feature)
+)
+
+
+def _check_values(feature: type[Feature], on: MemoryArguments) -> None:
+    for name in feature.above_zero:
+        _check_above_zero(on, name)
+    for name, nothing in feature.shares.items():
+        value = getattr(on, name)
+        if value is not None and not 0 <= value <= 1:
+            raise InputError(f"{name}={value} must lie between 0 ({nothing}) and 1 (all)")
+    for name, known in feature.choices.items():
+        if getattr(on, name) not in (None, *known):
+            raise choose(name, getattr(on, name), known)
+    feature.check(on)
+
+
+def _check_above_zero(on: MemoryArguments, name: str) -> None:
+    value = getattr(on, name)
+    if value is not None and value <= 0:
+        raise InputError(f"{name}={value} must be above 0")
 
 
 def step_ranges(steps: str) -> list[tuple[int, int]]:

@@ -4,19 +4,19 @@ A row proposes nothing that the compatibility table or another memory feature re
 the next error.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.setup import Setup
 from hf_memopt.compatibility.setup import refusals as setup_refusals
-from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.arguments import FEATURES, MemoryArguments
+from hf_memopt.levers.change import Change
+from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 from hf_memopt.levers.refusals import refusals as lever_refusals
 
-CHUNK = 1024  # tokens whose logits a chunked loss holds at once
 SHORTEST = 512  # tokens: shorter samples than these are not proposed
-_MOST_PIECES = 32  # of a micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,47 +79,6 @@ def training_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _always(job: JobFacts) -> bool:
-    return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A row of the table.
-
-    Attributes:
-        settings: what it sets: fields of TrainingArguments and MemoryArguments, strategy, method, dtype, seq_len and
-            max_frames. Empty for advice that is no setting of a job.
-        applies: whether it changes anything for a job.
-        compute: the settings, where they follow from the job's own; None where it changes nothing.
-        label: how it is written; by default name=value.
-        effect: what it does, in a few words.
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    applies: Callable[[JobFacts], bool] = _always
-    compute: Callable[[JobFacts], Mapping[str, Any] | None] | None = None
-    label: str = ""
-    effect: str = ""
-
-    def settings_for(self, job: JobFacts) -> Mapping[str, Any] | None:
-        """What it sets for a job; None where it changes nothing, or where the job could not run with it."""
-        settings = self.compute(job) if self.compute else self.settings if self.applies(job) else None
-        if settings is None:
-            return None
-        # What is refused already is another matter, and no reason against this change.
-        refused = job.changed(settings).refusals() - job.refusals()
-        return None if refused else settings
-
-    def written(self, settings: Mapping[str, Any]) -> str:
-        """The settings as a command line takes them."""
-        return self.label or ", ".join(f"{name}={_as_text(value)}" for name, value in settings.items())
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def proposals(job: JobFacts, changes: Iterable[Change]) -> Iterator[tuple[Change, Mapping[str, Any]]]:
     """Those of the changes that the job can take, each with its settings."""
     for change in changes:
@@ -153,33 +112,6 @@ def _shorten(job: JobFacts) -> dict[str, int] | None:
     return {"seq_len": job.seq_len // 2} if job.seq_len and job.seq_len > SHORTEST else None
 
 
-def _chunk_loss(job: JobFacts) -> dict[str, int] | None:
-    if job.memory_args.loss_chunk_size is not None or job.task != "causal-lm":
-        return None
-    if job.seq_len is None:
-        return {"loss_chunk_size": CHUNK}
-    tokens = _tokens(job)
-    return {"loss_chunk_size": min(_piece(tokens), tokens // 2)} if tokens > CHUNK // 4 else None
-
-
-def _tile_mlps(job: JobFacts) -> dict[str, int] | None:
-    """Of long micro-batches whose layers are checkpointed: one layer's MLP is then the peak beside the logits."""
-    if job.memory_args.mlp_tile_size is not None or not job.setup.activation_checkpointing:
-        return None
-    tokens = _tokens(job)
-    return {"mlp_tile_size": _piece(tokens)} if tokens >= 4 * CHUNK else None
-
-
-def _tokens(job: JobFacts) -> int:
-    """Of a micro-batch."""
-    return (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
-
-
-def _piece(tokens: int) -> int:
-    """Tokens computed at once: more of a very large micro-batch, whose pieces take time and save little each."""
-    return max(CHUNK, tokens // _MOST_PIECES)
-
-
 def _evaluates(job: JobFacts) -> bool:
     if job.training is None:
         return True
@@ -202,22 +134,6 @@ CHECKPOINTING = Change(
     label="activation_checkpointing=true",
     effect="activations are computed again in the backward pass instead of kept",
 )
-LOSS_CHUNKS = Change(
-    settings={"loss_chunk_size": CHUNK}, compute=_chunk_loss, effect="logits of so many tokens at once"
-)
-MLP_TILES = Change(
-    settings={"mlp_tile_size": CHUNK}, compute=_tile_mlps, effect="the MLP's intermediates for so many tokens at once"
-)
-COMPRESSION = Change(
-    settings={"activation_compression": "int8"},
-    applies=lambda job: job.memory_args.activation_compression is None,
-    effect="activations are kept in 8 bits",
-)
-ACTIVATION_OFFLOAD = Change(
-    settings={"activation_offload": True},
-    applies=lambda job: job.discrete_memory and not job.memory_args.activation_offload,
-    effect="activations wait in host memory for the backward pass",
-)
 MICRO_BATCH = Change(compute=_halve_micro_batch)
 SMALLER_BATCH = Change(label="half the per_device_train_batch_size, twice the gradient_accumulation_steps")
 SHORTER = Change(compute=_shorten)
@@ -228,12 +144,6 @@ ADAM_8BIT = Change(
     settings={"optim": "adamw_8bit"},
     applies=lambda job: _trains_all(job) and job.setup.optim.startswith("adamw_torch"),
     effect="2 bytes a weight instead of 8",
-)
-OPTIMIZER_OFFLOAD = Change(
-    # The fused AdamW has a fast step on the host; levers.refusals lists what has none.
-    settings={"optimizer_cpu_offload": True, "optim": "adamw_torch_fused"},
-    applies=lambda job: _trains_all(job) and job.discrete_memory and not job.memory_args.optimizer_cpu_offload,
-    effect="optimizer states in host memory, for one device",
 )
 BF16_WEIGHTS = Change(
     settings={"dtype": "bfloat16"},
@@ -307,9 +217,7 @@ MEMORY_LIMIT = Change(label="max_memory_gib", effect="where several jobs share a
 # What an estimate tries, one at a time, to see which saves most.
 ESTIMATED = (
     CHECKPOINTING,
-    LOSS_CHUNKS,
-    MLP_TILES,
-    COMPRESSION,
+    *(feature.proposed for feature in FEATURES if feature.proposed),
     MICRO_BATCH,
     EVAL_BATCH,
     ADAM_8BIT,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
+from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.classify import Diagnosis, OomKind
 from hf_memopt.units import GIB, gib
@@ -45,7 +46,7 @@ _BY_STAGE = {
     ),
     "step": (
         "activations and logits of a micro-batch do not fit beside weights, gradients and optimizer states",
-        (changes.CHECKPOINTING, changes.LOSS_CHUNKS, changes.SMALLER_BATCH),
+        (changes.CHECKPOINTING, LOSS_CHUNKS, changes.SMALLER_BATCH),
     ),
 }
 _LATER = (

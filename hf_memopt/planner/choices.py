@@ -16,15 +16,11 @@ from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_job import model_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.changes import (
-    ACTIVATION_OFFLOAD,
-    ADAM_8BIT,
-    CHUNK,
-    COMPRESSION,
-    LOSS_CHUNKS,
-    OPTIMIZER_OFFLOAD,
-    JobFacts,
-)
+from hf_memopt.levers.change import CHUNK
+from hf_memopt.levers.changes import ADAM_8BIT, JobFacts
+from hf_memopt.levers.features.activations import ACTIVATION_OFFLOAD, COMPRESSION
+from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
+from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.packages import is_installed

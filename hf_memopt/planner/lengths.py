@@ -10,7 +10,8 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.levers.changes import CHUNK, MLP_TILES
+from hf_memopt.levers.change import CHUNK
+from hf_memopt.levers.features.mlp_tiles import MLP_TILES
 from hf_memopt.levers.refusals import refusals
 from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice, list_choices

@@ -23,7 +23,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.tracing.extrapolate import FEWEST, count_layers, extrapolate_peaks, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.hardware import Hardware
-from hf_memopt.levers.changes import CHUNK
+from hf_memopt.levers.change import CHUNK
 from hf_memopt.planner.choices import Choice
 
 # Bytes of 8-bit activations of those in 16 bits (benchmarks/results/levers.json: 0.516, and 0.258 of 32 bits).

@@ -22,8 +22,8 @@ from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.training_fields import evaluates
 from hf_memopt.files import write_whole
-from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.video_tiers import TIERS_FILE
 from hf_memopt.units import GIB

@@ -20,8 +20,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job as EstimatedJob
 from hf_memopt.files import user_path, write_json
-from hf_memopt.levers.answer_logits import with_few_logits
 from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.planner.video_tiers import (
     SHARE,
     Given,

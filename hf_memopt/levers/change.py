@@ -1,0 +1,59 @@
+"""A change that saves memory, as a row of changes.py or a memory feature declares it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CHUNK = 1024  # tokens: what this package itself computes at once
+_MOST_PIECES = 32  # of a micro-batch
+
+
+def _always(job) -> bool:
+    return True
+
+
+def micro_batch_tokens(job) -> int:
+    """Tokens of a job's micro-batch (changes.JobFacts)."""
+    return (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
+
+
+def piece(tokens: int) -> int:
+    """Tokens computed at once: more of a very large micro-batch, whose pieces take time and save little each."""
+    return max(CHUNK, tokens // _MOST_PIECES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A row of the table.
+
+    Attributes:
+        settings: what it sets: fields of TrainingArguments and MemoryArguments, strategy, method, dtype, seq_len and
+            max_frames. Empty for advice that is no setting of a job.
+        applies: whether it changes anything for a job, a changes.JobFacts.
+        compute: the settings, where they follow from the job's own; None where it changes nothing.
+        label: how it is written; by default name=value.
+        effect: what it does, in a few words.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    applies: Callable[[Any], bool] = _always
+    compute: Callable[[Any], Mapping[str, Any] | None] | None = None
+    label: str = ""
+    effect: str = ""
+
+    def settings_for(self, job) -> Mapping[str, Any] | None:
+        """What it sets for a job; None where it changes nothing, or where the job could not run with it."""
+        settings = self.compute(job) if self.compute else self.settings if self.applies(job) else None
+        if settings is None:
+            return None
+        # What is refused already is another matter, and no reason against this change.
+        refused = job.changed(settings).refusals() - job.refusals()
+        return None if refused else settings
+
+    def written(self, settings: Mapping[str, Any]) -> str:
+        """The settings as a command line takes them."""
+        return self.label or ", ".join(f"{name}={_as_text(value)}" for name, value in settings.items())
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,73 @@
+"""What a memory feature declares beside its arguments; MemoryArguments is made of all features (arguments.py)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_memopt.levers.change import Change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """The other settings of a job.
+
+    Attributes:
+        fields: TrainingArguments fields that differ from their defaults.
+        engine: none, ddp, fsdp1, fsdp2, mesh or deepspeed.
+        zero_stage: DeepSpeed's.
+        device: cuda, rocm, mps, xpu or cpu.
+    """
+
+    fields: dict[str, Any]
+    engine: str = "none"
+    zero_stage: int = 0
+    device: str = "cuda"
+
+    @property
+    def shards(self) -> bool:
+        """Whether processes hold parts of weights, gradients or optimizer states."""
+        return self.engine in ("fsdp1", "fsdp2", "mesh", "deepspeed")
+
+
+@dataclass
+class Feature:
+    """The base of features, dataclasses whose fields are arguments. Hooks take MemoryArguments, `on`.
+
+    Attributes:
+        above_zero: fields that must be, where they are set.
+        shares: fields from 0 to 1, and what 0 stands for.
+        choices: fields and their values beside None.
+        order: features are put on a model in rising order, equal ones as MemoryArguments lists them.
+        proposed: the change that estimates try where memory is short.
+    """
+
+    above_zero: ClassVar[tuple[str, ...]] = ()
+    shares: ClassVar[dict[str, str]] = {}
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
+    order: ClassVar[int] = 0
+    proposed: ClassVar[Change | None] = None
+
+    @staticmethod
+    def check(on) -> None:
+        """Refuse values that above_zero, shares and choices do not.
+
+        Raises:
+            InputError: a value that cannot be used.
+        """
+
+    @staticmethod
+    def refused(on, around: Around) -> Iterator[str]:
+        """A sentence for each setting that the feature does not go with."""
+        return iter(())
+
+    @staticmethod
+    def put_on(on, model, label_smoothing: float) -> None:
+        """Change a model.
+
+        Raises:
+            InputError: the feature does not support it.
+        """
+
+    @staticmethod
+    def put_on_optimizer(on, optimizer, host: dict[str, Any]) -> None:
+        """Change an optimizer; `host` has the keyword arguments of keep_on_host()."""

@@ -1,0 +1,34 @@
+"""quantized_experts (levers/quantized_experts.py): the experts of MoE layers in 4 bits."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hf_memopt.levers.feature import Feature
+
+
+@dataclass
+class Experts(Feature):
+    quantized_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "With 4-bit weights: quantize the experts of MoE layers, too, which stay in 16 bits otherwise."
+        },
+    )
+    order: ClassVar = -1  # before others wrap the modules that it replaces
+
+    @staticmethod
+    def refused(on, around):
+        if not on.quantized_experts:
+            return
+        if around.fields.get("torch_compile"):
+            yield "quantized_experts chooses which tensors to save, as torch_compile does: use one of them"
+        if around.engine in ("fsdp1", "fsdp2", "mesh") or around.zero_stage == 3:
+            name = "ZeRO-3" if around.zero_stage == 3 else around.engine
+            yield f"quantized_experts needs whole weights, and {name} shards them: leave it out"
+
+    @staticmethod
+    def put_on(on, model, label_smoothing):
+        if on.quantized_experts:
+            from hf_memopt.levers.quantized_experts import quantize_experts
+
+            quantize_experts(model)

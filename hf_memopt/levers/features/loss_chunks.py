@@ -1,0 +1,50 @@
+"""loss_chunk_size (chunked_loss.py): logits and loss of a few tokens at a time."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hf_memopt.levers.change import CHUNK, Change, micro_batch_tokens, piece
+from hf_memopt.levers.feature import Feature
+
+
+def _chunk_loss(job) -> dict[str, int] | None:
+    if job.memory_args.loss_chunk_size is not None or job.task != "causal-lm":
+        return None
+    if job.seq_len is None:
+        return {"loss_chunk_size": CHUNK}
+    tokens = micro_batch_tokens(job)
+    return {"loss_chunk_size": min(piece(tokens), tokens // 2)} if tokens > CHUNK // 4 else None
+
+
+LOSS_CHUNKS = Change(
+    settings={"loss_chunk_size": CHUNK}, compute=_chunk_loss, effect="logits of so many tokens at once"
+)
+
+
+@dataclass
+class LossChunks(Feature):
+    loss_chunk_size: int | None = field(
+        default=None,
+        metadata={"help": "Compute logits and loss for this many tokens at a time. The loss does not change."},
+    )
+    above_zero: ClassVar = ("loss_chunk_size",)
+    proposed: ClassVar = LOSS_CHUNKS
+
+    @staticmethod
+    def refused(on, around):
+        if on.loss_chunk_size is None:
+            return
+        if around.fields.get("use_liger_kernel"):
+            yield "use_liger_kernel and loss_chunk_size both replace the loss: use one of them"
+        if around.engine == "mesh":
+            yield (
+                "loss_chunk_size calls the head a second time, which crashes when transformers shards the model: "
+                "leave it out, or use fsdp2 or zero3"
+            )
+
+    @staticmethod
+    def put_on(on, model, label_smoothing):
+        if on.loss_chunk_size is not None:
+            from hf_memopt.levers.chunked_loss import chunk_loss
+
+            chunk_loss(model, on.loss_chunk_size, label_smoothing)

@@ -1,0 +1,98 @@
+"""adam_mini, optimizer_cpu_offload and optimizer_in_backward: fewer states, states on the host, no gradients kept."""
+
+from dataclasses import dataclass, field
+
+from hf_memopt.levers.change import Change
+from hf_memopt.levers.feature import Feature
+
+OPTIMIZER_OFFLOAD = Change(
+    # The fused AdamW has a fast step on the host; OptimizerOffload.refused() lists what has none.
+    settings={"optimizer_cpu_offload": True, "optim": "adamw_torch_fused"},
+    applies=lambda job: (
+        job.setup.method == "full" and job.discrete_memory and not job.memory_args.optimizer_cpu_offload
+    ),
+    effect="optimizer states in host memory, for one device",
+)
+
+
+@dataclass
+class AdamMiniStates(Feature):
+    adam_mini: bool = field(
+        default=False, metadata={"help": "Use Adam-mini instead of `optim`: one second moment per block of weights."}
+    )
+
+    @staticmethod
+    def refused(on, around):
+        if on.adam_mini and around.shards:
+            yield f"adam_mini needs unsharded weights, and {around.engine} shards them: leave it out"
+
+
+@dataclass
+class OptimizerOffload(Feature):
+    optimizer_cpu_offload: bool = field(
+        default=False,
+        metadata={"help": "Keep optimizer states in host memory and step on the CPU. For a single device."},
+    )
+
+    @staticmethod
+    def refused(on, around):
+        if not on.optimizer_cpu_offload:
+            return
+        if around.engine != "none":
+            yield (
+                f"optimizer_cpu_offload supports a single device: leave it out under {around.engine}, "
+                "and use strategy zero2_offload_cpu"
+            )
+        if on.optimizer_in_backward:
+            yield "optimizer_in_backward and optimizer_cpu_offload both replace the optimizer step: use one of them"
+        if around.fields.get("fp16"):
+            yield "optimizer_cpu_offload does not support the gradient scaler of fp16: use bf16=True"
+        optim = around.fields.get("optim")
+        optim = getattr(optim, "value", optim) or ""
+        if any(part in optim for part in ("bit", "bnb", "lomo", "layerwise")):
+            yield f"optim={optim} has no fast CPU step for optimizer_cpu_offload: use adamw_torch_fused"
+
+    @staticmethod
+    def put_on_optimizer(on, optimizer, host):
+        if on.optimizer_cpu_offload:
+            from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
+
+            keep_on_host(optimizer, **host)
+
+
+@dataclass
+class OptimizerInBackward(Feature):
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata={
+            "help": "Update each weight during backward and free its gradient at once. Needs "
+            "gradient_accumulation_steps=1 and max_grad_norm=0."
+        },
+    )
+
+    @staticmethod
+    def refused(on, around):
+        if not on.optimizer_in_backward:
+            return
+        fields = around.fields
+        if around.engine != "none":
+            yield f"optimizer_in_backward would use gradients before {around.engine} has reduced them: leave it out"
+        if fields.get("gradient_accumulation_steps", 1) > 1:
+            yield (
+                "optimizer_in_backward updates weights in every backward pass: set gradient_accumulation_steps=1, "
+                "with a larger per_device_train_batch_size"
+            )
+        if fields.get("max_grad_norm", 1.0):
+            yield (
+                "optimizer_in_backward never holds all gradients at once and cannot clip their norm: set "
+                "max_grad_norm=0"
+            )
+        if fields.get("fp16"):
+            yield "optimizer_in_backward cannot unscale fp16's gradients: use bf16=True"
+
+    @staticmethod
+    def put_on_optimizer(on, optimizer, host):
+        if on.optimizer_in_backward:
+            from hf_memopt.levers.optimizer_in_backward import step_in_backward
+
+            step_in_backward(optimizer)
