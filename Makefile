@@ -70,7 +70,6 @@ bench: $(INSTALLED)
 	python benchmarks/trainer_overhead.py
 	python benchmarks/levers.py
 	python benchmarks/video.py
-	python benchmarks/preset_peak.py
 	python benchmarks/planner_cpu.py
 	python benchmarks/predictions.py
 	python benchmarks/questions.py

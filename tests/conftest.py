@@ -74,7 +74,7 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = {"slow": 4, "pages": 8}  # cases of one test in make test-long, which has 15 minutes of 2 cores
+_KEPT = {"slow": 3, "pages": 4}  # cases of one test in make test-long, which has 15 minutes of 2 cores
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers

@@ -19,12 +19,31 @@ from hf_memopt.trainer.consolidation import consolidate
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import engines
 
-pytestmark = [pytest.mark.engines, pytest.mark.needs_compiler]  # of DeepSpeed's CPU optimizer
+# Of DeepSpeed's CPU optimizer. All engines start within the first test's time.
+pytestmark = [pytest.mark.engines, pytest.mark.needs_compiler, pytest.mark.timeout(1800)]
 # In tensor parallelism what is exchanged lives until gloo's threads are done with it: of this model's logits 3 % each,
 # three at once were seen.
 NEAR = {"tp2": 0.15, "tp2_hsdp1": 0.15}
 # Weights on a disk come back by no checkpoint of DeepSpeed 0.19.8's.
 UNSAVED = ("fsdp2", "zero3_offload_nvme")
+
+
+# One size of each in CI. The other strategies have parts of these: replicas, states alone sharded, states on
+# the host.
+USUAL = {"zero2": 2, "zero3": 4, "zero3_offload_cpu": 2, "fsdp2": 2, "hsdp2": 4, "tp2": 2}
+# Ulysses: activations of half the tokens each. Two processes: torch 2.13's exchange between some of several fails over
+# gloo, which takes their ranks for others.
+SHARED = [("zero2", 2, {})]
+SHARED += [(name, 2, {"sequence_parallel": 2, "name": f"shared-{name}"}) for name in ("zero2", "zero3")]
+QLORA = [("zero3", 2, {"qlora": True, "name": "qlora"})]
+
+
+def cases_of(item) -> list[tuple[str, int, dict]]:
+    """Strategy, processes and more of a test's cases."""
+    if item.originalname == "test_an_engine":
+        strategy, size = (item.callspec.params[name] for name in ("strategy", "size"))
+        return [(strategy, size, {"saved": strategy not in UNSAVED})]
+    return SHARED if "share_the_tokens" in item.name else QLORA
 
 
 @pytest.fixture(scope="module")
@@ -33,59 +52,62 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory) -> list[float]:
+def ranks(request, model, tmp_path_factory):
+    """Case, its folder and what its ranks told, by name: all that the selected tests ask for, from one start."""
+    items = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
+    asked = [case for item in items for case in cases_of(item)]
+    made = [engines.case("none", 1, model)]
+    made += [engines.case(strategy, size, model, **more) for strategy, size, more in asked]
+    cases = {}
+    for case in made:
+        cases[case["name"]] = cases.get(case["name"], {}) | case
+    folder = tmp_path_factory.mktemp("engines")
+    found = engines.run(folder, list(cases.values()))
+    return {name: (cases[name], folder / name, found[name]) for name in cases}
+
+
+@pytest.fixture
+def alone(ranks) -> list[float]:
     """The losses of one process without an engine."""
-    found = engines.run(tmp_path_factory.mktemp("alone"), [engines.case("none", 1, model)])
-    return found["none-1"][0]["losses"]
+    losses = ranks["none-1"][2][0]["losses"]
+    assert len(losses) == engines.STEPS and losses[0] != losses[-1]
+    return losses
 
 
-# Their parts are those of the others: replicas, states alone sharded, states on the host.
-SWEPT = ("ddp", "zero1", "zero2_offload_cpu", "zero3_offload_nvme", "tp2_hsdp1")
+def engine(strategy: str, size: int):
+    swept, libaio = USUAL.get(strategy) != size, strategy.endswith("nvme")
+    return pytest.param(strategy, size, marks=[pytest.mark.sweep] * swept + [pytest.mark.needs_libaio] * libaio)
 
 
-def marks(strategy: str) -> list:
-    swept, libaio = strategy in SWEPT, strategy.endswith("nvme")
-    return [pytest.mark.sweep] * swept + [pytest.mark.needs_libaio] * libaio
+@pytest.mark.parametrize(
+    ("strategy", "size"), [engine(strategy, size) for strategy, sizes in engines.ENGINES.items() for size in sizes]
+)
+def test_an_engine(strategy, size, ranks, alone):
+    case, folder, found = ranks[f"{strategy}-{size}"]
+    near = NEAR.get(strategy, 0.01)
+    for rank, reported in enumerate(found):
+        assert reported["losses"] == pytest.approx(alone, rel=1e-5), rank
+        assert reported["tensors"] == pytest.approx(engines.predicted(case, rank), rel=near), rank
+    largest = max(reported["tensors"] for reported in found)
+    assert engines.predicted(case) == pytest.approx(largest, rel=near), "of the rank that needs the most"
+    if strategy not in UNSAVED:
+        _check_saved(folder, strategy)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(name, marks=marks(name)) for name in engines.ENGINES])
-def test_an_engine(strategy, model, alone, tmp_path):
-    cases = [engines.case(strategy, size, model, saved=strategy not in UNSAVED) for size in engines.ENGINES[strategy]]
-    found, near = engines.run(tmp_path, cases), NEAR.get(strategy, 0.01)
-    for case in cases:
-        ranks = found[case["name"]]
-        assert len(alone) == engines.STEPS and alone[0] != alone[-1]
-        for rank, reported in enumerate(ranks):
-            assert reported["losses"] == pytest.approx(alone, rel=1e-5), case
-            assert reported["tensors"] == pytest.approx(engines.predicted(case, rank), rel=near), (case, rank)
-        largest = max(reported["tensors"] for reported in ranks)
-        assert engines.predicted(case) == pytest.approx(largest, rel=near), "of the rank that needs the most"
-        if case["saved"]:
-            _check_saved(tmp_path / case["name"], strategy)
-
-
-def test_processes_share_the_tokens_of_a_batch(model, alone, tmp_path):
-    """Ulysses: activations of half the tokens each, and one process's losses.
-
-    (Two processes: torch 2.13's exchange between some of several fails over gloo, which takes their ranks for others.)
-    """
-    cases = [engines.case("zero2", 2, model)]
-    cases += [
-        {**engines.case(name, 2, model, sequence_parallel=2), "name": f"shared-{name}"} for name in ("zero2", "zero3")
-    ]
-    found = engines.run(tmp_path, cases)
-    for case in cases[1:]:
-        for reported in found[case["name"]]:
-            assert reported["losses"] == pytest.approx(alone, rel=1e-5), case
-    whole, shared = (max(reported["tensors"] for reported in found[name]) for name in ("zero2-2", "shared-zero2"))
+def test_processes_share_the_tokens_of_a_batch(ranks, alone):
+    """Each has the activations of half the tokens, and one process's losses."""
+    for name in ("shared-zero2", "shared-zero3"):
+        for reported in ranks[name][2]:
+            assert reported["losses"] == pytest.approx(alone, rel=1e-5), name
+    whole, shared = (max(reported["tensors"] for reported in ranks[name][2]) for name in ("zero2-2", "shared-zero2"))
     assert shared < 0.95 * whole
 
 
-def test_layers_of_4_bits_are_gathered_by_zero_3(model, tmp_path):
-    cases = [{**engines.case("zero3", 2, model, qlora=True), "name": "qlora"}]
-    for rank, reported in enumerate(engines.run(tmp_path, cases)["qlora"]):
+def test_layers_of_4_bits_are_gathered_by_zero_3(ranks):
+    case, _, found = ranks["qlora"]
+    for rank, reported in enumerate(found):
         assert len(reported["losses"]) == engines.STEPS
-        assert reported["tensors"] == pytest.approx(engines.predicted(cases[0], rank), rel=0.01)
+        assert reported["tensors"] == pytest.approx(engines.predicted(case, rank), rel=0.01)
 
 
 def _check_saved(folder, strategy: str) -> None:
@@ -100,8 +122,9 @@ def _check_saved(folder, strategy: str) -> None:
     assert all(torch.equal(reloaded[name], weight) for name, weight in gathered.items())
 
 
-def test_four_processes_go_on_where_two_left_off(jsonl, tmp_path):
-    """Two that share the weights, then four that share them, and two pairs of replicas: one run's losses."""
+@pytest.mark.parametrize("shared", [4, pytest.param(2, marks=pytest.mark.sweep)])
+def test_four_processes_go_on_where_two_left_off(shared, jsonl, tmp_path):
+    """Two that share the weights, then four that share them, or two pairs of replicas: one run's losses."""
     done = run("hf-memopt", "export", "cpu_x2", tmp_path / "run", "--strategy", "hsdp2", "--recipe", "sft")
     assert done.returncode == 0, done.stderr
     settings = tmp_path / "run" / "training_arguments.json"
@@ -141,6 +164,5 @@ def test_four_processes_go_on_where_two_left_off(jsonl, tmp_path):
         return [entry["loss"] for entry in history if "loss" in entry]
 
     two = losses("two", 2, 2)
-    for name, shared in (("four", 4), ("pairs", 2)):
-        shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / name / "checkpoint-2")
-        assert len(two) == 4 and losses(name, 4, shared) == pytest.approx(two, rel=1e-5)
+    shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "four" / "checkpoint-2")
+    assert len(two) == 4 and losses("four", 4, shared) == pytest.approx(two, rel=1e-5)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, flags, launch, run, slow
+from conftest import ROOT, flags, launch, run, slow, sweep
 
 from hf_memopt.data.builtin_model import builtin_model
 
@@ -77,10 +77,11 @@ def rows(jsonl, builtin_model) -> tuple[str, int]:
     return jsonl(texts), len(packed(Dataset.from_list(texts), "text", tokenizer, TOKENS))
 
 
-SHIPPED = [slow("cpu", "cpu"), slow("cpu_x2", "cpu_x2"), slow("cpu_x2_zero2", "cpu_x2")]  # zero3: below
-EXPORTED = [
-    pytest.param("zero2_offload_cpu", marks=pytest.mark.needs_compiler),
-    pytest.param("zero3_offload_cpu", marks=pytest.mark.needs_compiler),
+# Of one process: fine-tuning below; ZeRO-3: below.
+SHIPPED = [sweep("cpu", "cpu"), slow("cpu_x2", "cpu_x2"), slow("cpu_x2_zero2", "cpu_x2")]
+EXPORTED = [  # those to host memory in sweeps: the disk's has their parts, and test_engines.py has both engines
+    pytest.param("zero2_offload_cpu", marks=[pytest.mark.needs_compiler, pytest.mark.sweep]),
+    pytest.param("zero3_offload_cpu", marks=[pytest.mark.needs_compiler, pytest.mark.sweep]),
     pytest.param("zero3_offload_nvme", marks=[pytest.mark.needs_compiler, pytest.mark.needs_libaio]),
 ]
 
@@ -144,8 +145,7 @@ def test_exported_offload_configs_train(strategy, rows, alone, tmp_path):
         assert any((tmp_path / "disk").rglob("*.swp")), "the optimizer states went to disk"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", [sweep("full"), slow("lora"), sweep("qlora")])  # test_recipes.py has all three
 def test_fine_tuning_trains(method, jsonl, tmp_path):
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(40)])
     output = launch(

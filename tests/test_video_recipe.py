@@ -34,17 +34,14 @@ QUIET = {
     "remove_unused_columns": False,
 }
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-FAST = flags(
-    preset="cpu",
-    samples=1,
-    held_out=2,
-    max_steps=2,
-    effective_batch_size=4,
-    per_device_train_batch_size=2,
-    max_frames=4,
-    eval_steps=2,
-    max_pixels_per_frame="none",
-)
+FAST = flags(preset="cpu", samples=1, held_out=2, max_steps=2, effective_batch_size=4, eval_steps=2)
+FAST += flags(per_device_train_batch_size=2, max_frames=4, max_pixels_per_frame="none")
+
+
+def given(clips: Path, out: Path, model: str = "qwen2_5_vl", rows: Path | None = None, **more) -> list[str]:
+    """Options of a run on the clips."""
+    rows = rows or clips / "rows.jsonl"
+    return flags(model_name_or_path=clips / model, dataset_name=rows, output_dir=out, **more)
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +131,7 @@ def test_the_projector_of_gemma():
 @pytest.mark.parametrize("method", [slow("full"), "lora", slow("qlora")])
 def test_what_is_trained(name, method, recipe, clips, tmp_path):
     """The tower stays as it is and in its precision; projector and language model get gradients."""
-    arguments = [
-        *FAST,
-        *flags(
-            model_name_or_path=clips / name,
-            dataset_name=clips / "rows.jsonl",
-            method=method,
-            output_dir=tmp_path / "out",
-        ),
-    ]
-    trainer = recipe("video_sft")(arguments)
+    trainer = recipe("video_sft")([*FAST, *given(clips, tmp_path / "out", name, method=method)])
     tower, projectors = vision_parts(trainer.model)
     trained = [weight for weight, value in trainer.model.named_parameters() if value.requires_grad]
     seeing = [weight for weight in trained if tower in weight and not any(part in weight for part in projectors)]
@@ -166,25 +154,16 @@ def test_what_is_trained(name, method, recipe, clips, tmp_path):
     [("maximum_savings", 50, 2, True), slow("balanced", 100, 4, True), slow("maximum_performance", None, 8, False)],
 )
 def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path):
-    arguments = [
-        *flags(
-            preset="cpu",
-            model_name_or_path=clips / "qwen2_5_vl",
-            dataset_name=clips / "rows.jsonl",
-            held_out=1,
-            video_profile=profile,
-        ),
-        "--dry_run",
-        *flags(max_pixels_per_frame="none", output_dir=tmp_path / "out"),
-    ]
+    more = {"preset": "cpu", "held_out": 1, "video_profile": profile, "max_pixels_per_frame": "none"}
+    arguments = [*given(clips, tmp_path / "out", **more), "--dry_run"]
     trainer = recipe("video_sft")(arguments)
     assert trainer.train_dataset.encode.limits.max_frames == frames
     args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (micro, 32 // micro)
     assert bool(args.activation_checkpointing) is checkpointing
     assert not (tmp_path / "out").exists()
-    given = recipe("video_sft")([*arguments, "--max_frames", "none" if frames else "7"])  # goes over the profile's
-    assert given.train_dataset.encode.limits.max_frames == (None if frames else 7)
+    trainer = recipe("video_sft")([*arguments, "--max_frames", "none" if frames else "7"])  # goes over the profile's
+    assert trainer.train_dataset.encode.limits.max_frames == (None if frames else 7)
 
 
 @pytest.mark.parametrize(
@@ -208,18 +187,9 @@ def test_profiles(profile, frames, micro, checkpointing, recipe, clips, tmp_path
     ],
 )
 def test_refusals(arguments, said, recipe, clips, tmp_path):
-    given = [
-        *flags(
-            preset="cpu",
-            model_name_or_path=clips / "qwen2_5_vl",
-            dataset_name=clips / "rows.jsonl",
-            output_dir=tmp_path / "out",
-            held_out=1,
-            max_pixels_per_frame="none",
-        )
-    ]
+    options = given(clips, tmp_path / "out", preset="cpu", held_out=1, max_pixels_per_frame="none")
     with pytest.raises(InputError, match=said):
-        recipe("video_sft")([*given, *arguments])
+        recipe("video_sft")([*options, *arguments])
     assert not (tmp_path / "out").exists()
 
 
@@ -231,11 +201,7 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
     rows = [json.loads(line) for line in (clips / "rows.jsonl").read_text().splitlines()]
     data = Dataset.from_list([row | {"videos": [str(clips / row["videos"][0])]} for row in rows])
     data.cast_column("videos", List(Video())).save_to_disk(str(tmp_path / "data"))
-    arguments = [
-        *FAST,
-        *flags(model_name_or_path=clips / "qwen2_5_vl", dataset_name=tmp_path / "data", output_dir=tmp_path / "out"),
-        "--dry_run",
-    ]
+    arguments = [*FAST, *given(clips, tmp_path / "out", rows=tmp_path / "data"), "--dry_run"]
     trainer = recipe("video_sft")(arguments)
     (file,) = trainer.train_dataset.rows[0]["videos"]
     assert len(file["bytes"]) > 1000
@@ -243,16 +209,9 @@ def test_hub_data_sets_keep_their_files(recipe, clips, tmp_path):
 
 
 def test_a_language_model_is_refused(recipe, builtin_model, clips, tmp_path):
-    given = [
-        *flags(
-            preset="cpu",
-            model_name_or_path=builtin_model,
-            dataset_name=clips / "rows.jsonl",
-            output_dir=tmp_path / "out",
-        )
-    ]
+    options = [*given(clips, tmp_path / "out", preset="cpu"), *flags(model_name_or_path=builtin_model)]
     with pytest.raises(InputError, match="llama: AutoModelForImageTextToText has no such type"):
-        recipe("video_sft")(given)
+        recipe("video_sft")(options)
 
 
 @pytest.mark.slow
@@ -263,10 +222,7 @@ def test_broken_clips_are_found_before_training(recipe, clips, tmp_path):
     broken[3] = broken[3] | {"videos": ["bad.mp4"]}
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in broken))
-    arguments = [
-        *FAST,
-        *flags(model_name_or_path=clips / "qwen2_5_vl", dataset_name=data, held_out=0, output_dir=tmp_path / "out"),
-    ]
+    arguments = [*FAST, *given(clips, tmp_path / "out", rows=data, held_out=0)]
     with pytest.raises(BadVideo, match=r"bad\.mp4.*raise max_bad_videos"):
         recipe("video_sft")(arguments)
     recipe("video_sft")([*arguments, "--max_bad_videos", "1"])
@@ -290,16 +246,8 @@ def test_llava_rows_and_a_resumed_run(recipe, clips, tmp_path):
     ]
     data = tmp_path / "llava.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in llava))
-    arguments = [
-        *FAST,
-        *flags(
-            model_name_or_path=clips / "qwen2_5_vl",
-            dataset_name=data,
-            held_out=0,
-            media_folder=clips,
-            lr_scheduler_type="constant",
-        ),
-    ]
+    more = {"held_out": 0, "media_folder": clips, "lr_scheduler_type": "constant"}
+    arguments = [*FAST, *given(clips, tmp_path / "out", rows=data, **more)]
     whole = recipe("video_sft")([*arguments, "--output_dir", str(tmp_path / "whole"), "--save_strategy", "no"])
     first = [*arguments, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]
     recipe("video_sft")([*first, "--max_steps", "1"])

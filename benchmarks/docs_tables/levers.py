@@ -1,4 +1,4 @@
-"""docs/levers.md: what each memory feature saves and costs, and what presets do."""
+"""docs/levers.md: what each memory feature saves and costs."""
 
 from docs_tables.markdown import listed, measured, results, shown
 
@@ -30,14 +30,4 @@ def levers() -> str:
     return f"{listed(rows, columns)}\n\n{' '.join(sources)}"
 
 
-def preset_peaks() -> str:
-    columns = {
-        "preset": lambda row: row["job"].removeprefix("preset "),
-        "plus": lambda row: ", ".join(f"{name}={value}" for name, value in row["levers"].items()),
-        "micro-batch of effective batch": "{micro_batch} of {effective_batch}",
-        "peak, relative to a plain Trainer": "{of_plain:.1%}",
-    }
-    return f"{listed(results('preset_peak')['rows'], columns)}\n\n{measured('preset_peak')}"
-
-
-TABLES = {"levers": levers, "presets": preset_peaks}
+TABLES = {"levers": levers}

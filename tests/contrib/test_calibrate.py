@@ -334,6 +334,7 @@ def test_the_documentation_has_a_table_as_soon_as_there_are_results(tmp_path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # a minute of 8 measurements, each a process; a budget of one second ends the next test's
 @pytest.mark.timeout(1800)
 def test_a_rehearsal_is_stopped_and_continues(tmp_path):
     target = tmp_path / "card.json"
