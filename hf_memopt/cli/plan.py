@@ -29,9 +29,9 @@ class ExportOptions:
 def run_which_card(spec: JobSpec, cards: CardOptions, as_json: bool) -> int:
     """Print the cards on which the job trains; 0 if there are any, 1 if there are none."""
     import_libraries()
-    from hf_memopt.estimator.tracing.tasks import TRL
+    from hf_memopt.estimator.trl_tasks import TRL_TASKS
 
-    if spec.task in TRL:
+    if spec.task in TRL_TASKS:
         raise InputError(f"task={spec.task} is planned for one card: name it with --hardware")
     return run_cards(spec, cards, as_json)
 
@@ -109,7 +109,7 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
 
 def _print_start(spec, profile) -> None:
     """The command that starts a profile; where there is no recipe, the fields for a script of one's own."""
-    from hf_memopt.estimator.trl_job import TRL_TASKS
+    from hf_memopt.estimator.trl_tasks import TRL_TASKS
     from hf_memopt.planner.launch import (
         has_recipe,
         launch_command,

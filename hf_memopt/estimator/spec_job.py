@@ -16,7 +16,8 @@ from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.training_fields import batch_of
-from hf_memopt.estimator.trl_job import TRL_TASKS, describe_task, model_task
+from hf_memopt.estimator.trl_job import describe_task
+from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.job.spec import JobSpec

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,78 +15,11 @@ from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.trainer_job import TrainerJob, check_held, check_sharded_generation, describe_trainer
+from hf_memopt.estimator.trl_tasks import END, TRL_TASKS, WORD, TrlTask, unscored
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.refusals import check_with_trl
 from hf_memopt.presets.trl_configs import trl_class
-
-_WORD, _END = "a", "<eos>"
-
-
-def _text(tokens: int) -> str:
-    """A text of so many tokens, with the end that TRL adds to it."""
-    return " ".join([_WORD] * (tokens - 1))
-
-
-def _texts(length: int) -> dict[str, Any]:
-    return {"text": _text(length)}
-
-
-def _pair(length: int) -> dict[str, Any]:
-    """The shortest prompt: the head computes logits of the answers' tokens alone."""
-    return {"prompt": _WORD + " ", "chosen": _text(length - 1), "rejected": _text(max(2, length - 2))}
-
-
-def _answer(length: int) -> dict[str, Any]:
-    return {"prompt": _WORD + " ", "completion": _text(length - 1)}
-
-
-def _prompt(length: int) -> dict[str, Any]:
-    return {"prompt": " ".join([_WORD] * length)}
-
-
-def _unscored(completions, **_) -> list[float]:
-    """A reward function, which is not called."""
-    return [0.0] * len(completions)
-
-
-@dataclass(frozen=True)
-class TrlTask:
-    """A task that TRL has a trainer for.
-
-    Attributes:
-        trainer, config: names of TRL's classes.
-        model: the task of tasks.TASKS whose model it trains.
-        row: makes a row of so many tokens a sequence.
-        reference: it keeps a reference model, unless there are adapters or its part is precomputed.
-        generates: it generates completions, and makes its reference model itself, unless beta is 0.
-    """
-
-    trainer: str
-    config: str
-    row: Callable[[int], dict[str, Any]]
-    model: str = "causal-lm"
-    reference: bool = False
-    generates: bool = False
-
-    @property
-    def config_class(self) -> type:
-        """TRL's class of arguments.
-
-        Raises:
-            InputError: TRL is not installed.
-        """
-        return trl_class(self.config)
-
-
-TRL_TASKS = {
-    "sft": TrlTask("SFTTrainer", "SFTConfig", _texts),
-    "dpo": TrlTask("DPOTrainer", "DPOConfig", _pair, reference=True),
-    "kto": TrlTask("KTOTrainer", "KTOConfig", _answer, reference=True),
-    "reward": TrlTask("RewardTrainer", "RewardConfig", _pair, model="sequence-classification"),
-    "grpo": TrlTask("GRPOTrainer", "GRPOConfig", _prompt, generates=True),
-    "rloo": TrlTask("RLOOTrainer", "RLOOConfig", _prompt, generates=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +36,6 @@ class TrlJob(TrainerJob):
             return model
 
         return dataclasses.replace(traced, make_model=make_with_levers)
-
-
-def model_task(task: str) -> str:
-    """The task of tasks.TASKS whose model a task trains."""
-    return TRL_TASKS[task].model if task in TRL_TASKS else task
 
 
 def describe_task(
@@ -216,7 +143,7 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
                 adapters.task_type = "SEQ_CLS"  # so that the score layer is trained, too
             more["peft_config"] = adapters
         if row.generates:
-            more["reward_funcs"] = _unscored
+            more["reward_funcs"] = unscored
             stack.enter_context(without_engine(lambda: make_model(settings), mode))
         return trl_class(row.trainer)(
             model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **more
@@ -284,6 +211,6 @@ def _tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.WordLevel({"<pad>": 0, _END: 1, _WORD: 2}, unk_token=_WORD))
+    inner = Tokenizer(models.WordLevel({"<pad>": 0, END: 1, WORD: 2}, unk_token=WORD))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token=_END, unk_token=_WORD)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token=END, unk_token=WORD)

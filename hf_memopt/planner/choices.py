@@ -13,7 +13,7 @@ from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
 from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.tasks import infer_task
-from hf_memopt.estimator.trl_job import model_task
+from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.change import CHUNK

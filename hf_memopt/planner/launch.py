@@ -12,7 +12,7 @@ import yaml
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.estimator.tracing.tasks import infer_task
-from hf_memopt.estimator.trl_job import TRL_TASKS
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets import preset_by_name

@@ -5,7 +5,7 @@ import torch
 from hf_memopt.estimator.tracing.model import count_weights, resolve_dtype
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
-from hf_memopt.estimator.trl_job import model_task
+from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
 
 

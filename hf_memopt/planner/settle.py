@@ -8,7 +8,7 @@ from hf_memopt.estimator.job import longest_sample
 from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
-from hf_memopt.estimator.trl_job import TRL_TASKS
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hf_memopt.estimator.trl_job import TRL_TASKS
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search

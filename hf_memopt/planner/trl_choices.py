@@ -14,7 +14,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.colocation import cache_bytes, colocates
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.trl_job import TRL_TASKS, TrlTask
+from hf_memopt.estimator.trl_tasks import TRL_TASKS, TrlTask
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.units import gib

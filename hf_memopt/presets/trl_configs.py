@@ -1,6 +1,7 @@
 """TRL's configuration classes: defaults of theirs that decide memory, and what a preset sets in them."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 from hf_memopt.errors import InputError, brief, one_line
@@ -65,14 +66,16 @@ DEFAULTS = (
 def trl_class(name: str) -> type:
     """One of TRL's classes.
 
+    Args:
+        name: as trl exports it, or with the module that does, as in experimental.orpo.ORPOTrainer.
+
     Raises:
         InputError: TRL is not installed, or cannot be imported.
     """
     require("trl", name)
     try:
-        import trl
-
-        return getattr(trl, name)  # TRL imports its trainers when they are asked for
+        module, _, kind = f"trl.{name}".rpartition(".")
+        return getattr(importlib.import_module(module), kind)  # TRL imports its trainers when they are asked for
     except (ImportError, RuntimeError) as error:
         raise InputError(f"trl cannot be imported ({one_line(error)}): {how_to_install('trl')}") from error
 

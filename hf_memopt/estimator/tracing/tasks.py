@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
 
@@ -122,9 +123,6 @@ TASKS = {
 }
 
 
-TRL = ("sft", "dpo", "kto", "reward", "grpo", "rloo")  # estimator.trl_job: TRL's trainers of one of these tasks
-
-
 def find_task(name: str, config) -> str:
     """The task of TASKS that a name stands for: its own, a pipeline's, or an auto class's.
 
@@ -133,7 +131,7 @@ def find_task(name: str, config) -> str:
     """
     named = [task for task, row in TASKS.items() if name in (task, row.auto_class, *row.pipelines)]
     if not named:
-        raise choose("task", name, [*TASKS, *TRL])
+        raise choose("task", name, [*TASKS, *TRL_TASKS])
     for task in named:
         if TASKS[task].model_class(config) is not None:
             return task
