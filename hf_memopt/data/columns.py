@@ -31,7 +31,7 @@ FORMS = {
     "messages": Form(("messages",)),
     "conversations": Form(("conversations",)),
     "prompt/completion": Form(("prompt", "completion")),
-    "alpaca": Form(("instruction", "output"), ("input", "history", *SYSTEM, "tools")),
+    "alpaca": Form(("instruction", "output"), ("input", *SYSTEM, "tools")),
     "text": Form(("text",), ()),
 }
 
@@ -39,7 +39,6 @@ _NEEDS_VIDEO_RECIPE = "recipes/video_sft.py trains on videos and images, in the 
 _NO_AUDIO = "no recipe trains on audio"
 _NOT_ANSWERS = "this recipe trains on answers; recipes/dpo.py trains on `chosen` and `rejected`"
 _WEIGHTS = "every token of an answer counts the same"
-_OTHER_FORM = "it belongs to rows with `instruction` and `output`"
 _TEMPLATE = "it is not passed to the chat template"
 _TOKENIZED = "rows are tokenized here"
 # What a row may say of its clips, as qwen-vl-utils spells it: video/sampling.py.
@@ -104,7 +103,8 @@ _REFUSED = {
         ),
         _WEIGHTS,
     ),
-    **dict.fromkeys(("input", "history"), _OTHER_FORM),
+    "input": "it belongs to rows with `instruction` and `output`",
+    "history": "earlier turns belong into `messages`",
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "functions"), _TEMPLATE),
     **dict.fromkeys(("input_ids", "labels", "attention_mask", "segments"), _TOKENIZED),
     **dict.fromkeys((*SYSTEM, "tools"), "a text has no messages: use `messages`, or put it into the text"),
