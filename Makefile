@@ -72,7 +72,6 @@ bench: $(INSTALLED)
 	python benchmarks/trainer_overhead.py
 	python benchmarks/levers.py
 	python benchmarks/optimizers.py
-	python benchmarks/libraries.py
 	python benchmarks/video_demo.py
 	python benchmarks/video.py
 	python benchmarks/preset_peak.py

@@ -69,7 +69,8 @@ def _plain(row: dict, names: tuple[str, ...], where) -> dict[str, str]:
         raise InputError(f"{where}: tools are for messages: write prompt and completion as lists of messages")
     for name in names:
         if not isinstance(row[name], str):
-            raise InputError(f"{where}: {name} must be a text here, not {brief(row[name])}")
+            here = "" if name == "text" else " here, as in the first row"
+            raise InputError(f"{where}: {name} must be a text{here}, not {brief(row[name])}")
     return {name: row[name] for name in names}
 
 
@@ -84,8 +85,11 @@ def _of_messages(row: dict, form: str, kind: str, chat: Chat, where) -> dict[str
         return converted | {"messages": messages}
     if not isinstance(row["prompt"], list):
         raise InputError(f"{where}: prompt and completion must be lists of messages here, as in the first row")
-    answers = len(row["completion"])
-    return converted | {"prompt": messages[:-answers], "completion": messages[-answers:]}
+    prompts = len(messages) - len(row["completion"])
+    prompt, completion = messages[:prompts], messages[prompts:]
+    if not any(message["role"] == "assistant" for message in completion):
+        raise InputError(f"{where}: completion has no answer (a message of the assistant)")
+    return converted | {"prompt": prompt, "completion": completion}
 
 
 def _each_answer(batch: dict[str, list]) -> dict[str, list]:

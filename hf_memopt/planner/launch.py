@@ -167,11 +167,11 @@ def recipe_command(request, profile) -> list[str]:
     ]
 
 
-_RECIPES = {"dpo": "dpo", "grpo": "grpo", None: "sft"}
+_RECIPES = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", None: "pretrain"}
 
 
 def has_recipe(request) -> bool:
-    """Whether a recipe runs the job: causal language models and videos, two of TRL's tasks, and models that a command
+    """Whether a recipe runs the job: causal language models and videos, three of TRL's tasks, and models that a command
     line can name."""
     if request.trl is not None or not request.is_named:
         return request.is_named and request.trl.task in _RECIPES

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_memopt.errors import one_line
+from hf_memopt.estimator.largest_batch import is_padded
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.job import Job
@@ -58,11 +59,7 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
         return None
     try:
         if trl_trainer(trainer):
-            from hf_memopt.estimator.api import estimate_job
-            from hf_memopt.estimator.trainer_job import describe_trainer
-
-            described = describe_trainer(trainer, job.preset.hardware, None, None)
-            return estimate_job(replace(described, expandable=True))  # by the preset's environment
+            return _estimate_trainer(job, trainer)
         if not about:
             length, about = _longest(trainer.train_dataset, length)
         return _estimate(job, trainer, length, **about)
@@ -78,18 +75,40 @@ def predict_batch(job: Job, trainer, limit: Estimate | None, batch: PeakBatch | 
     Args:
         limit: what predict() returned.
     """
-    if limit is None or batch is None or trl_trainer(trainer):  # whose batches are not those of a language model
-        return None
-    length = batch.shape[1]
-    if hasattr(job.recipe, "frozen"):  # of videos, whose samples are padded
-        about = {"padded": True, "frozen": job.recipe.frozen}
-    else:
-        _, about = _longest(trainer.train_dataset, length)
+    if limit is None or batch is None or (trl_trainer(trainer) and not tunes_answers(trainer)):
+        return None  # batches of other trainers are not those of a language model
     try:
+        if tunes_answers(trainer):
+            return _in_state(_estimate_trainer(job, trainer, batch), batch)
+        length = batch.shape[1]
+        if hasattr(job.recipe, "frozen"):  # of videos, whose samples are padded
+            about = {"padded": True, "frozen": job.recipe.frozen}
+        else:
+            _, about = _longest(trainer.train_dataset, length)
         return _in_state(_estimate(job, trainer, length, batch, **about), batch)
     except Exception as error:  # as in predict(): the run is over and its report must be written
         print(f"the batch of the measured peak is not predicted: {one_line(error)[:200]}")
         return None
+
+
+def tunes_answers(trainer) -> bool:
+    """True for TRL's SFTTrainer, whose loss is a mean over tokens."""
+    kind = trl_trainer(trainer)
+    return kind is not None and kind.__name__ == "SFTTrainer"
+
+
+def _estimate_trainer(job: Job, trainer, batch: PeakBatch | None = None) -> Estimate:
+    """The estimate of one of TRL's trainers as it is, with its own largest batches or on one that ran."""
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.trainer_job import describe_trainer
+
+    described = describe_trainer(trainer, job.preset.hardware, None, None)
+    described = replace(described, expandable=True)  # by the preset's environment
+    if batch is not None:
+        fields = described.fields | ({} if batch.with_gradients else {"gradient_accumulation_steps": 1})
+        described = replace(described, fields=fields, seq_len=batch.shape[1], padded=is_padded(batch.tensors))
+        described = replace(described, inputs=batch.tensors, eval_inputs=described.eval_inputs and batch.tensors)
+    return estimate_job(described)
 
 
 def _in_state(estimate: Estimate, batch: PeakBatch) -> Estimate:

@@ -20,7 +20,7 @@ from hf_memopt.packages import installed_versions
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job
-from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch
+from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch, tunes_answers
 from hf_memopt.recipe.resume import remove_finished_run
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.run_report import write_run_report
@@ -166,7 +166,7 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
     from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss
     from hf_memopt.recipe.phase_peaks import PhasePeaks
 
-    losses, peaks = HeldOutLoss(perplexity=trl_trainer(trainer) is None), PhasePeaks()
+    losses, peaks = HeldOutLoss(perplexity=trl_trainer(trainer) is None or tunes_answers(trainer)), PhasePeaks()
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
     trainer.add_callback(peaks)
