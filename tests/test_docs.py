@@ -168,7 +168,8 @@ def test_every_key_of_the_shipped_files_is_explained():
 
 def test_settings_that_others_are_translated_to_exist():
     from peft import LoraConfig
-    from transformers import BitsAndBytesConfig, TrainingArguments
+    from transformers import BitsAndBytesConfig
+    from trl import SFTConfig
 
     from hf_memopt import MemoryArguments
     from hf_memopt.recipe.arguments import RecipeArguments
@@ -176,7 +177,7 @@ def test_settings_that_others_are_translated_to_exist():
 
     known = {
         item.name
-        for kind in (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments)
+        for kind in (SFTConfig, MemoryArguments, RecipeArguments, VideoArguments)
         for item in fields(kind)
     }
     known |= {f"lora.{item.name}" for item in fields(LoraConfig)}
