@@ -9,6 +9,7 @@ from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import packed
 from hf_memopt.errors import InputError
 
+
 @pytest.fixture
 def tokenizer(builtin_model):
     from transformers import AutoTokenizer
@@ -82,7 +83,7 @@ def test_a_folder_and_a_saved_data_set(tmp_path):
 
 def test_streams_hold_out_their_first_rows_and_shuffle_the_rest(jsonl, tokenizer):
     path = jsonl([{"text": f"text number {number}"} for number in range(100)])
-    train, held_out, columns = load_rows(path, streaming=True, held_out=10, buffer=50)
+    train, held_out, _ = load_rows(path, streaming=True, held_out=10, buffer=50)
     assert [row["text"] for row in held_out] == [f"text number {number}" for number in range(10)]
     order = [int(row["text"].split()[-1]) for row in train]
     assert sorted(order) == list(range(10, 100)) and order != sorted(order)

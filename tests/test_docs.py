@@ -176,9 +176,7 @@ def test_settings_that_others_are_translated_to_exist():
     from hf_memopt.recipe.video import VideoArguments
 
     known = {
-        item.name
-        for kind in (SFTConfig, MemoryArguments, RecipeArguments, VideoArguments)
-        for item in fields(kind)
+        item.name for kind in (SFTConfig, MemoryArguments, RecipeArguments, VideoArguments) for item in fields(kind)
     }
     known |= {f"lora.{item.name}" for item in fields(LoraConfig)}
     known |= {f"quantization.{name}" for name in BitsAndBytesConfig().to_dict()}

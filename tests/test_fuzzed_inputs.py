@@ -59,7 +59,7 @@ BYTES = st.binary(max_size=200) | st.builds(
 )
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".txt", ".parquet"])
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".txt"])
 @BOUNDED
 @given(content=BYTES)
 def test_any_bytes_as_rows(ending, content, tmp_path):

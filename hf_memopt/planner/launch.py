@@ -171,8 +171,8 @@ _RECIPES = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", None: "pretrain"}
 
 
 def has_recipe(request) -> bool:
-    """Whether a recipe runs the job: causal language models and videos, three of TRL's tasks, and models that a command
-    line can name."""
+    """True if a recipe runs the job: causal language models, videos and three of TRL's tasks, where a command line can
+    name the model."""
     if request.trl is not None or not request.is_named:
         return request.is_named and request.trl.task in _RECIPES
     task = request.more.get("task") or infer_task(request.config)

@@ -6,9 +6,19 @@ from dataclasses import dataclass, field
 from hf_memopt.data.answers import kind_of, to_trl
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.arguments import RecipeArguments
-from hf_memopt.recipe.job import Job, check_stream, load_job_rows
+from hf_memopt.recipe.job import Job, check_stream, load_job_rows, remove_new_folders
 
 logger = logging.getLogger(__name__)
+
+
+# Fields of SFTConfig that the recipe decides otherwise -> what to use instead. TRL would ignore them, or rows would not
+# be what was checked.
+_NOT_TAKEN = {
+    "chat_template_path": "save the tokenizer with the template, and name its folder by tokenizer_name",
+    "dataset_text_field": "name the column text",
+    "dataset_kwargs": "rows are checked and tokenized here",
+    "model_init_kwargs": "set dtype, attn_implementation and quantization.KEY",
+}
 
 
 @dataclass
@@ -27,12 +37,17 @@ def load_answers(job: Job, tokenizer):
     Raises:
         InputError: names what cannot be trained on.
     """
+    for name, instead in _NOT_TAKEN.items():
+        if getattr(job.args, name) not in (None, "text"):
+            raise InputError(f"{name} is not taken by this recipe: {instead}")
     source = job.recipe.dataset_name or "builtin:questions"
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, form = load_job_rows(job, source)
         kind = kind_of(train, form)
         split = _choose_loss(job, kind, tokenizer)
         train, held_out = (rows and to_trl(rows, form, kind, tokenizer, source, split) for rows in (train, held_out))
+        if job.recipe.streaming:
+            check_stream(train, job.args, source)
     return train, held_out
 
 
@@ -86,6 +101,7 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
         return
     for samples in (trainer.train_dataset, trainer.eval_dataset):
         if samples is not None and hasattr(samples, "__len__") and len(samples) == 0:
+            remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
     kept = len(trainer.train_dataset)
     if not job.args.packing and kept < rows:

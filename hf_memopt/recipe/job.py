@@ -429,6 +429,12 @@ def load_tokenizer(job: Job):
     return tokenizer
 
 
+def remove_new_folders(job: Job) -> None:
+    """Remove output_dir and the parents that were not there before: the Trainer makes them when it is built."""
+    for folder in job.new_folders if job.args.process_index == 0 else ():
+        folder.rmdir()
+
+
 def load_texts(job: Job, tokenizer, length: int):
     """Blocks of tokens to train on and held-out ones (None where nothing is held out).
 

@@ -49,10 +49,10 @@ def _on_host(tensor):
 
 
 def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
-    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced.
+    """The job's Estimate on its device, for samples of `length` tokens; None where it cannot be traced.
 
     Args:
-        about: further arguments of describe(): video, frozen; by default what the data set's columns say.
+        about: further arguments of describe(): video, frozen.
     """
     if job.preset.sequence_parallel > 1:
         print("  memory  not predicted: sequence parallelism is not traced")
@@ -60,8 +60,6 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
     try:
         if trl_trainer(trainer):
             return _estimate_trainer(job, trainer)
-        if not about:
-            length, about = _longest(trainer.train_dataset, length)
         return _estimate(job, trainer, length, **about)
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors for values. Training continues without it.
@@ -81,10 +79,8 @@ def predict_batch(job: Job, trainer, limit: Estimate | None, batch: PeakBatch | 
         if tunes_answers(trainer):
             return _in_state(_estimate_trainer(job, trainer, batch), batch)
         length = batch.shape[1]
-        if hasattr(job.recipe, "frozen"):  # of videos, whose samples are padded
-            about = {"padded": True, "frozen": job.recipe.frozen}
-        else:
-            _, about = _longest(trainer.train_dataset, length)
+        of_videos = hasattr(job.recipe, "frozen")  # whose samples are padded
+        about = {"padded": True, "frozen": job.recipe.frozen} if of_videos else {}
         return _in_state(_estimate(job, trainer, length, batch, **about), batch)
     except Exception as error:  # as in predict(): the run is over and its report must be written
         print(f"the batch of the measured peak is not predicted: {one_line(error)[:200]}")
@@ -173,12 +169,3 @@ def _with_batch(described, batch: PeakBatch):
     sees = any(name.startswith("pixel_values") for name in batch.tensors)
     video = VideoInputs(sample=batch.tensors) if sees else None
     return replace(described, fields=fields, seq_len=tokens, real_batch=batch.tensors, video=video)
-
-
-def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
-    """The length of the longest sample, and how samples are laid out."""
-    columns = data.column_names or ()
-    if hasattr(data, "__len__"):
-        longest = max(map(len, data["input_ids"]))
-        length = min(length, -(-longest // 8) * 8)
-    return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}

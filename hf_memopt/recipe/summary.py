@@ -19,7 +19,7 @@ from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.packages import installed_versions
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.cpu_features import quick_cpu_info
-from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.job import Job, remove_new_folders
 from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch, tunes_answers
 from hf_memopt.recipe.resume import remove_finished_run
 from hf_memopt.redaction import redact_argv
@@ -46,8 +46,7 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     if job.args.process_index:
         return None
     if job.recipe.dry_run:
-        for folder in job.new_folders:  # the Trainer makes output_dir when it is built
-            folder.rmdir()
+        remove_new_folders(job)
     rows = _describe_job(job, trainer, length) + list(more)
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
