@@ -99,6 +99,8 @@ def test_what_is_refused(rows, settings, said, prepared):
         prepared(*rows, **settings)
 
 
-def test_rows_that_are_dropped_are_counted(prepared, caplog):
-    _, trained = prepared({"prompt": "word " * 300, "completion": "lost"}, TEXTS)
-    assert len(trained) == 1 and "1 of 2 rows dropped: no answer within max_length=256" in caplog.text
+def test_long_rows_are_cut_and_rows_without_an_answer_left_out(prepared, caplog):
+    lost, long = {"prompt": "word " * 300, "completion": "lost"}, {"prompt": "a", "completion": "word " * 300}
+    trainer, _ = prepared(lost, long)
+    assert [len(row["input_ids"]) for row in trainer.train_dataset] == [256]
+    assert "1 of 2 rows dropped: no answer within max_length=256" in caplog.text

@@ -11,8 +11,8 @@ from hf_memopt.recipe.job import Job, check_stream, load_job_rows, remove_new_fo
 logger = logging.getLogger(__name__)
 
 
-# Fields of SFTConfig that the recipe decides otherwise -> what to use instead. TRL would ignore them, or rows would not
-# be what was checked.
+# Fields of SFTConfig that the recipe decides otherwise -> what to use instead. TRL would ignore them, or rows would
+# not be what was checked.
 _NOT_TAKEN = {
     "chat_template_path": "save the tokenizer with the template, and name its folder by tokenizer_name",
     "dataset_text_field": "name the column text",

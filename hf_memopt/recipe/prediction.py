@@ -57,6 +57,9 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
     if job.preset.sequence_parallel > 1:
         print("  memory  not predicted: sequence parallelism is not traced")
         return None
+    if trl_trainer(trainer) and job.preset.mesh:
+        print("  memory  not predicted: TRL's trainers are not traced where transformers shards the model")
+        return None
     try:
         if trl_trainer(trainer):
             return _estimate_trainer(job, trainer)
