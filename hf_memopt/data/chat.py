@@ -14,6 +14,7 @@ _COMMON_ROLES = ("system", "user", "assistant", "tool", "developer")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Keys that say nothing of the text.
 _METADATA = ("id", "message_id", "index", "turn", "turn_id", "timestamp", "language", "source", "model", "score")
+_TOOLS = ("", "tools")  # in the place of (role, key)
 _LETTER = {"type": "text", "text": "x"}
 
 
@@ -64,8 +65,10 @@ class Chat:
         if "assistant" not in roles:
             raise InputError(f"{where}: has no answer (a message of the assistant)")
         text = self._render(messages, tools, where)
-        if tools and self._render(messages, None, where) == text:
-            raise InputError(f"{where}: the chat template does not use tools: the column would be ignored")
+        if tools and _TOOLS not in self._checked:
+            if self._render(messages, None, where) == text:
+                raise InputError(f"{where}: the chat template does not use tools: the column would be ignored")
+            self._checked.add(_TOOLS)
         present = {(message["role"], key) for message in messages for key in message if key != "role"}
         for role, key in sorted(present - self._checked):
             self._check_key(messages, role, key, tools, text, where)
