@@ -20,8 +20,8 @@ SCHEDULE = {"learning_rate": 3e-3, "warmup_steps": 0.1, "lr_scheduler_type": "co
 def data():
     """Training and held-out blocks of 128 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(builtin_model())
-    train, held_out, columns = load_rows("builtin:documents")
-    return packed(train, columns, tokenizer, LENGTH), packed(held_out, columns, tokenizer, LENGTH).select(range(64))
+    train, held_out, _ = load_rows("builtin:documents")
+    return packed(train, tokenizer, LENGTH), packed(held_out, tokenizer, LENGTH).select(range(64))
 
 
 class StepTimes(TrainerCallback):

@@ -24,7 +24,7 @@ EXTRAS = {
 # git+https://…, and what tests/test_packages.py then finds in README, docs and notebooks follows.
 SOURCE = "./hf_memopt-0.1.0-py3-none-any.whl"
 # What recipes need beside datasets and matplotlib.
-_OF_RECIPES = {"dpo": "trl", "grpo": "trl", "video_sft": "av"}
+_OF_RECIPES = {"sft": "trl", "dpo": "trl", "grpo": "trl", "video_sft": "av"}
 # Where PyPI has another name.
 _ON_PYPI = {"PIL": "pillow", "optimi": "torch-optimi"}
 

@@ -44,7 +44,6 @@ def main(argv: list[str] | None = None):
             "save_strategy": "no",
             "max_length": 64,
         },
-        padded=True,
     )
     job = jobs.start(defaults, argv)
 

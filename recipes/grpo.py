@@ -55,7 +55,6 @@ def main(argv: list[str] | None = None):
             "num_generations": 8,
             "max_completion_length": 4,
         },
-        padded=True,
     )
     job = jobs.start(defaults, argv)
 

@@ -10,7 +10,7 @@ From scratch on a data set larger than memory, eight GPUs:
         --preset h100_80gb_x8 --config_name Qwen/Qwen3-0.6B --tokenizer_name Qwen/Qwen3-0.6B \\
         --dataset_name HuggingFaceFW/fineweb-edu --streaming --max_steps 10000 --output_dir out/qwen
 
-Texts are packed into blocks without padding. The data need a column `text`, or a format of recipes/sft.py. A run
+Texts are packed into blocks without padding. The data need a column `text`; recipes/sft.py trains on answers. A run
 resumes from the last checkpoint in output_dir. Every field of TrainingArguments is an argument; --dry_run stops before
 training.
 """
@@ -19,7 +19,6 @@ from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):
-    from hf_memopt.data.tokens import packed
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import summary
     from hf_memopt.recipe.resume import checkpoint_to_resume
@@ -42,7 +41,7 @@ def main(argv: list[str] | None = None):
     config = jobs.load_config(job)
     length = jobs.sequence_length(job, config)
     tokenizer = jobs.load_tokenizer(job)
-    train, held_out = jobs.load_data(job, "builtin:documents", packed, tokenizer, length)
+    train, held_out = jobs.load_texts(job, tokenizer, length)
 
     # ---- the model, with its adapters
     trainer = MemoryTrainer(

@@ -306,16 +306,16 @@ def _trained_table(table) -> Callable[[Path], Any]:
 
 
 def samples(path: Path, streaming: bool = False) -> list:
-    """The samples of a file, by a recipe's whole way from file to tokens."""
+    """The rows of a file as recipes/sft.py gives them to TRL's trainer."""
     from transformers import AutoTokenizer
 
+    from hf_memopt.data.answers import kind_of, to_trl
     from hf_memopt.data.builtin_model import builtin_model
     from hf_memopt.data.sources import load_rows
-    from hf_memopt.data.tokens import answered
 
     loaded, _, form = load_rows(str(path), held_out=0, streaming=streaming)
     tokenizer = AutoTokenizer.from_pretrained(builtin_model())
-    return list(answered(loaded, form, tokenizer, 128, str(path)))
+    return list(to_trl(loaded, form, kind_of(loaded, form), tokenizer, str(path)))
 
 
 # ---- files: every kind × every way to break it

@@ -59,7 +59,7 @@ def test_it_plans_for_what_is_free(sft, free, capsys):
     assert "plan  balanced: micro-batch 8 × 1" in capsys.readouterr().out
     free(
         int(
-            plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM)
+            plan(plenty.model.config, "cpu", 8, 64, "full", memory=2**40, task="sft", training=OPTIM)
             .profiles[0]
             .estimate.device_bytes
             * 0.85
@@ -92,7 +92,7 @@ def test_nothing_fits(sft, free):
 def test_a_profile_down(sft, free, builtin_model, monkeypatch, caplog):
     """Probed with a model that runs out of memory at more than two samples, it starts again one profile safer."""
     main, arguments = sft
-    first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, padded=True, training=OPTIM).profiles[-1]
+    first = plan(str(builtin_model), "cpu", 8, 64, "full", memory=2**40, task="sft", training=OPTIM).profiles[-1]
     free(int(first.estimate.device_bytes / 0.895))  # balanced fills 0.90 of it, safe only 0.85
     from hf_memopt.recipe import job as jobs
 
@@ -101,7 +101,8 @@ def test_a_profile_down(sft, free, builtin_model, monkeypatch, caplog):
     def load_limited(job, *args, **kwargs):
         model = load(job, *args, **kwargs)
         begun.append((job.planned.summary.split(":")[0], job.args.per_device_train_batch_size))
-        forward = model.forward
+        backbone = model.base_model  # which TRL's head calls
+        forward = backbone.forward
 
         @wraps(forward)
         def limited(input_ids, **inputs):
@@ -109,7 +110,7 @@ def test_a_profile_down(sft, free, builtin_model, monkeypatch, caplog):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return forward(input_ids=input_ids, **inputs)
 
-        model.forward = limited
+        backbone.forward = limited
         return model
 
     monkeypatch.setattr(jobs, "load_model", load_limited)

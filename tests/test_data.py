@@ -1,4 +1,4 @@
-"""Texts, packing and answer masks, with the built-in tokenizer and rows made here."""
+"""Files, splits and blocks of texts, with the built-in tokenizer and rows made here."""
 
 import json
 
@@ -6,15 +6,8 @@ import pytest
 
 from hf_memopt.data import embedded
 from hf_memopt.data.sources import load_rows
-from hf_memopt.data.tokens import IGNORED, answered, packed
+from hf_memopt.data.tokens import packed
 from hf_memopt.errors import InputError
-
-CHAT = [
-    {"role": "user", "content": "What is two plus two?"},
-    {"role": "assistant", "content": "Four."},
-    {"role": "user", "content": "And three plus three?"},
-    {"role": "assistant", "content": "Six."},
-]
 
 
 @pytest.fixture
@@ -22,19 +15,6 @@ def tokenizer(builtin_model):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(builtin_model)
-
-
-def _said(tokenizer, row) -> str:
-    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
-
-
-def _encoded(rows, tokenizer, length=256):
-    from datasets import Dataset
-
-    from hf_memopt.data.sources import _columns
-
-    data = Dataset.from_list(rows)
-    return answered(data, _columns(data, "rows"), tokenizer, length)
 
 
 def test_the_corpus_is_real_text():
@@ -59,75 +39,17 @@ def test_the_builtin_tokenizer_is_lossless(tokenizer):
     assert len(tokenizer) <= 4096
 
 
-def test_only_answers_are_labels(tokenizer):
-    (row,) = _encoded([{"messages": CHAT}], tokenizer)
-    assert _said(tokenizer, row) == "Four.<|end|>\nSix.<|end|>\n"
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        {"prompt": "Two plus two is", "completion": " four."},
-        {"instruction": "Add.", "input": "2 + 2", "output": "four."},
-        {"instruction": "Add two and two.", "input": None, "output": "four."},
-        {"prompt": [CHAT[0]], "completion": [{"role": "assistant", "content": "four."}]},
-        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "four."}]},
-    ],
-)
-def test_other_formats(rows, tokenizer):
-    (row,) = _encoded([rows], tokenizer)
-    assert _said(tokenizer, row).strip().removesuffix("<|end|>").strip() == "four."
-    assert row["labels"][0] == IGNORED
-
-
-def test_plain_text_is_learnt_whole(tokenizer):
-    (row,) = _encoded([{"text": "Every word counts."}], tokenizer)
-    assert row["labels"] == row["input_ids"]
-
-
-def test_a_template_that_rewrites_earlier_turns_keeps_the_last_answer(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]"
-        "{{ m.content if loop.last or m.role == 'user' else m.content[:1] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    (row,) = _encoded([{"messages": CHAT}], tokenizer)
-    assert _said(tokenizer, row) == "Six.\n"
-
-
-def test_a_tokenizer_without_a_template_gets_a_plain_one(tokenizer, caplog):
-    tokenizer.chat_template = None
-    (row,) = _encoded([{"messages": CHAT}], tokenizer)
-    assert "no chat template" in caplog.text and "Six." in _said(tokenizer, row)
-
-
-def test_long_rows_are_cut_and_rows_without_an_answer_left_out(tokenizer, caplog):
-    long = {"prompt": "word " * 300, "completion": "lost"}
-    kept = _encoded([long, {"prompt": "a", "completion": "word " * 300}], tokenizer, length=64)
-    assert len(kept) == 1 and len(kept[0]["input_ids"]) == 64
-    assert "1 of 2 rows dropped" in caplog.text
-    with pytest.raises(InputError, match="raise max_length"):
-        _encoded([long], tokenizer, length=64)
-
-
 def test_packing_loses_nothing_but_the_rest(tokenizer):
     from datasets import Dataset
 
     texts = [f"Text number {number} is here." for number in range(50)]
-    blocks = packed(Dataset.from_dict({"text": texts}), "text", tokenizer, 32)
+    blocks = packed(Dataset.from_dict({"text": texts}), tokenizer, 32)
     joined = [token for row in blocks for token in row["input_ids"]]
     expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     assert joined == expected[: len(joined)] and len(expected) - len(joined) < 32
     assert all(row["labels"] == row["input_ids"] for row in blocks)
     with pytest.raises(InputError, match="shorter than one block"):
-        packed(Dataset.from_dict({"text": ["short"]}), "text", tokenizer, 32)
-
-
-def test_chat_rows_can_be_packed(tokenizer):
-    from datasets import Dataset
-
-    blocks = packed(Dataset.from_dict({"messages": [CHAT] * 8}), "messages", tokenizer, 32)
-    assert "<|user|>\nWhat is two" in tokenizer.decode(blocks[0]["input_ids"])
+        packed(Dataset.from_dict({"text": ["short"]}), tokenizer, 32)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "txt"])
@@ -161,11 +83,11 @@ def test_a_folder_and_a_saved_data_set(tmp_path):
 
 def test_streams_hold_out_their_first_rows_and_shuffle_the_rest(jsonl, tokenizer):
     path = jsonl([{"text": f"text number {number}"} for number in range(100)])
-    train, held_out, columns = load_rows(path, streaming=True, held_out=10, buffer=50)
+    train, held_out, _ = load_rows(path, streaming=True, held_out=10, buffer=50)
     assert [row["text"] for row in held_out] == [f"text number {number}" for number in range(10)]
     order = [int(row["text"].split()[-1]) for row in train]
     assert sorted(order) == list(range(10, 100)) and order != sorted(order)
-    blocks = list(packed(train, columns, tokenizer, 16))
+    blocks = list(packed(train, tokenizer, 16))
     assert blocks and all(len(row["input_ids"]) == 16 for row in blocks)
 
 

@@ -168,16 +168,15 @@ def test_every_key_of_the_shipped_files_is_explained():
 
 def test_settings_that_others_are_translated_to_exist():
     from peft import LoraConfig
-    from transformers import BitsAndBytesConfig, TrainingArguments
+    from transformers import BitsAndBytesConfig
+    from trl import SFTConfig
 
     from hf_memopt import MemoryArguments
     from hf_memopt.recipe.arguments import RecipeArguments
     from hf_memopt.recipe.video import VideoArguments
 
     known = {
-        item.name
-        for kind in (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments)
-        for item in fields(kind)
+        item.name for kind in (SFTConfig, MemoryArguments, RecipeArguments, VideoArguments) for item in fields(kind)
     }
     known |= {f"lora.{item.name}" for item in fields(LoraConfig)}
     known |= {f"quantization.{name}" for name in BitsAndBytesConfig().to_dict()}

@@ -86,7 +86,7 @@ BAD = [
         [{"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]}] * 12,
         "row .: chosen must be a text, or mess",
     ),
-    (["--packing", "true"], PAIRS, "packing=True: pairs are padded"),
+    (["--packing", "true"], PAIRS, "unknown argument 'packing'"),
     (["--streaming", "true", "--max_steps", "2"], PAIRS, "streaming=True: pairs are padded and read whole"),
     (["--config_name", "llama-3.2-1b"], PAIRS, "config_name starts from random weights"),
     (["--loss_type", "sigmoidal"], PAIRS, "unknown loss_type .sigmoidal.*sigmoid"),

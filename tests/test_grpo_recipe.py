@@ -54,7 +54,7 @@ def test_settings_of_vllm_pass_through(recipe, tmp_path):
 
 BAD = [
     ([], [{"text": "a"}] * 4, "has the columns text; GRPO needs prompt, and completion"),
-    (["--packing", "true"], SUMS, "packing=True: prompts are completed"),
+    (["--packing", "true"], SUMS, "unknown argument 'packing'"),
     (["--config_name", "llama-3.2-1b"], SUMS, "config_name starts from random weights"),
     (["--num_generations", "3"], SUMS, r"generation_batch_size .4. must be divisible by num_generations .3."),
     (["--num_generation", "2"], SUMS, "unknown argument 'num_generation'.*num_generations"),

@@ -74,7 +74,7 @@ def rows(jsonl, builtin_model) -> tuple[str, int]:
 
     texts = [{"text": f"Line {number} of a text about line {number}."} for number in range(80)]
     tokenizer = AutoTokenizer.from_pretrained(builtin_model)
-    return jsonl(texts), len(packed(Dataset.from_list(texts), "text", tokenizer, TOKENS))
+    return jsonl(texts), len(packed(Dataset.from_list(texts), tokenizer, TOKENS))
 
 
 # Of one process: fine-tuning below; ZeRO-3: below.

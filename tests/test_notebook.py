@@ -22,7 +22,7 @@ def _cells() -> list[dict]:
 
 def test_the_first_cell_installs_and_no_output_is_kept():
     first, *others = _cells()
-    assert "".join(first["source"]).splitlines()[-1] == f"%pip install -q '{SOURCE}[train]'"
+    assert "".join(first["source"]).splitlines()[-1] == f"%pip install -q '{SOURCE}[trl]'"
     assert not any("%pip" in "".join(cell["source"]) for cell in others)
     assert not any(cell["outputs"] for cell in [first, *others])
 

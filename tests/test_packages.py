@@ -48,7 +48,7 @@ def test_pictures_need_matplotlib(words, without, command, monkeypatch):
     assert code == 2 and "needs matplotlib, which is not installed: pip install 'matplotlib" in errors
 
 
-@pytest.mark.parametrize("package", ["datasets", "matplotlib"])
+@pytest.mark.parametrize("package", ["datasets", "matplotlib", "trl"])
 def test_recipes_say_what_they_need_before_they_load_anything(package, without, recipe, tmp_path):
     without(package)
     with pytest.raises(
@@ -170,7 +170,7 @@ def test_what_installs_a_missing_package_needs_no_source_of_this_one(package):
 def test_exported_jobs_say_what_they_install(target, command, tmp_path):
     assert command("export", "a100_80gb", tmp_path, "--target", target)[0] == 0
     script = (tmp_path / "train.sh").read_text()
-    assert f"${{HF_MEMOPT_PACKAGE:-{SOURCE}[train]}}" in script
+    assert f"${{HF_MEMOPT_PACKAGE:-{SOURCE}[trl]}}" in script
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HF_MEMOPT_PACKAGE": "nowhere"}
     (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python3").chmod(0o755)

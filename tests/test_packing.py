@@ -1,7 +1,6 @@
 """Several rows to a sample: none is lost, none sees another, and the estimator counts the masks that part them."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,64 +22,22 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from trl import SFTConfig, SFTTrainer
 
-from hf_memopt import InputError, estimate, estimate_trainer, get_preset
-from hf_memopt.data.tokens import IGNORED, answered, pack_best_fit, packed_answers, position_ids
+from hf_memopt import InputError, estimate, estimate_trainer
+from hf_memopt.data.packed_batches import pack_best_fit
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.recipe import packing
-from hf_memopt.recipe.arguments import RecipeArguments
-from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.packing import _depends_on_the_sample_before, keep_samples_apart
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_every_row_is_in_one_block(sizes):
-    rows = [([number] * size, [number] * size) for number, size in enumerate(sizes)]
-    blocks = pack_best_fit(rows, 50)
-    assert sorted(ids[0] for block in blocks for ids, _ in block) == list(range(len(sizes)))
-    assert all(sum(len(ids) for ids, _ in block) <= 50 for block in blocks)
-    # Two blocks that are less than half full would have been one.
-    assert sum(sum(len(ids) for ids, _ in block) <= 25 for block in blocks) <= 1
-    assert len(position_ids([len(ids) for ids, _ in blocks[0]], 50)) == 50
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_loss_is_that_of_the_rows_alone(attention):
-    model = llama().train()
-    model.set_attn_implementation(attention)
-    model.config.use_cache = False  # as the Trainer sets it: beside a cache, rows would not be kept apart
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 60, (size,), generator=generator) for size in (7, 12, 4)]
-    items = sum(len(row) - 1 for row in rows)
-    alone = sum(model(input_ids=row[None], labels=row[None], num_items_in_batch=items).loss for row in rows)
-    labels = [torch.cat([torch.tensor([IGNORED]), row[1:]]) for row in rows]
-    filling = torch.zeros(5, dtype=torch.long)
-    together = model(
-        input_ids=torch.cat([*rows, filling])[None],
-        labels=torch.cat([*labels, filling + IGNORED])[None],
-        position_ids=torch.tensor([position_ids([7, 12, 4], 28)]),
-        num_items_in_batch=items,
-    ).loss
-    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (alone, together)]
-    assert torch.allclose(together, alone)
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-7)
-
-
-def test_rows_become_blocks(builtin_model):
-    tokenizer = AutoTokenizer.from_pretrained(builtin_model)
-    rows = Dataset.from_list(
-        [{"prompt": f"What is {number}? ", "completion": "A number. " * (number % 5 + 1)} for number in range(50)]
-    )
-    alone = answered(rows, "prompt/completion", tokenizer, 64)
-    blocks = packed_answers(rows, "prompt/completion", tokenizer, 64)
-    assert len(blocks) < len(alone) / 2
-    assert all(len(row[name]) == 64 for row in blocks for name in ("input_ids", "labels", "position_ids"))
-    kept = sum(label != IGNORED for row in blocks for label in row["labels"])
-    assert kept == sum(label != IGNORED for row in alone for label in row["labels"][1:])
-    for row in blocks:
-        starts = [place for place, position in enumerate(row["position_ids"]) if position == 0]
-        assert all(row["labels"][place] == IGNORED for place in starts)
+def test_every_sample_is_in_one_pack(sizes):
+    packs = pack_best_fit(sizes, 50)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(sizes)))
+    filled = [sum(sizes[index] for index in pack) for pack in packs]
+    assert max(filled) <= 50
+    # Two packs that are less than half full would have been one.
+    assert sum(tokens <= 25 for tokens in filled) <= 1
 
 
 @pytest.mark.slow
@@ -90,7 +47,7 @@ def test_the_estimator_counts_the_masks(tmp_path):
         {
             "input_ids": torch.full((length,), 5),
             "labels": torch.full((length,), 5),
-            "position_ids": torch.tensor(position_ids([20, 20], length)),
+            "position_ids": torch.tensor([*range(20), *range(20), *range(8)]),
         }
     ] * 16
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, optim="adamw_torch", **QUIET)
@@ -152,22 +109,26 @@ def tiny_qwen3_next():
     return Qwen3NextForCausalLM(config)
 
 
-def packing_trainer(model, tmp_path, rows=2):
+def packing_trainer(model, tokenizer, tmp_path, rows=2, **fields):
     torch.manual_seed(0)
-    args = TrainingArguments(tmp_path, **QUIET, per_device_train_batch_size=rows)
-    return Trainer(model, args, train_dataset=Dataset.from_dict({"input_ids": [[3, 4]]}))
+    fields = {"packing": True, "max_length": 16, "activation_checkpointing": False, **QUIET, **fields}
+    args = SFTConfig(str(tmp_path), per_device_train_batch_size=rows, bf16=False, **fields)
+    data = Dataset.from_dict({"input_ids": [[3, 4, 5]] * 4})
+    return SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.fixture
+def tokenizer(builtin_model):
+    return AutoTokenizer.from_pretrained(builtin_model)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("make", [partial(llama, torch.float32), tiny_gemma3])
-def test_samples_of_a_row_are_apart(make, rows, tmp_path):
-    """Beside a KV cache they are not, which the Trainer turns off in the outer configuration of a model alone."""
-    trainer = packing_trainer(make(), tmp_path, rows)
-    if make is not tiny_gemma3:
-        trainer.model.config.use_cache = True
-        assert _depends_on_the_sample_before(trainer.model, rows)
+def test_samples_of_a_row_are_apart(make, rows, tokenizer, tmp_path):
+    trainer = packing_trainer(make(), tokenizer, tmp_path, rows)
+    assert trainer.padding_free
     keep_samples_apart(trainer)
-    assert trainer.model.training and not _depends_on_the_sample_before(trainer.model, rows)
+    assert trainer.model.training and not _depends_on_the_sample_before(trainer)
 
 
 @pytest.mark.parametrize(
@@ -178,24 +139,13 @@ def test_samples_of_a_row_are_apart(make, rows, tmp_path):
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)), "bloom takes no"),
     ],
 )
-def test_models_that_mix_the_samples_of_a_row_are_refused(make, reason, tmp_path):
+def test_models_that_mix_the_samples_of_a_row_are_refused(make, reason, tokenizer, tmp_path):
     with pytest.raises(InputError, match=f"packing: {reason}"):
-        keep_samples_apart(packing_trainer(make(), tmp_path))
+        keep_samples_apart(packing_trainer(make(), tokenizer, tmp_path))
 
 
-def test_flash_attention_packs_single_rows_only(monkeypatch, caplog):
-    """flash-attn needs a card; its name stands for it."""
-    monkeypatch.setattr(packing, "resolve_attention", lambda hardware, asked: asked or "flash_attention_2")
-
-    def job(rows, asked=None):
-        args = SimpleNamespace(per_device_train_batch_size=rows, per_device_eval_batch_size=1)
-        return Job(RecipeArguments(packing=True, attn_implementation=asked), get_preset("cpu"), args, None, None, {})
-
-    with pytest.raises(InputError, match="micro-batches of one row only"):
-        packing.choose_attention(job(2, "flash_attention_2"))
-    several, single = job(2), job(1)
-    packing.choose_attention(several)
-    packing.choose_attention(single)
-    assert several.recipe.attn_implementation == "sdpa"
-    assert "flash_attention_2 keeps packed samples apart" in caplog.text
-    assert single.recipe.attn_implementation is None
+def test_rows_whose_samples_see_each_other_are_refused(tokenizer, tmp_path):
+    trainer = packing_trainer(llama(torch.float32), tokenizer, tmp_path, packing_strategy="wrapped")
+    assert not trainer.padding_free
+    with pytest.raises(InputError, match="packing_strategy=wrapped lets the samples of a row see each other: use bfd"):
+        keep_samples_apart(trainer)

@@ -144,3 +144,21 @@ def test_a_plan_of_grpo_says_what_is_generated_and_what_vllm_leaves():
     assert arguments["steps_per_generation"] * arguments["per_device_train_batch_size"] == 16
     assert "16 completions, 2 prompts × num_generations=8: generated 16 at once" in notes
     assert "which leaves 22.46 GiB to training" in notes
+
+
+@pytest.mark.slow
+def test_the_command_of_a_plan_is_what_the_recipe_reads(tmp_path):
+    from hf_memopt.levers.refusals import check_with_trl
+    from hf_memopt.presets.trl_configs import trl_class
+    from hf_memopt.recipe.answers import AnswerArguments
+    from hf_memopt.recipe.arguments import parse
+
+    config(2).save_pretrained(tmp_path)
+    training = {"optim": "adamw_torch", "packing": True}
+    made = plan(str(tmp_path), "rtx_4090", 8, 64, "lora", task="sft", training=training)
+    for profile in made.profiles:
+        script, *words = recipe_command(made.request, profile)
+        assert script.endswith("recipes/sft.py")
+        parsed = parse(words, own=AnswerArguments, config_class=trl_class("SFTConfig"))
+        assert parsed.recipe.max_length == 64 and parsed.training["packing"] is True
+        check_with_trl(parsed.memory, "SFTTrainer")

@@ -139,7 +139,8 @@ def test_pretraining_learns_and_reports(recipe, tmp_path, capsys):
 @pytest.mark.parametrize("method", [slow("full"), slow("lora")])
 def test_a_run_can_be_repeated(method, recipe, jsonl, tmp_path):
     """Random weights, adapters and order come from --seed alone."""
-    arguments = [*QUICK, "--method", method, "--dataset_name", jsonl(QUESTIONS), "--max_steps", "2", "--samples", "0"]
+    texts = jsonl([{"text": f"What is {n} plus {n}? It is {2 * n}."} for n in range(80)])
+    arguments = [*QUICK, "--method", method, "--dataset_name", texts, "--max_steps", "2", "--samples", "0"]
     losses = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         out = tmp_path / name
@@ -181,7 +182,7 @@ def test_the_prediction_beside_the_measured_peak_is_of_the_same_batch(recipe, tm
     for phase, peak in report["measured"]["phases"].items():
         assert same["phases"][phase] == pytest.approx(peak, rel=0.01), phase
     samples, tokens = report["measured_batch"].removesuffix(" tokens").split(" × ")
-    assert samples == "4" and int(tokens) % 8 == 0
+    assert samples == "4"
     assert f"{tokens} tokens" in (out / "memory_report.html").read_text()
     assert "longest" in capsys.readouterr().out
 
@@ -204,12 +205,12 @@ def test_levers_and_packing(recipe, jsonl, tmp_path, capsys):
     """Arguments of the recipe, told before it runs, and predicted."""
     rows = [{"prompt": f"{n}?", "completion": f" {2 * n}."} for n in range(200)]
     arguments = [*QUICK, "--dataset_name", jsonl(rows), "--output_dir", str(tmp_path / "out"), "--max_steps", "2"]
-    levers = ["--checkpoint_ratio", "0.5", "--activation_compression", "int8", "--loss_chunk_size", "16"]
+    levers = ["--checkpoint_ratio", "0.5", "--activation_compression", "int8"]
     trainer = recipe("sft")([*arguments, "--packing", "true", *levers, "--adam_mini", "true"])
-    assert len(trainer.train_dataset) < 192 / 1.5 and "position_ids" in trainer.train_dataset.column_names
+    assert len(trainer.train_dataset) < 192 / 1.5 and "seq_lengths" in trainer.train_dataset.column_names
     assert type(trainer.optimizer.optimizer).__name__ == "AdamMini"
     said = capsys.readouterr().out
-    assert "levers  loss_chunk_size=16, activation_compression=int8, checkpoint_ratio=0.5, adam_mini=True" in said
+    assert "levers  activation_compression=int8, checkpoint_ratio=0.5, adam_mini=True" in said
     report = json.loads((tmp_path / "out" / "memory_report.json").read_text())
     predicted, measured = report["estimate"]["peak_allocated_bytes"], report["measured"]["peak_allocated_bytes"]
     assert predicted == pytest.approx(measured, rel=0.03)
@@ -231,14 +232,14 @@ def test_no_rows_held_out(recipe, jsonl, tmp_path):
 
 def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypatch):
     """The trained model is saved before the last evaluation, in which anything may fail."""
-    from hf_memopt import MemoryTrainer
+    from hf_memopt import MemoryTrainerMixin
 
     def fails(trainer):
         config = trainer.model.config
         assert config.use_cache is False, "evaluation keeps no keys and values"
         raise OSError("the disk of the held-out data is gone")
 
-    monkeypatch.setattr(MemoryTrainer, "evaluate", fails)
+    monkeypatch.setattr(MemoryTrainerMixin, "evaluate", fails, raising=False)
     out = tmp_path / "out"
     arguments = [*QUICK, "--dataset_name", jsonl(QUESTIONS), "--output_dir", str(out), "--max_steps", "1"]
     with pytest.raises(OSError, match="held-out data"):

@@ -8,9 +8,10 @@ import video_models
 import videos
 from transformers import AutoConfig, AutoTokenizer
 
+from hf_memopt.data.answers import kind_of, to_trl
 from hf_memopt.data.columns import CLIP_SAMPLING
 from hf_memopt.data.sources import load_rows
-from hf_memopt.data.tokens import IGNORED, answered, packed, packed_answers
+from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.encoder import Encoder
@@ -48,48 +49,58 @@ def tokenizer(builtin_model):
 
 
 @pytest.fixture
-def encoded(jsonl, tokenizer):
-    """Rows of a file as text and as what is trained, by a recipe's whole way from file to tokens."""
+def read(jsonl, tokenizer):
+    """Rows of a file as recipes/sft.py gives them to TRL's trainer."""
 
-    def encode(*rows, template=None, streaming=False, **load):
+    def convert(*rows, template=None, streaming=False, split=False, **load):
         if template:
             tokenizer.chat_template = template
         source = jsonl(list(rows))
         train, _, form = load_rows(source, held_out=0, streaming=streaming, **load)
-        return [
-            (tokenizer.decode(row["input_ids"]), tokenizer.decode([i for i in row["labels"] if i != IGNORED]))
-            for row in answered(train, form, tokenizer, 512, source)
-        ]
+        return list(to_trl(train, form, kind_of(train, form), tokenizer, source, split))
 
-    return encode
+    return convert
 
 
 # ---- text
 
 
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("messages", {"messages": [ASK, SAY]}),
+        ("conversations", {"messages": [ASK, SAY]}),
+        ("prompts of messages", {"prompt": [ASK], "completion": [SAY]}),
+        ("prompts of text", {"prompt": "Two plus two?", "completion": "Four."}),
+        ("alpaca", {"messages": [ASK, SAY]}),
+    ],
+)
+def test_every_form_becomes_one_of_trls(form, expected, read):
+    (row,) = read({**FORMS[form], "id": 7})
+    assert row.pop("tools", None) is None and row == expected
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("column", ["system", "system_prompt"])
-def test_a_system_column_becomes_the_system_message(form, column, encoded):
-    ((text, said),) = encoded({**FORMS[form], column: "Be brief."})
-    assert text.startswith("<|system|>\nBe brief.<|end|>\n<|user|>\nTwo plus two?<|end|>\n<|assistant|>\n")
-    assert said.strip().removesuffix("<|end|>") == "Four."
+def test_a_system_column_becomes_the_system_message(form, column, read):
+    (row,) = read({**FORMS[form], column: "Be brief."})
+    messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
+    assert messages == [{"role": "system", "content": "Be brief."}, ASK, SAY]
 
 
-@pytest.mark.slow
-def test_a_system_column_beside_a_system_message(encoded):
+def test_a_system_column_beside_a_system_message(read):
     opened = {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]}
-    ((text, _),) = encoded({**opened, "system": "Be brief. "})
-    assert text.count("Be brief.") == 1
+    assert read({**opened, "system": "Be brief. "})[0]["messages"] == opened["messages"]
     with pytest.raises(InputError, match=r"rows\.jsonl: line 1, row 0: .*system.*differs"):
-        encoded({**opened, "system": "Be verbose."})
-    assert encoded({**opened, "system": None})[0][0].count("<|system|>") == 1
+        read({**opened, "system": "Be verbose."})
+    assert read({**opened, "system": None})[0]["messages"] == opened["messages"]
 
 
 @pytest.mark.parametrize("given", [[TOOL], json.dumps([TOOL])])
 @pytest.mark.parametrize("form", ["messages", "conversations", "prompts of messages", "alpaca"])
-def test_tools_reach_the_chat_template(form, given, encoded):
-    ((text, said),) = encoded({**FORMS[form], "tools": given}, template=TOOL_TEMPLATE)
-    assert '"name": "add"' in text and "add" not in said
+def test_tools_reach_the_chat_template(form, given, read):
+    (row,) = read({**FORMS[form], "tools": given}, template=TOOL_TEMPLATE)
+    assert json.loads(row["tools"]) == [TOOL], "as text: Arrow would fill in keys"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +114,9 @@ def test_tools_reach_the_chat_template(form, given, encoded):
         ({"text": "Two plus two is four.", "system": "Be brief."}, None, "system"),
     ],
 )
-def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
+def test_tools_and_system_that_cannot_be_used(row, template, said, read):
     with pytest.raises(InputError, match=rf"rows\.jsonl: line 1, row 0: .*{said}"):
-        encoded(row, template=template)
+        read(row, template=template)
 
 
 @pytest.mark.parametrize(
@@ -131,62 +142,44 @@ def test_tools_and_system_that_cannot_be_used(row, template, said, encoded):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_columns_that_mean_something_are_refused(column, value, streaming, encoded):
+def test_columns_that_mean_something_are_refused(column, value, streaming, read):
     place = r"row \d in the order that the stream is read" if streaming else "row 1"
     with pytest.raises(InputError, match=rf"rows\.jsonl: line 2, {place}: .*{column}") as caught:
-        encoded({**FORMS["messages"], column: None}, {**FORMS["messages"], column: value}, streaming=streaming)
+        read({**FORMS["messages"], column: None}, {**FORMS["messages"], column: value}, streaming=streaming)
     assert "--ignore_columns" in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-def test_ignored_columns_are_left_out(encoded):
+def test_ignored_columns_are_left_out(read):
     row = {**FORMS["messages"], "rejected": "Five."}
-    ((text, _),) = encoded(row, ignore=["rejected"])
-    assert "Five" not in text
+    assert read(row, ignore=["rejected"])[0].keys() == {"messages", "tools"}
     with pytest.raises(InputError, match=r"ignore_columns.*'rejectd'.*Did you mean 'rejected'"):
-        encoded(row, ignore=["rejectd"])
+        read(row, ignore=["rejectd"])
 
 
-def test_other_columns_are_announced_once(encoded, caplog):
+def test_other_columns_are_announced_once(read, caplog):
     more = {"id": 7, "source": "web", "prompt": "Two plus two?", "category": "sums", "score": 0.5}
     with caplog.at_level(logging.WARNING):
-        assert len(encoded(*[{**FORMS["messages"], **more}] * 3)) == 3
+        assert len(read(*[{**FORMS["messages"], **more}] * 3)) == 3
     (said,) = [line for line in caplog.messages if "not used" in line]
     assert said.endswith("columns not used: category, id, prompt, score, source")
 
 
-def test_a_text_with_a_label_is_text(encoded, caplog):
-    assert encoded({"text": "A good film.", "label": 1})[0][1] == "A good film."
+def test_a_text_with_a_label_is_text(read, caplog):
+    assert read({"text": "A good film.", "label": 1}) == [{"text": "A good film."}]
     assert "columns not used: label" in caplog.text
 
 
-def test_history_of_instructions(encoded):
-    ((text, said),) = encoded({**FORMS["alpaca"], "history": [["One plus one?", "Two."]]})
-    assert text.index("One plus one?") < text.index("Two.") < text.index("Two plus two?")
-    assert "Two." in said and "Four." in said
-    with pytest.raises(InputError, match="row 0: history must be a list of pairs"):
-        encoded({**FORMS["alpaca"], "history": ["One plus one?"]})
-
-
-@pytest.mark.parametrize("marked", [True, False])
-def test_generation_marks_of_a_template_are_its_answers(encoded, marked):
-    """A template that rewrites earlier turns has all of its answers by its own marks, and the last one without."""
-    start, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
-    template = (
-        "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>\n"
-        "{% if loop.last %}<|system|>{% endif %}"
-        f"{start}{{{{ message.content }}}}<|end|>{end}\n"
-        "{% else %}<|user|>\n{{ message.content }}<|end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n<|system|>{% endif %}"
-    )
-    messages = [{"role": role, "content": f"the {role}"} for role in ("user", "assistant") * 2]
-    ((_, answers),) = encoded({"messages": messages}, template=template)
-    assert answers == ("the assistant<|end|>the assistant<|end|>" if marked else "the assistant<|end|>\n")
-
-
-def test_parts_of_text_are_joined(encoded):
+def test_parts_of_text_are_joined(read):
     parts = [{"type": "text", "text": "Two plus "}, "two?"]
-    ((text, said),) = encoded({"messages": [{"role": "user", "content": parts}, SAY]})
-    assert "<|user|>\nTwo plus two?<|end|>" in text and said.startswith("Four.")
+    assert read({"messages": [{"role": "user", "content": parts}, SAY]})[0]["messages"] == [ASK, SAY]
+
+
+def test_each_answer_can_be_a_sample(read):
+    """For templates that do not mark answers."""
+    again = [{"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Five."}]
+    first, second = read({"messages": [ASK, SAY, *again]}, split=True)
+    assert (first["prompt"], first["completion"]) == ([ASK], [SAY])
+    assert (second["prompt"], second["completion"]) == ([ASK, SAY, again[0]], [again[1]])
 
 
 @pytest.mark.parametrize(
@@ -196,9 +189,8 @@ def test_parts_of_text_are_joined(encoded):
         ({**SAY, "name": "Ann"}, TOOL_TEMPLATE, "'name'.*chat template"),
         ({**SAY, "reasoning_content": "2 + 2"}, None, "'reasoning_content'.*chat template"),
         ({**SAY, "thinking": "2 + 2"}, None, "'thinking'.*chat template"),
-        ({**SAY, "weight": 0}, None, "weight=0"),
-        ({**SAY, "train": False}, None, "train=False"),
-        ({**SAY, "loss": False}, None, "loss=False"),
+        ({**SAY, "weight": 0}, None, "'weight'.*chat template"),
+        ({**SAY, "train": False}, None, "'train'.*chat template"),
         ({**SAY, "confidence": 0.5}, None, "'confidence'"),
         ({"role": "asistant", "content": "Four."}, None, "role 'asistant'"),
         ({"role": "function", "content": "4"}, None, "role 'function'"),
@@ -210,44 +202,29 @@ def test_parts_of_text_are_joined(encoded):
         ("Hello", None, "message"),
     ],
 )
-def test_messages_that_cannot_be_used(message, template, said, encoded):
+def test_messages_that_cannot_be_used(message, template, said, read):
     with pytest.raises(InputError, match=rf"rows\.jsonl: line 1, row 0: .*{said}") as caught:
-        encoded({"messages": [ASK, SAY, ASK, message]}, template=template)
+        read({"messages": [ASK, SAY, ASK, message]}, template=template)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_keys_that_the_template_writes_are_kept(encoded):
+def test_keys_that_the_template_writes_are_kept(read, tokenizer):
+    """As the file has them: no row gets keys of another."""
     called = {"role": "assistant", "content": "", "tool_calls": CALL, "reasoning_content": "2 + 2"}
-    result = {"role": "tool", "content": "4"}
-    ((text, said),) = encoded({"messages": [ASK, called, result, SAY], "tools": [TOOL]}, template=TOOL_TEMPLATE)
-    assert "<think>2 + 2</think>" in said and '<call>{"name": "add"' in said and "<|tool|>\n4<|end|>" in text
+    messages = [ASK, called, {"role": "tool", "content": "4"}, SAY]
+    plain, with_tools = read(FORMS["messages"], {"messages": messages, "tools": [TOOL]}, template=TOOL_TEMPLATE)
+    assert plain["messages"] == [ASK, SAY] and with_tools["messages"] == messages
 
 
-def test_weights_that_say_what_is_done_anyway(encoded):
-    """As in SlimOrca: 0 for what is asked, 1 for what is answered."""
-    said = [("system", "Be brief.", None), ("human", "2 + 2?", 0), ("gpt", "Four.", 1)]
-    turns = [{"from": role, "value": text, "weight": weight} for role, text, weight in said]
-    ((_, said),) = encoded({"conversations": turns})
-    assert said.strip() == "Four.<|end|>"
-
-
-def test_a_template_that_drops_the_system_message(encoded):
+def test_a_template_that_drops_the_system_message(read):
     dropping = (
         "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
     )
     with pytest.raises(InputError, match=r"row 0: .*role 'system'"):
-        encoded({**FORMS["messages"], "system": "Be brief."}, template=dropping)
+        read({**FORMS["messages"], "system": "Be brief."}, template=dropping)
     raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + dropping
     with pytest.raises(InputError, match=r"row 0: .*no system role"):
-        encoded({**FORMS["messages"], "system": "Be brief."}, template=raising)
-
-
-def test_packing_and_pretraining_refuse_too(jsonl, tokenizer):
-    source = jsonl([FORMS["messages"], {"messages": [ASK, {**SAY, "tool_calls": CALL}]}])
-    train, _, form = load_rows(source, held_out=0)
-    for encode in (packed, packed_answers):
-        with pytest.raises(InputError, match=r"rows\.jsonl: line 2, row 1: .*tool_calls"):
-            encode(train, form, tokenizer, 64, source)
+        read({**FORMS["messages"], "system": "Be brief."}, template=raising)
 
 
 def test_the_row_is_that_of_the_file(jsonl, tokenizer):
@@ -258,7 +235,7 @@ def test_the_row_is_that_of_the_file(jsonl, tokenizer):
     train, held_out, form = load_rows(source, held_out=0.5)
     with pytest.raises(InputError, match="row 29: "):
         for part in (train, held_out):
-            answered(part, form, tokenizer, 64, source)
+            to_trl(part, form, "messages", tokenizer, source)
 
 
 # ---- videos

@@ -68,6 +68,7 @@ def reward_model():
 PAIRS = ("prompt", "chosen", "rejected")
 CASES = {
     "SFT": (trl.SFTTrainer, trl.SFTConfig, lambda: rows("text"), llama, {}),
+    "SFT packed": (trl.SFTTrainer, trl.SFTConfig, lambda: rows("text"), llama, {"packing": True, "max_length": 24}),
     "SFT dft": (trl.SFTTrainer, trl.SFTConfig, lambda: rows("text"), llama, {"loss_type": "dft"}),
     "DPO": (trl.DPOTrainer, trl.DPOConfig, lambda: rows(*PAIRS), llama, {}),
     "DPO, several losses": (

@@ -29,7 +29,7 @@ _PACKAGES = {
     "datasets": "the recipes",
     "matplotlib": "reports and --plot",
     "deepspeed": "the zero strategies",
-    "trl": "recipes dpo and grpo, --task",
+    "trl": "recipes sft, dpo and grpo, --task",
     "av": "recipe video_sft",
     "gradio": "hf-memopt ui",
     "torchao": "precision fp8, optim adamw_torch_8bit and adamw_torch_4bit",

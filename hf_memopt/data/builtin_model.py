@@ -12,12 +12,16 @@ from hf_memopt.files import cache_folder
 
 VOCABULARY = 4096
 MAX_POSITIONS = 512
-_VERSION = 1  # raise it when anything below changes: it invalidates cached folders
+_VERSION = 2  # raise it when anything below changes: it invalidates cached folders
 
-# One turn: a role marker, the content, and an end marker that is also the end-of-text token.
+# One turn: a role marker, the content, and an end marker that is also the end-of-text token. What the assistant writes
+# is marked, so that the loss is on it alone.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n"
+    "<|{{ message['role'] }}|>\n"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|end|>\n{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end|>\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )

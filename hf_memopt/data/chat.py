@@ -12,22 +12,8 @@ logger = logging.getLogger(__name__)
 _COMMON_ROLES = ("system", "user", "assistant", "tool", "developer")
 # Synonyms, which transformers fills from each other. Templates drop them from earlier turns.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_METADATA = (
-    "id",
-    "message_id",
-    "turn",
-    "turn_id",
-    "index",
-    "timestamp",
-    "created_at",
-    "language",
-    "lang",
-    "source",
-    "model",
-    "score",
-    "toxic",
-    "redacted",
-)
+# Keys that say nothing of the text.
+_METADATA = ("id", "message_id", "index", "turn", "turn_id", "timestamp", "language", "source", "model", "score")
 _TOOLS = ("", "tools")  # in the place of (role, key)
 _LETTER = {"type": "text", "text": "x"}
 
@@ -46,12 +32,10 @@ class Chat:
     def text_and_answers(
         self, messages: list[dict], tools: list[dict] | None = None, where: str = "row"
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, and the (start, end) of each answer in it, in characters.
+        """The template's text, and the (start, end) of each answer in it, in characters, end marker included.
 
-        Where the template marks what the assistant generates ({% generation %}), these are the answers, else those of
-        answers_by_prefix(). benchmarks/libraries.py compares the two on TRL's training templates: they agree on most;
-        prefixes miss answers where the prompt for an answer opens a thinking block (DeepSeek, Nemotron) or earlier
-        turns are rewritten (gpt-oss, Phi). Few models' own templates have marks.
+        An answer lies from the text of the conversation before it to that after it. Some templates rewrite earlier
+        turns (they drop reasoning). Only the last answer can then be located.
 
         Args:
             where: names the row in errors.
@@ -59,22 +43,7 @@ class Chat:
         Raises:
             InputError: the template does not accept the messages, or omits a part of them.
         """
-        self.check(messages, tools, where)
-        if re.search(r"\{%-?\s*generation\s*-?%\}", self._source):
-            return self._render_marked(messages, tools, where)
-        text = self._render(messages, tools, where)
-        return text, self.answers_by_prefix(text, messages, tools, where)
-
-    def answers_by_prefix(
-        self, text: str, messages: list[dict], tools: list[dict] | None = None, where: str = "row"
-    ) -> list[tuple[int, int]]:
-        """Each answer's span, end marker included: from the text of the conversation before it to that after it.
-
-        Some templates rewrite earlier turns (they drop reasoning). Only the last answer can then be located.
-
-        Args:
-            text: the template's text of all messages.
-        """
+        text = self.check(messages, tools, where)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -82,61 +51,34 @@ class Chat:
                 after = self._render(messages[: index + 1], tools, where)
                 if after.startswith(before) and text.startswith(after):
                     spans.append((len(before), len(after)))
-        return spans
+        return text, spans
+
+    def check(self, messages: list[dict], tools: list[dict] | None, where: str) -> str:
+        """The template's text, which has all of a row in it.
+
+        Raises:
+            InputError: see text_and_answers().
+        """
+        roles = [message["role"] for message in messages]
+        if roles[:1] == ["assistant"]:
+            raise InputError(f"{where}: begins with an answer: put the question before it, or remove the answer")
+        if "assistant" not in roles:
+            raise InputError(f"{where}: has no answer (a message of the assistant)")
+        text = self._render(messages, tools, where)
+        if tools and _TOOLS not in self._checked:
+            if self._render(messages, None, where) == text:
+                raise InputError(f"{where}: the chat template does not use tools: the column would be ignored")
+            self._checked.add(_TOOLS)
+        present = {(message["role"], key) for message in messages for key in message if key != "role"}
+        for role, key in sorted(present - self._checked):
+            self._check_key(messages, role, key, tools, text, where)
+        return text
 
     def _render(self, messages: list[dict], tools, where: str, prompt: bool = False) -> str:
         with as_input_error(f"{where}: the chat template does not accept its messages", Exception):
             return self.processor.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt
             )
-
-    def _render_marked(self, messages: list[dict], tools, where: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the spans within {% generation %}.
-
-        apply_chat_template(return_assistant_tokens_mask=True) turns these spans into a mask of tokens. The characters
-        are needed here, because a video's tokens are inserted before the text is tokenized.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        with as_input_error(f"{where}: the chat template does not accept its messages", Exception):
-            (text,), (spans,) = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self._template(tools),
-                return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
-            )
-        return text, [(start, end) for start, end in spans if start < end]
-
-    def _template(self, tools) -> str:
-        """The template that apply_chat_template() uses."""
-        template: Any = self.processor.chat_template
-        if isinstance(template, dict):
-            return template["tool_use"] if tools is not None and "tool_use" in template else template["default"]
-        return template
-
-    def check(self, messages: list[dict], tools: list[dict] | None, where: str) -> None:
-        """Check that the template writes all of a row. Rows without new roles and keys cost next to nothing.
-
-        Raises:
-            InputError: see text_and_answers().
-        """
-        if messages and messages[0]["role"] == "assistant":
-            raise InputError(f"{where}: begins with an answer: put the question before it, or remove the answer")
-        present = {(message["role"], key) for message in messages for key in message if key != "role"}
-        new = sorted((present | ({_TOOLS} if tools else set())) - self._checked)
-        text = self._render(messages, tools, where) if new else ""
-        for role, key in new:
-            if (role, key) == _TOOLS:
-                self._check_tools(messages, text, where)
-            else:
-                self._check_key(messages, role, key, tools, text, where)
-
-    def _check_tools(self, messages: list[dict], text: str, where: str) -> None:
-        if self._render(messages, None, where) == text:
-            raise InputError(f"{where}: the chat template does not use tools: the column would be ignored")
-        self._checked.add(_TOOLS)
 
     def _check_key(self, messages: list[dict], role: str, key: str, tools, text: str, where: str) -> None:
         if key == "content":

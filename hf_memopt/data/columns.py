@@ -31,84 +31,50 @@ FORMS = {
     "messages": Form(("messages",)),
     "conversations": Form(("conversations",)),
     "prompt/completion": Form(("prompt", "completion")),
-    "alpaca": Form(("instruction", "output"), ("input", "history", *SYSTEM, "tools")),
+    "alpaca": Form(("instruction", "output"), ("input", *SYSTEM, "tools")),
     "text": Form(("text",), ()),
 }
 
-_NEEDS_VIDEO_RECIPE = "recipes/video_sft.py trains on videos and images, in the columns `videos` and `images`"
-_NO_AUDIO = "no recipe trains on audio"
-_NOT_ANSWERS = "this recipe trains on answers; recipes/dpo.py trains on `chosen` and `rejected`"
-_WEIGHTS = "every token of an answer counts the same"
-_OTHER_FORM = "it belongs to rows with `instruction` and `output`"
-_TEMPLATE = "it is not passed to the chat template"
-_TOKENIZED = "rows are tokenized here"
 # What a row may say of its clips, as qwen-vl-utils spells it: video/sampling.py.
 CLIP_SAMPLING = (
-    "fps",
-    "nframes",
-    "min_frames",
-    "max_frames",
-    "min_pixels",
-    "max_pixels",
-    "total_pixels",
-    "video_start",
-    "video_end",
-    "sample_fps",
+    *("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
+    *("video_start", "video_end", "sample_fps"),
 )
 # Other keys of a clip that tools have -> what to write instead.
 SAMPLING = {
     "video_fps": "write `fps`, or use --video_fps for all rows",
     "num_frames": "write `nframes`, or use --max_frames for all rows",
-    **dict.fromkeys(("resized_height", "resized_width"), "write `min_pixels` and `max_pixels`"),
     "max_tokens": "write `total_pixels`, or use --max_video_tokens for all rows",
+    **dict.fromkeys(("resized_height", "resized_width"), "write `min_pixels` and `max_pixels`"),
     **dict.fromkeys(
-        ("start", "end", "start_time", "end_time", "clip_start", "clip_end"),
+        ["start", "end", "start_time", "end_time", "clip_start", "clip_end"],
         "write `video_start` and `video_end`, in seconds",
     ),
 }
 _MEDIA_ROW = (*MEDIA, *CLIP_SAMPLING)
-# Columns that other trainers use -> why they are refused here.
-_REFUSED = {
-    **dict.fromkeys(
-        (
-            *MEDIA,
-            "video_path",
-            "video_paths",
-            "video_url",
-            "video_urls",
-            "video_file",
-            "image_path",
-            "image_paths",
-            "image_url",
-            "image_urls",
-            "image_file",
-        ),
-        _NEEDS_VIDEO_RECIPE,
+_OTHER_MEDIA = (
+    *("video_path", "video_paths", "video_url", "video_urls", "video_file"),
+    *("image_path", "image_paths", "image_url", "image_urls", "image_file"),
+)
+# Columns that other trainers use, in a text -> why they are refused here.
+_REASONS = {
+    "audio audios audio_path audio_url speech": "no recipe trains on audio",
+    "chosen rejected rejected_response rejected_messages rejected_images label kto_tag": (
+        "this recipe trains on answers; recipes/dpo.py trains on `chosen` and `rejected`"
     ),
-    **dict.fromkeys(("audio", "audios", "audio_path", "audio_url", "speech"), _NO_AUDIO),
-    **dict.fromkeys(
-        ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "label", "kto_tag"),
-        _NOT_ANSWERS,
+    "weight weights sample_weight loss_weight loss_scale mask loss_mask completion_mask assistant_masks": (
+        "every token of an answer counts the same"
     ),
-    **dict.fromkeys(
-        (
-            "weight",
-            "weights",
-            "sample_weight",
-            "loss_weight",
-            "loss_scale",
-            "mask",
-            "loss_mask",
-            "completion_mask",
-            "assistant_masks",
-        ),
-        _WEIGHTS,
-    ),
-    **dict.fromkeys(("input", "history"), _OTHER_FORM),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "functions"), _TEMPLATE),
-    **dict.fromkeys(("input_ids", "labels", "attention_mask", "segments"), _TOKENIZED),
-    **dict.fromkeys((*SYSTEM, "tools"), "a text has no messages: use `messages`, or put it into the text"),
+    "input": "it belongs to rows with `instruction` and `output`",
+    "history": "earlier turns belong into `messages`",
+    "chat_template chat_template_kwargs documents functions": "it is not passed to the chat template",
+    "input_ids labels attention_mask segments": "rows are tokenized here",
+    "system system_prompt tools": "a text has no messages: use `messages`, or put it into the text",
     "objects": "boxes and references are not put into the text",
+}
+_REFUSED = {
+    **dict.fromkeys((*MEDIA, *_OTHER_MEDIA), "recipes/video_sft.py trains on `videos` and `images`"),
+    **{name: reason for names, reason in _REASONS.items() for name in names.split()},
 }
 _HARMLESS_FOR_TEXT = ("label", "labels", "documents", "input", "history")  # of classification datasets, for example
 

@@ -46,12 +46,13 @@ def sample_lengths(data, max_samples: float = math.inf) -> list[int]:
     columns = getattr(data, "column_names", None) or ()
     if "length" in columns:
         return list(data["length"])
-    if (
-        "input_ids" in columns and getattr(data, "_indices", 0) is None
-    ):  # Arrow stores list lengths, so no token is read
+    if "input_ids" in columns and hasattr(data, "with_format"):  # Arrow stores list lengths, so no token is read
         import pyarrow.compute
 
-        return pyarrow.compute.list_value_length(data.data.column("input_ids")).to_pylist()
+        batches = data.select_columns(["input_ids"]).with_format("arrow").iter(10_000)
+        return [
+            size for batch in batches for size in pyarrow.compute.list_value_length(batch["input_ids"]).to_pylist()
+        ]
 
     def length(index: int) -> int:
         row = data[index]

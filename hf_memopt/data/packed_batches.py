@@ -1,10 +1,10 @@
 """Batches of whole samples that become one row without padding."""
 
+import bisect
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_memopt.data.tokens import pack_best_fit
 from hf_memopt.errors import InputError
 
 
@@ -36,8 +36,7 @@ class PackedBatches(torch.utils.data.BatchSampler):
             raise InputError(
                 f"packing into {max_tokens} tokens: sample {longest} has {lengths[longest]}; raise max_length"
             )
-        packs = pack_best_fit([(range(length), index) for index, length in enumerate(lengths)], max_tokens)
-        self._packs = [[index for _, index in pack] for pack in packs]
+        self._packs = pack_best_fit(lengths, max_tokens)
         while len(self) % processes:
             most = max(range(len(self._packs)), key=lambda number: len(self._packs[number]))
             pack = self._packs[most]
@@ -67,3 +66,19 @@ def packed_batches(loader) -> PackedBatches | None:
     while batches is not None and not isinstance(batches, PackedBatches):
         batches = getattr(batches, "batch_sampler", None)  # accelerate 1.15's BatchSamplerShard and SkipBatchSampler
     return batches
+
+
+def pack_best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Samples in packs of at most `max_tokens` by best-fit decreasing: longest first, into the fullest that fits."""
+    packs: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, number) of every pack, sorted
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fitting = bisect.bisect_left(free, (lengths[index], 0))
+        if fitting == len(free):
+            packs.append([])
+            tokens_left, number = max_tokens, len(packs) - 1
+        else:
+            tokens_left, number = free.pop(fitting)
+        packs[number].append(index)
+        bisect.insort(free, (tokens_left - lengths[index], number))
+    return packs

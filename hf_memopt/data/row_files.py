@@ -1,10 +1,13 @@
-"""Rows of a local file with their line numbers, to say what is wrong with a file that `datasets` cannot read.
+"""Rows of a local text file, exactly as written, and the line of what is wrong in one.
 
-`datasets` reports "An error occurred while generating the dataset", with neither line nor reason. Its readers are fast
-and stay in use; these run when it fails, or when an error names a row.
+The readers of `datasets` say "An error occurred while generating the dataset", with neither line nor reason. JSON
+columns whose values have several types (content that is a text here and a list of parts there) they keep as JSON, and
+take a text that is JSON itself for an encoded value (5.2, features.Json.encode_example): the answer `"true"` comes
+back as True. So a column of anything but texts is encoded here, of which decoding is the exact inverse.
 """
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,32 +21,52 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """A file's rows with their line numbers from 1; None in parquet files and JSON lists.
+    """A file's rows with their line numbers from 1; None in JSON lists.
 
     Raises:
         InputError: with the line, its content, and what is accepted.
     """
     try:
-        yield from _READERS[path.suffix](path)
+        yield from READERS[path.suffix](path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
 
 
-def explain(path: Path, error: BaseException) -> InputError:
-    """The error for a file that `datasets` cannot read.
+def find_columns(path: Path, first: int | None) -> dict[str, bool]:
+    """A file's columns, and whether they hold texts alone.
 
     Args:
-        error: raised by `datasets`.
+        first: how many rows to read; None for all.
+
+    Raises:
+        InputError: see numbered_rows().
     """
-    count = 0
-    try:
-        for _ in numbered_rows(path):
-            count += 1
-    except InputError as explained:
-        return explained
-    if count == 0:
-        return InputError(f"data set {str(path)!r} is empty: the file has no rows")
-    return InputError(f"{path}: cannot be read as {path.suffix.removeprefix('.')}: {_root_cause(error)}")
+    columns: dict[str, bool] = {}
+    for _, row in itertools.islice(numbered_rows(path), first):
+        for name, value in row.items():
+            columns[name] = columns.get(name, True) and isinstance(value, str | None)
+    return columns
+
+
+def encoded_rows(path: Path, columns: tuple[tuple[str, bool], ...], version: tuple) -> Iterator[Row]:
+    """A file's rows as `datasets` stores them: JSON in each column that find_columns() has as no text.
+
+    Raises:
+        InputError: a row differs from those that find_columns() read.
+    """
+    names = {name for name, _ in columns}
+    for line, row in numbered_rows(path):
+        where = f"{path}: line {line}" if line else str(path)
+        if more := sorted(row.keys() - names):
+            raise InputError(f"{where} has a column {more[0]!r}, which the first rows have not: name it there, too")
+        for name, is_text in columns:
+            if is_text and not isinstance(row.get(name), str | None):
+                raise InputError(f"{where}: {name} must be a text, as in the first rows, not {brief(row[name])}")
+        yield {name: row.get(name) if is_text else _encoded(row.get(name)) for name, is_text in columns}
+
+
+def _encoded(value: Any) -> str | None:
+    return None if value is None else json.dumps(value)
 
 
 def line_of(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
@@ -55,12 +78,6 @@ def line_of(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
     except InputError:  # a line that `datasets` accepts and this reader does not: later numbers are uncertain
         pass
     return None
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return one_line(error)[:300]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -182,25 +199,9 @@ def _text_rows(path: Path) -> Iterator[tuple[int, Row]]:
         yield first, {"text": "".join(paragraph).strip("\r\n")}
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[None, Row]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    yield None, row
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise InputError(
-            f"{path}: not a complete parquet file ({one_line(error)[:200]}): copy or write it again"
-        ) from error
-
-
-_READERS = {
+READERS = {
     ".jsonl": _json_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".txt": _text_rows,
-    ".parquet": _parquet_rows,
 }

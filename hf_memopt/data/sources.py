@@ -7,21 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_memopt.data.columns import FORMS, find_form, find_unused
-from hf_memopt.data.mixed_columns import exact_features, exact_rows, find_mixed, read_exactly
 from hf_memopt.data.pairs import check_pair_columns
-from hf_memopt.data.row_files import explain, numbered_rows
+from hf_memopt.data.row_files import READERS, encoded_rows, find_columns
 from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
 logger = logging.getLogger(__name__)
 
-# Suffix -> (builder of `datasets`, its options). A blank line separates the texts of a .txt file.
-_FORMATS = {
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "paragraph"}),
-}
+FORMATS = (*READERS, ".parquet")
+_ROWS_OF_STREAM = 1_000  # whose columns are those of a stream
 _MAX_HELD_OUT_OF_STREAM = 200  # rows, where held_out is a fraction: the length is unknown
 
 
@@ -104,7 +97,7 @@ def _open(source, config, streaming) -> dict:
         path = Path(source).expanduser()
         if path.is_file():
             return _open_file(path, source, streaming)
-        if not path.exists() and (path.suffix in _FORMATS or str(source).startswith((".", "/", "~"))):
+        if not path.exists() and (path.suffix in FORMATS or str(source).startswith((".", "/", "~"))):
             raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = load_from_disk(str(path))
@@ -119,63 +112,25 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
     Raises:
         InputError: with the line that cannot be read.
     """
-    from datasets import load_dataset
+    from datasets import Dataset, Features, IterableDataset, Json, Value, load_dataset
 
-    if path.suffix not in _FORMATS:
-        raise InputError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(sorted(_FORMATS))}")
+    if path.suffix not in FORMATS:
+        raise InputError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(sorted(FORMATS))}")
     if path.stat().st_size == 0:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
-    builder, options = _FORMATS[path.suffix]
-    try:
-        if path.suffix == ".csv":
-            options = {**options, **_csv_options(path)}
-        splits = load_dataset(builder, data_files=str(path), streaming=streaming, **options)
-        if streaming:
-            return {name: _stream_with_lines(rows, path) for name, rows in splits.items()}
-        return {name: _exact(rows, path) for name, rows in splits.items()} if builder == "json" else splits
-    except InputError:
-        raise
-    except Exception as error:
-        raise explain(path, error) from error
-
-
-def _exact(rows, path: Path):
-    """Rows of a JSON file, exactly as written."""
-    rows.data.table.validate(full=True)  # Arrow's JSON reader accepts invalid UTF-8
-    return read_exactly(path, rows.features) if find_mixed(rows.features) else rows
-
-
-def _csv_options(path: Path) -> dict:
-    """All columns as text: pandas would read the answer `5` as a number, `None` and `NA` as missing values."""
-    from datasets import Features, Value
-
-    first = next(iter(numbered_rows(path)), (0, {}))[1]
-    return {"features": Features(dict.fromkeys(first, Value("string"))), "keep_default_na": False} if first else {}
-
-
-def _stream_with_lines(rows, path: Path):
-    """A stream whose errors name the line; they may come hours after it was opened."""
-    from datasets import IterableDataset
-
-    rows = rows._resolve_features()  # from its first rows: datasets 5.2 leaves those of a JSON list open
-    mixed = find_mixed(rows.features) if path.suffix in (".json", ".jsonl") else ()
-    if not mixed:
-        arguments = {"rows": rows, "path": path}
-        return IterableDataset.from_generator(_explained, features=rows.features, gen_kwargs=arguments)
-    arguments = {
-        "path": path,
-        "names": tuple(rows.features),
-        "mixed": mixed,
-    }  # tuples: `datasets` splits lists into shards
-    features = exact_features(rows.features, mixed)
-    return IterableDataset.from_generator(exact_rows, features=features, gen_kwargs=arguments)
-
-
-def _explained(rows, path: Path):
-    try:
-        yield from rows
-    except Exception as error:
-        raise explain(path, error) from error
+    if path.suffix == ".parquet":
+        with as_input_error(f"{path}: not a complete parquet file", Exception):
+            return load_dataset("parquet", data_files=str(path), streaming=streaming)
+    texts = find_columns(path, _ROWS_OF_STREAM if streaming else None)
+    if not texts:
+        raise InputError(f"data set {source!r} is empty: the file has no rows")
+    features = Features({name: Value("string") if is_text else Json() for name, is_text in texts.items()})
+    # `datasets` caches a generator's rows by the hash of its arguments: a changed file must change them.
+    stat = path.stat()
+    columns = tuple(texts.items())  # of a list, a stream would make shards
+    arguments = {"path": path, "columns": columns, "version": (stat.st_size, stat.st_mtime_ns)}
+    kind = IterableDataset if streaming else Dataset
+    return {"train": kind.from_generator(encoded_rows, features=features, gen_kwargs=arguments)}
 
 
 def _embedded(source: str):

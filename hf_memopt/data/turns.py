@@ -8,8 +8,6 @@ from hf_memopt.errors import InputError, brief
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
-# Per-message loss switches of OpenAI, axolotl and ms-swift.
-_LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
 
 
 def read_messages(row: dict, form: str, where: str) -> list[dict]:
@@ -102,20 +100,12 @@ def _turns(row: dict, form: str, where: str):
         return row[form]
     if form == "alpaca":
         more = "" if is_empty(row.get("input")) else f"\n\n{_text(row, 'input', where)}"
-        history = row.get("history") or []
-        pairs = [*(history if isinstance(history, list | tuple) else [history])]
-        pairs.append((_text(row, "instruction", where) + more, _text(row, "output", where)))
-        if not all(_is_pair(pair) for pair in pairs):
-            raise InputError(f"{where}: history must be a list of pairs, a question and its answer")
-        return [_turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+        question = _text(row, "instruction", where) + more
+        return [_turn("user", question), _turn("assistant", _text(row, "output", where))]
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*prompt, *completion]
     return [_turn("user", _text(row, "prompt", where)), _turn("assistant", _text(row, "completion", where))]
-
-
-def _is_pair(value) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _text(row: dict, name: str, where: str) -> str:
@@ -144,26 +134,9 @@ def _message(turn, where: str) -> dict:
     content = next((turn[key] for key in _CONTENT_KEYS if turn.get(key) is not None), "")
     if not isinstance(content, str | list):
         raise InputError(f"{where}: the content of a message must be a text or a list of parts, not {_brief(content)}")
-    role = _ROLES.get(role, role)
     more = {key: value for key, value in turn.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS)}
-    return {"role": role, "content": content, **_without_loss_keys(more, role, where)}
-
-
-def _without_loss_keys(more: dict, role: str, where: str) -> dict:
-    """The keys beside role and content, without loss switches that state the default: loss on answers only.
-
-    Raises:
-        InputError: a switch that states anything else.
-    """
-    for key in _LOSS_KEYS:
-        value = more.get(key)
-        if value is not None and (value not in (0, 1) or bool(value) != (role == "assistant")):
-            raise InputError(
-                f"{where}: {key}={value} in a message of role {role!r}: the loss is on every answer and on nothing "
-                "else: remove the key or the message"
-            )
-    kept = {key: value for key, value in more.items() if key not in _LOSS_KEYS and not is_empty(value)}
-    return without_nones(kept)
+    more = {key: without_nones(value) for key, value in more.items() if not is_empty(value)}
+    return {"role": _ROLES.get(role, role), "content": content, **more}
 
 
 def _brief(value) -> str:

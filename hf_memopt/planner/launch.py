@@ -169,11 +169,11 @@ def recipe_command(spec: JobSpec, profile) -> list[str]:
     ]
 
 
-_RECIPES = {"dpo": "dpo", "grpo": "grpo"}  # of TRL's tasks
+_RECIPES = {"sft": "sft", "dpo": "dpo", "grpo": "grpo"}  # of TRL's tasks
 
 
 def has_recipe(spec: JobSpec) -> bool:
-    """Whether a recipe runs the job: causal language models and videos, two of TRL's tasks, and models that a command
+    """Whether a recipe runs the job: causal language models and videos, three of TRL's tasks, and models that a command
     line can name."""
     if spec.task in TRL_TASKS or not spec.is_named:
         return spec.is_named and spec.task in _RECIPES
@@ -183,7 +183,7 @@ def has_recipe(spec: JobSpec) -> bool:
 
 def recipe_name(spec: JobSpec) -> str:
     """The recipe that runs the job, where has_recipe()."""
-    return "video_sft" if spec.video is not None else _RECIPES.get(spec.task, "sft")
+    return "video_sft" if spec.video is not None else _RECIPES.get(spec.task, "pretrain")
 
 
 def _recipe_file(spec: JobSpec) -> Path:

@@ -72,12 +72,6 @@ class RecipeArguments:
     fsdp_size: int | None = field(
         default=None, metadata={"help": "Devices that shard the weights; further ones hold replicas (HSDP)."}
     )
-    packing: bool = field(
-        default=False,
-        metadata={
-            "help": "Fine-tuning: pack several rows into a sample of max_length tokens, separated by position ids."
-        },
-    )
     streaming: bool = field(default=False, metadata={"help": "Read data while training (needs --max_steps)."})
     shuffle_buffer_size: int = field(default=10_000, metadata={"help": "Rows of a stream's shuffle buffer."})
     samples: int = field(default=3, metadata={"help": "Generated samples to print at the end."})

@@ -18,6 +18,7 @@ from hf_memopt.compatibility.launch import LAUNCHER, chosen_by_launcher
 from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.data.sources import load_rows
+from hf_memopt.data.tokens import packed
 from hf_memopt.disk import check_writable
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.estimator.architectures import read_config
@@ -129,7 +130,7 @@ class RecipeDefaults:
         scratch: the built-in model starts from random weights of its architecture.
         arguments: the recipe's own; its `prepare(job, training, parsed, own_model)` changes the job before
             TrainingArguments are built, and returns fields of them.
-        padded: samples are padded, unless they are packed.
+        task: of TRL's, for a plan of what is free here; None for the plain Trainer.
         config_class: returns the subclass of TrainingArguments whose fields are arguments; called after the preset's
             environment is set.
     """
@@ -141,7 +142,7 @@ class RecipeDefaults:
     model: Callable[[], Path] = builtin_model
     scratch: bool = False
     arguments: type = RecipeArguments
-    padded: bool = False
+    task: str | None = None
     config_class: Callable[[], type] | None = None
 
 
@@ -185,7 +186,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     if hasattr(defaults.arguments, "prepare"):
         training |= defaults.arguments.prepare(job, training, parsed, own_model)
     elif own_model and not engine.shards and plans_here(recipe.preset):
-        job.planned = _plan(job, training, parsed.lora, defaults.padded)
+        job.planned = _plan(job, training, parsed.lora, defaults.task)
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
     job.args = job.preset.training_arguments(world_size=world_size(), config_class=config_class, **training)
@@ -316,11 +317,11 @@ def _distributed_config(job: Job):
     return DistributedConfig(**asdict(mesh), fsdp_mixed_precision=job.args.bf16 and mesh.batches > 1)
 
 
-def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool) -> Planned:
+def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], task: str | None) -> Planned:
     """The plan for this machine and the user's model.
 
     Args:
-        padded: the recipe pads its samples, unless it packs them.
+        task: of TRL's that the recipe runs.
     """
     recipe = job.recipe
     config = load_config(job)
@@ -333,8 +334,7 @@ def _plan(job: Job, training: dict[str, Any], lora: dict[str, Any], padded: bool
         lora=lora,
         quantization=job.quantization,
         memory_args=job.memory_args,
-        padded=padded and not recipe.packing,
-        packed=padded and recipe.packing,
+        task=task,
         attn_implementation=recipe.attn_implementation,
     )
 
@@ -422,19 +422,30 @@ def load_tokenizer(job: Job):
     return tokenizer
 
 
-def load_data(job: Job, builtin: str, encode: Callable, tokenizer, length: int):
-    """Training and held-out samples (None where nothing is held out), encoded by a function of data.tokens."""
-    recipe = job.recipe
-    source = recipe.dataset_name or builtin
+def remove_new_folders(job: Job) -> None:
+    """Remove output_dir and the parents that were not there before: the Trainer makes them when it is built."""
+    for folder in job.new_folders if job.args.process_index == 0 else ():
+        folder.rmdir()
+
+
+def load_texts(job: Job, tokenizer, length: int):
+    """Blocks of tokens to train on and held-out ones (None where nothing is held out).
+
+    Raises:
+        InputError: rows without texts, or too few of them.
+    """
+    source = job.recipe.dataset_name or "builtin:documents"
     with job.args.main_process_first(desc="preparing data"):
-        train, held_out, columns = load_job_rows(job, source)
-        train = encode(train, columns, tokenizer, length, source)
-        if recipe.streaming:
-            _check_stream(train, job.args, source)
-        return train, None if held_out is None else encode(held_out, columns, tokenizer, length, source)
+        train, held_out, form = load_job_rows(job, source)
+        if form != "text":
+            raise InputError(f"data set {source!r} has {form}, and pretraining takes `text`: use recipes/sft.py")
+        train, held_out = (rows and packed(rows, tokenizer, length, source) for rows in (train, held_out))
+        if job.recipe.streaming:
+            check_stream(train, job.args, source)
+    return train, held_out
 
 
-def _check_stream(samples, args, source: str) -> None:
+def check_stream(samples, args, source: str) -> None:
     """Raise where a stream ends before its first optimizer step.
 
     The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_memopt.errors import one_line
+from hf_memopt.estimator.largest_batch import is_padded
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.job import Job
@@ -48,23 +49,20 @@ def _on_host(tensor):
 
 
 def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
-    """The job's Estimate on its device, at the length of its longest sample; None where it cannot be traced.
+    """The job's Estimate on its device, for samples of `length` tokens; None where it cannot be traced.
 
     Args:
-        about: further arguments of describe(): video, frozen; by default what the data set's columns say.
+        about: further arguments of describe(): video, frozen.
     """
     if job.preset.sequence_parallel > 1:
         print("  memory  not predicted: sequence parallelism is not traced")
         return None
+    if trl_trainer(trainer) and job.preset.mesh:
+        print("  memory  not predicted: TRL's trainers are not traced where transformers shards the model")
+        return None
     try:
         if trl_trainer(trainer):
-            from hf_memopt.estimator.api import estimate_job
-            from hf_memopt.estimator.trainer_job import describe_trainer
-
-            described = describe_trainer(trainer, job.preset.hardware, None, None)
-            return estimate_job(replace(described, expandable=True))  # by the preset's environment
-        if not about:
-            length, about = _longest(trainer.train_dataset, length)
+            return _estimate_trainer(job, trainer)
         return _estimate(job, trainer, length, **about)
     except Exception as error:
         # The trace runs the model's own code, which may ask fake tensors for values. Training continues without it.
@@ -78,18 +76,38 @@ def predict_batch(job: Job, trainer, limit: Estimate | None, batch: PeakBatch | 
     Args:
         limit: what predict() returned.
     """
-    if limit is None or batch is None or trl_trainer(trainer):  # whose batches are not those of a language model
-        return None
-    length = batch.shape[1]
-    if hasattr(job.recipe, "frozen"):  # of videos, whose samples are padded
-        about = {"padded": True, "frozen": job.recipe.frozen}
-    else:
-        _, about = _longest(trainer.train_dataset, length)
+    if limit is None or batch is None or (trl_trainer(trainer) and not tunes_answers(trainer)):
+        return None  # batches of other trainers are not those of a language model
     try:
+        if tunes_answers(trainer):
+            return _in_state(_estimate_trainer(job, trainer, batch), batch)
+        length = batch.shape[1]
+        of_videos = hasattr(job.recipe, "frozen")  # whose samples are padded
+        about = {"padded": True, "frozen": job.recipe.frozen} if of_videos else {}
         return _in_state(_estimate(job, trainer, length, batch, **about), batch)
     except Exception as error:  # as in predict(): the run is over and its report must be written
         print(f"the batch of the measured peak is not predicted: {one_line(error)[:200]}")
         return None
+
+
+def tunes_answers(trainer) -> bool:
+    """True for TRL's SFTTrainer, whose loss is a mean over tokens."""
+    kind = trl_trainer(trainer)
+    return kind is not None and kind.__name__ == "SFTTrainer"
+
+
+def _estimate_trainer(job: Job, trainer, batch: PeakBatch | None = None) -> Estimate:
+    """The estimate of one of TRL's trainers as it is, with its own largest batches or on one that ran."""
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.trainer_job import describe_trainer
+
+    described = describe_trainer(trainer, job.preset.hardware, None, None)
+    described = replace(described, expandable=True)  # by the preset's environment
+    if batch is not None:
+        fields = described.fields | ({} if batch.with_gradients else {"gradient_accumulation_steps": 1})
+        described = replace(described, fields=fields, seq_len=batch.shape[1], padded=is_padded(batch.tensors))
+        described = replace(described, inputs=batch.tensors, eval_inputs=described.eval_inputs and batch.tensors)
+    return estimate_job(described)
 
 
 def _in_state(estimate: Estimate, batch: PeakBatch) -> Estimate:
@@ -154,12 +172,3 @@ def _with_batch(described, batch: PeakBatch):
     sees = any(name.startswith("pixel_values") for name in batch.tensors)
     video = VideoInputs(sample=batch.tensors) if sees else None
     return replace(described, fields=fields, seq_len=tokens, real_batch=batch.tensors, video=video)
-
-
-def _longest(data, length: int) -> tuple[int, dict[str, bool]]:
-    """The length of the longest sample, and how samples are laid out."""
-    columns = data.column_names or ()
-    if hasattr(data, "__len__"):
-        longest = max(map(len, data["input_ids"]))
-        length = min(length, -(-longest // 8) * 8)
-    return length, {"padded": "attention_mask" in columns, "packed": "position_ids" in columns}

@@ -20,7 +20,7 @@ _ACCURACY, _MARGIN = "eval_rewards/accuracies", "eval_rewards/margins"  # as TRL
 
 @dataclass
 class PreferenceArguments(RecipeArguments):
-    """The recipe's arguments; packing and streaming are refused, which TRL's DPOTrainer does not do."""
+    """The recipe's arguments; streaming is refused, which TRL's DPOTrainer does not do."""
 
     held_out: float = field(
         default=0.05, metadata={"help": "Pairs held out for the reward accuracy: a share below 1, or a number."}
@@ -33,9 +33,8 @@ class PreferenceArguments(RecipeArguments):
         Raises:
             InputError: an argument that goes without pairs only.
         """
-        for name in ("packing", "streaming"):
-            if getattr(job.recipe, name):
-                raise InputError(f"{name}=True: pairs are padded and read whole; leave it out")
+        if job.recipe.streaming:
+            raise InputError("streaming=True: pairs are padded and read whole; leave it out")
         if job.recipe.config_name:
             raise InputError("config_name starts from random weights: preferences need model_name_or_path")
         losses = training.get("loss_type", ())

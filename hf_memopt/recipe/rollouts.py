@@ -17,7 +17,7 @@ _SUMS = 400  # built-in questions
 
 @dataclass
 class RolloutArguments(RecipeArguments):
-    """The recipe's arguments; packing and streaming are refused, and nothing is held out unless asked for."""
+    """The recipe's arguments; streaming is refused, and nothing is held out unless asked for."""
 
     held_out: float = field(default=0, metadata={"help": "Rows held out for evaluation, which generates, too."})
 
@@ -28,9 +28,8 @@ class RolloutArguments(RecipeArguments):
         Raises:
             InputError: an argument that goes without prompts only.
         """
-        for name in ("packing", "streaming"):
-            if getattr(job.recipe, name):
-                raise InputError(f"{name}=True: prompts are completed within a step; leave it out")
+        if job.recipe.streaming:
+            raise InputError("streaming=True: prompts are completed within a step; leave it out")
         if job.recipe.config_name:
             raise InputError("config_name starts from random weights: GRPO needs model_name_or_path")
         if own_model and plans_here(job.recipe.preset):

@@ -19,8 +19,8 @@ from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.packages import installed_versions
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.recipe.cpu_features import quick_cpu_info
-from hf_memopt.recipe.job import Job
-from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch
+from hf_memopt.recipe.job import Job, remove_new_folders
+from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch, tunes_answers
 from hf_memopt.recipe.resume import remove_finished_run
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.run_report import write_run_report
@@ -46,8 +46,7 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
     if job.args.process_index:
         return None
     if job.recipe.dry_run:
-        for folder in job.new_folders:  # the Trainer makes output_dir when it is built
-            folder.rmdir()
+        remove_new_folders(job)
     rows = _describe_job(job, trainer, length) + list(more)
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
@@ -166,7 +165,7 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
     from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss
     from hf_memopt.recipe.phase_peaks import PhasePeaks
 
-    losses, peaks = HeldOutLoss(perplexity=trl_trainer(trainer) is None), PhasePeaks()
+    losses, peaks = HeldOutLoss(perplexity=trl_trainer(trainer) is None or tunes_answers(trainer)), PhasePeaks()
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
     trainer.add_callback(peaks)

@@ -66,6 +66,9 @@ class VideoArguments(RecipeArguments):
         "frame_cache_gib",
     )
 
+    packing: bool = field(
+        default=False, metadata={"help": "Pack whole samples into rows of max_length tokens, without padding."}
+    )
     video_profile: str | None = field(
         default=None,
         metadata={

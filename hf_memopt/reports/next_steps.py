@@ -38,7 +38,7 @@ def suggest_next_steps(run: Run) -> list[str]:
     if share is not None and share > 0.92 and not steps:
         steps.append(
             f"The device was {share:.0%} full: a longer sample may not fit. probe_worst_batch=true tries the "
-            "largest batch first, loss_chunk_size=1024 keeps the logits out of the peak."
+            "largest batch first."
         )
     slow = why_slow(run)
     if slow:

@@ -8,6 +8,7 @@ from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
 from hf_memopt.oom.causes import Failure, explain, parse_figures
 from hf_memopt.oom.classify import Diagnosis
+from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.redaction import redact
 from hf_memopt.trainer.combination import describe_setup
 from hf_memopt.trainer.optimizer_guard import torch_optimizer
@@ -98,6 +99,8 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     from hf_memopt.estimator.suggestions import largest_savings
     from hf_memopt.estimator.training_fields import read_trainer_fields
 
+    if (kind := trl_trainer(trainer)) is not None:
+        raise InputError(f"one sample of {kind.__name__} is not traced after a failure")
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
     peft = getattr(trainer.model, "peft_config", {}).get("default")
@@ -126,6 +129,9 @@ def _usual_changes(trainer) -> list[str]:
     """What helps most jobs that fail with a single sample, and works with this one's device and engine."""
     setup = describe_setup(trainer.model, trainer.args)
     job = JobFacts(
-        setup=setup, memory_args=trainer.memory_args, discrete_memory=JobFacts.on_device(setup.device).discrete_memory
+        setup=setup,
+        memory_args=trainer.memory_args,
+        discrete_memory=JobFacts.on_device(setup.device).discrete_memory,
+        task="causal-lm" if trl_trainer(trainer) is None else "the trainer's own",  # TRL's head has chunks already
     )
     return changes.advice(job, changes.USUAL)

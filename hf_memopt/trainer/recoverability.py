@@ -14,7 +14,7 @@ from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.known_code import overridden_evaluation, overridden_loss, overridden_step
 from hf_memopt.trainer.loss_rule import known_mean
 from hf_memopt.trainer.optimizer_guard import steps_in_backward
-from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
+from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
 
 # Batch layouts of TRL 1.16's trainers. Its other trainers generate, or keep state between micro-batches.
 _TRL_LAYOUTS = {
@@ -51,6 +51,8 @@ def assess_recoverability(trainer) -> Recoverability:
     """Decide from a trainer's class, loss, model and engine."""
     kind = trl_trainer(trainer)
     layout = _TRL_LAYOUTS.get(kind.__name__, RowLayout)() if kind else RowLayout()
+    if kind is not None and getattr(trainer, "padding_free", False) and kind.__name__ == "SFTTrainer":
+        layout = UnpaddedLayout()
     own_loss, why_not = _own_loss(trainer)
     if reason := _why_not_repeated(trainer, kind) or _why_no_step_repeats(trainer) or why_not:
         return Recoverability(layout, repeats=False, splits=False, reason=reason, own_loss=own_loss)

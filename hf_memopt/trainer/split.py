@@ -82,6 +82,37 @@ class KtoLayout(RowLayout):
         return super().chunk(rest, start, stop) | whole
 
 
+class UnpaddedLayout(RowLayout):
+    """TRL's padding-free and packed batches: one row, in which a sample begins wherever its position is 0.
+
+    The first label of a sample is -100 (trl 1.16, DataCollatorForLanguageModeling), so that none is lost between two.
+    """
+
+    def count(self, inputs: Mapping[str, Any]) -> int:
+        return int((inputs["position_ids"] == 0).sum())
+
+    def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        positions = inputs["position_ids"][0]
+        bounds = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        if (start, stop) == (0, len(bounds) - 1):
+            return dict(inputs)
+        longest = max(
+            last - first for first, last in zip(bounds[start:stop], bounds[start + 1 : stop + 1], strict=True)
+        )
+        chunk = {}
+        for name, value in inputs.items():
+            if name.startswith("cu_seq_lens"):
+                chunk[name] = value[start : stop + 1] - value[start]
+            elif name.startswith("max_length"):
+                chunk[name] = longest
+            elif isinstance(value, torch.Tensor) and value.shape[:2] == (1, len(positions)):
+                cut = value[:, bounds[start] : bounds[stop]]
+                chunk[name] = cut - cut[0, 0] if name == "seq_idx" else cut
+            else:
+                chunk[name] = value
+        return chunk
+
+
 def copy_batch(value: Any) -> Any:
     """A copy of a batch, which a loss may pop from and change in place."""
     if isinstance(value, Mapping):

@@ -1,0 +1,108 @@
+"""What recipes/sft.py adds to the other recipes: TRL's arguments, rows in TRL's forms, which tokens the loss is on."""
+
+import logging
+from dataclasses import dataclass, field
+
+from hf_memopt.data.answers import kind_of, to_trl
+from hf_memopt.errors import InputError
+from hf_memopt.recipe.arguments import RecipeArguments
+from hf_memopt.recipe.job import Job, check_stream, load_job_rows, remove_new_folders
+
+logger = logging.getLogger(__name__)
+
+
+# Fields of SFTConfig that the recipe decides otherwise -> what to use instead. TRL would ignore them, or rows would
+# not be what was checked.
+_NOT_TAKEN = {
+    "chat_template_path": "save the tokenizer with the template, and name its folder by tokenizer_name",
+    "dataset_text_field": "name the column text",
+    "dataset_kwargs": "rows are checked and tokenized here",
+    "model_init_kwargs": "set dtype, attn_implementation and quantization.KEY",
+}
+
+
+@dataclass
+class AnswerArguments(RecipeArguments):
+    """The recipe's arguments; the loss is on answers unless it is said otherwise."""
+
+    assistant_only_loss: bool | None = field(
+        default=None,
+        metadata={"help": "Loss on the assistant's messages only. Default: true. false: on all of a conversation."},
+    )
+
+
+def load_answers(job: Job, tokenizer):
+    """Rows to train on and rows held out (None where there are none), in TRL's forms, checked row by row.
+
+    Raises:
+        InputError: names what cannot be trained on.
+    """
+    for name, instead in _NOT_TAKEN.items():
+        if getattr(job.args, name) not in (None, "text"):
+            raise InputError(f"{name} is not taken by this recipe: {instead}")
+    source = job.recipe.dataset_name or "builtin:questions"
+    with job.args.main_process_first(desc="preparing data"):
+        train, held_out, form = load_job_rows(job, source)
+        kind = kind_of(train, form)
+        split = _choose_loss(job, kind, tokenizer)
+        train, held_out = (rows and to_trl(rows, form, kind, tokenizer, source, split) for rows in (train, held_out))
+        if job.recipe.streaming:
+            check_stream(train, job.args, source)
+    return train, held_out
+
+
+def _choose_loss(job: Job, kind: str, tokenizer) -> bool:
+    """Set the tokens that the loss is on; true if each answer has to be a sample of its own for that.
+
+    Raises:
+        InputError: the tokenizer cannot write the rows.
+    """
+    if "messages" not in kind:
+        if tokenizer.eos_token is None:
+            raise InputError("the tokenizer has no end-of-text token (eos_token), with which TRL ends every text")
+        job.args.assistant_only_loss = bool(job.recipe.assistant_only_loss)
+        return False
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the tokenizer has no chat template for rows of messages: use a model that has one, or write rows as "
+            "texts, `prompt` and `completion`"
+        )
+    asked = job.recipe.assistant_only_loss
+    marked = kind == "messages" and asked is None and _marks_answers(tokenizer)
+    job.args.assistant_only_loss = marked or bool(asked)
+    if kind != "messages" or asked is not None or marked:
+        return False
+    logger.warning("the chat template does not mark answers: each answer is a sample, behind what was said before it")
+    return True
+
+
+def _marks_answers(tokenizer) -> bool:
+    """True if the chat template has {% generation %}, or TRL knows one that has and writes the same."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    try:
+        return has_generation_markers(tokenizer.chat_template) or get_training_chat_template(tokenizer) is not None
+    except ValueError:  # TRL knows none
+        return False
+
+
+def check_samples(job: Job, trainer, rows: int | None) -> None:
+    """Warn of rows that TRL dropped, whose answer begins beyond max_length.
+
+    Args:
+        rows: that the trainer was given; None of a stream.
+
+    Raises:
+        InputError: too few samples are left.
+    """
+    source, length = job.recipe.dataset_name or "the built-in questions", job.args.max_length
+    if rows is None:
+        check_stream(trainer.train_dataset, job.args, source)
+        return
+    for samples in (trainer.train_dataset, trainer.eval_dataset):
+        if samples is not None and hasattr(samples, "__len__") and len(samples) == 0:
+            remove_new_folders(job)
+            raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
+    kept = len(trainer.train_dataset)
+    if not job.args.packing and kept < rows:
+        logger.warning("%d of %d rows dropped: no answer within max_length=%d", rows - kept, rows, length)
