@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from typing import get_origin
 from unittest import mock
 
 import torch
@@ -17,7 +18,6 @@ from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.compatibility.mesh import Mesh
-from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
@@ -74,13 +74,8 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # destroy_process_group() clears the registries of all groups, real ones included.
-    registries = ("map", "names", "group_ranks", "backend_config", "to_tag")
-    empty = {f"{_C10D}:_pg_{name}": {} for name in registries} | {f"{_C10D}:_tags_to_pg": {}}
     with (
-        all_replaced(empty),
-        replaced(f"{_C10D}:_world", c10d._World()),
-        replaced(f"{_C10D}:_group_count", 1_000_000),  # numbers no real group gets
+        replaced(f"{_C10D}:_world", _own_world(c10d._World)),
         replaced(f"{_C10D}:_unregister_all_process_groups", lambda: None),
         # init_process_group() installs a hook that prefixes uncaught errors with the rank.
         mock.patch.object(sys, "excepthook", sys.excepthook),
@@ -93,6 +88,14 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
             distributed.destroy_process_group()
             for name in names:
                 c10d._unregister_process_group(name)
+
+
+def _own_world(kind: type):
+    """What c10d finds its groups through, with registries of its own: destroy_process_group() clears those that all
+    worlds share, real groups included."""
+    properties = {name: value.fget for name, value in vars(kind).items() if isinstance(value, property)}
+    own: dict = {name: {} for name, get in properties.items() if get_origin(get.__annotations__["return"]) is dict}
+    return type("OwnWorld", (kind,), {**own, "group_count": 1_000_000})()  # numbers no real group gets
 
 
 @contextmanager
@@ -115,7 +118,6 @@ def _deepspeed(ledger) -> Iterator[None]:
         "deepspeed.ops.adam:DeepSpeedCPUAdam": KernelAdam,
         "deepspeed.ops.adam:FusedAdam": KernelAdam,
         f"{zero}.utils:ZERO_SUPPORTED_OPTIMIZERS": [*supported, KernelAdam],
-        **{name: _untraceable(name) for name in ("deepspeed.ops.lamb:FusedLamb", "deepspeed.ops.lion:FusedLion")},
         "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
         # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
         f"{zero}.partition_parameters:Init.param_id": 0,
@@ -272,16 +274,6 @@ class KernelAdam(torch.optim.AdamW):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-
-
-def _untraceable(name: str):
-    def refuse(*_, **__):
-        raise InputError(
-            f"the DeepSpeed JSON's optimizer is {name.split(':')[1]}, whose kernels cannot be traced: leave "
-            "`optimizer` out and set optim"
-        )
-
-    return refuse
 
 
 def fully_shard_model(

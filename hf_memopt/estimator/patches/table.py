@@ -21,7 +21,6 @@ class Part(Enum):
     PEFT = "adapters of peft"
     FP8 = "FP8 weights"
     OPTIMIZERS = "optimizers by formula"
-    FLEX_ATTENTION = "flex attention and attention patterns on CUDA and ROCm"
     FLASH_ATTENTION = "flash attention"
     LIGER = "Liger's kernels"
     VISION = "vision towers"
@@ -69,30 +68,6 @@ def path_to(owner: str, name: str) -> str:
     """`module:name` or `module:Class.name`."""
     return f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"
 
-
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h (torch 2.13), by where Python finds them.
-_POINTWISE = (
-    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
-    *("sinh", "tan", "pow", "dist", "renorm", "logsumexp", "prod", "cumprod", "cumsum", "sum", "norm"),
-)
-_LOSSES = (
-    *("softplus", "nll_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "multilabel_margin_loss"),
-    *("soft_margin_loss", "multi_margin_loss", "cross_entropy"),
-)
-_NORMS_AND_LOSSES = (
-    *("layer_norm", "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss"),
-    *("hinge_embedding_loss", "kl_div", "margin_ranking_loss", "triplet_margin_loss"),
-    "binary_cross_entropy_with_logits",
-)
-_SOFTMAX = ("softmax", "log_softmax")
-FP32_UNDER_CUDA_AUTOCAST = {
-    "torch": (*_POINTWISE, *_NORMS_AND_LOSSES, *_SOFTMAX, "cdist"),
-    "torch.nn.functional": (*_LOSSES, *_NORMS_AND_LOSSES, *_SOFTMAX),
-    "torch:Tensor": (*_POINTWISE, *_SOFTMAX, "__pow__", "__rpow__"),
-}
-
-# Modules of torch.optim whose steps are over lists of tensors on an accelerator.
-FOREACH = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 
 _EVERY_JOB = (
     Names(
@@ -159,13 +134,6 @@ _EVERY_JOB = (
         use=Use.CALLED,
     ),
     Names(
-        owner="torch.utils._device",
-        names={"_device_constructors": ""},
-        why="caches torch's constructors at its first call, which must come before torch.tensor is replaced",
-        until="the cache is gone",
-        use=Use.CALLED,
-    ),
-    Names(
         owner="transformers.integrations.deepspeed",
         names={"_hf_deepspeed_config_weak_ref": None},
         why="a traced model must not become part of a real ZeRO-3 job of this process",
@@ -188,28 +156,16 @@ _EVERY_JOB = (
         until="Trainer has public hooks for both",
         use=Use.CALLED,
     ),
-    *(
-        Names(
-            owner=f"transformers:AutoModelFor{task}",
-            names={"_model_mapping": None},
-            why="says which tasks a configuration has a model for",
-            until="transformers has a public name for it",
-            use=Use.CALLED,
-        )
-        for task in ("CausalLM", "ImageTextToText", "MaskedLM")
+    Names(
+        owner="transformers.models.auto.auto_factory:_BaseAutoModelClass",
+        names={"_model_mapping": None},
+        why="says which tasks a configuration has a model for",
+        until="transformers has a public name for it",
+        use=Use.CALLED,
     ),
 )
 
 _ACCELERATOR = (
-    *(
-        Names(
-            owner=owner,
-            names=dict.fromkeys(names),
-            why="CUDA's autocast computes these in fp32 where the CPU's stays in bf16",
-            until="fake CUDA tensors run on builds without CUDA",
-        )
-        for owner, names in FP32_UNDER_CUDA_AUTOCAST.items()
-    ),
     Names(
         owner="torch",
         names={"is_autocast_enabled": None},
@@ -217,31 +173,11 @@ _ACCELERATOR = (
         until="fake CUDA tensors run on builds without CUDA",
     ),
     Names(
-        owner="torch.nn.functional",
-        names={"dropout": "input, p, training, inplace"},
-        why="CUDA runs one kernel that keeps a byte an element; the CPU keeps noise in the input's type",
-        until="fake CUDA tensors run on builds without CUDA",
-    ),
-    Names(
-        owner="torch",
-        names={"rms_norm": None},
-        why="CUDA runs one kernel that keeps its input; the CPU runs six and keeps three tensors of fp32",
-        until="fake CUDA tensors run on builds without CUDA",
-    ),
-    Names(
-        owner="torch.nn.functional",
-        names={"scaled_dot_product_attention": None},
-        why="with dropout the CPU's kernel keeps all scores; flash attention draws dropout inside the kernel",
-        until="fake CUDA tensors run on builds without CUDA",
-    ),
-    *(
-        Names(
-            owner=f"torch.optim.{module}",
-            names={"_default_to_fused_or_foreach": "params, differentiable, use_fused"},
-            why="on an accelerator it steps over lists of tensors, with temporaries as large as all weights",
-            until="fake CUDA tensors run on builds without CUDA",
-        )
-        for module in FOREACH
+        owner="torch.library",
+        names={"_scoped_library": "args, kwargs"},
+        why="kernels that are registered for a trace end with it",
+        until="torch has a public name for it",
+        use=Use.CALLED,
     ),
 )
 
@@ -249,10 +185,7 @@ _C10D = "torch.distributed.distributed_c10d"
 _SEVERAL_DEVICES = (
     Names(
         owner=_C10D,
-        names=dict.fromkeys(
-            ("_world", "_group_count", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg")
-        )
-        | {"_pg_to_tag": None},
+        names={"_world": None},
         why="the fake process group must not meet, rename or destroy the real ones of this process",
         until="c10d can hold two worlds",
     ),
@@ -381,18 +314,6 @@ _DEEPSPEED = (
         until="they need none",
     ),
     Names(
-        owner="deepspeed.ops.lamb",
-        names={"FusedLamb": "params, lr"},
-        why="its C++ reads bytes; refused",
-        until="never",
-    ),
-    Names(
-        owner="deepspeed.ops.lion",
-        names={"FusedLion": "params, lr"},
-        why="its C++ reads bytes; refused",
-        until="never",
-    ),
-    Names(
         owner="deepspeed.ops.op_builder:AsyncIOBuilder",
         names={"load": "self"},
         why="its C++ reads and writes bytes; fake_disk.Handle takes the same buffers",
@@ -426,8 +347,6 @@ _DEEPSPEED = (
         owner=f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer",
         names=dict.fromkeys(
             (
-                "bit16_groups_flat",
-                "single_partition_of_fp32_groups",
                 "averaged_gradients",
                 "ipg_buckets",
                 "temp_grad_buffer_for_gpu_offload",
@@ -444,7 +363,6 @@ _DEEPSPEED = (
         owner=f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3",
         names=dict.fromkeys(
             (
-                "fp16_partitioned_groups_flat",
                 "fp32_partitioned_groups_flat",
                 "averaged_gradients",
                 "grad_partitions_flat_buffer",
@@ -472,12 +390,6 @@ _BITSANDBYTES = (
         until="fake CUDA tensors run in builds of torch without CUDA",
     ),
     Names(
-        owner="bitsandbytes.optim:GlobalOptimManager",
-        names={"_instance": None},
-        why="the Trainer registers embeddings there for 32-bit states, by position, for all later optimizers (0.50)",
-        until="bitsandbytes keeps overrides with each optimizer",
-    ),
-    Names(
         owner="bitsandbytes.optim:AdEMAMix",
         names={"_get_state_double_buffer": "self, p, dtype"},
         why="pages AdEMAMix's states even on the CPU (0.50), where a fake one cannot be paged",
@@ -491,8 +403,8 @@ _BITSANDBYTES = (
     ),
     Names(
         owner="bitsandbytes.functional",
-        names={"name2qmap": None, "create_dynamic_map": "", "quantize_4bit": "A"},
-        why="weights are quantized without Params4bit, and the code table is made of real values",
+        names={"name2qmap": None},
+        why="the code table that quantization keeps there is made of real values",
         until="Params4bit holds fake tensors",
         use=Use.CALLED,
     ),
@@ -527,29 +439,6 @@ _OPTIMIZERS = (
         names={"_OPTIMIZER_HANDLERS": None, "is_torchao_available": None},
         why="creates torchao's optimizers where it is not installed: they are counted by formula",
         until="never: a trace needs no torchao",
-    ),
-)
-
-_FLEX_ATTENTION = (
-    Names(
-        owner="hf_memopt.levers.attention_pattern",
-        names={"uses_flex": "device", "flex_mask": "kwargs", "flex_attend": "args, kwargs"},
-        why="flex attention has no backward on the CPU (torch 2.13): its tensors are allocated, nothing is computed",
-        until="flex attention runs backward on fake tensors",
-    ),
-    Names(
-        owner="transformers.integrations.flex_attention",
-        names={"repeat_kv": "hidden_states, n_rep"},
-        why="keys and values are repeated where transformers repeats them",
-        until="flex attention runs backward on fake tensors",
-        use=Use.CALLED,
-    ),
-    Names(
-        owner="transformers.utils.generic:GeneralInterface",
-        names={"_global_mapping": None},
-        why="holds attention functions by name: those of kernels that are not here are put back after the trace",
-        until="a registered name can be removed",
-        use=Use.CALLED,
     ),
 )
 
@@ -638,25 +527,6 @@ _OFFLOADED_INPUTS = (
 )
 
 _LEVERS = (
-    Names(
-        owner="transformers.masking_utils",
-        names={
-            "and_masks": "mask_functions",
-            "sliding_window_overlay": "sliding_window",
-            "sdpa_mask": "batch_size, q_length, kv_length",
-            "flex_attention_mask": "batch_size, q_length, kv_length",
-        },
-        why="sliding_window and sparse_block_size put a pattern over the causal mask",
-        until="transformers exports them",
-        use=Use.CALLED,
-    ),
-    Names(
-        owner="transformers.integrations.sdpa_attention",
-        names={"sdpa_attention_forward": "module, query, key, value, attention_mask"},
-        why="attends where a device has no flex attention",
-        until="transformers exports it",
-        use=Use.CALLED,
-    ),
     Names(
         owner="transformers:PreTrainedModel",
         names={"loss_function": None, "_supports_flex_attn": None, "_supports_sdpa": None},
@@ -748,15 +618,6 @@ _WITHOUT_DEEPSPEED = (
 )
 
 _PEFT = (
-    *(
-        Names(
-            owner=f"peft.tuners.{tuner}.layer",
-            names={"torch": None},
-            why="module_dropout compares a random number (0.21)",
-            until="it does so by torch.nn.functional.dropout",
-        )
-        for tuner in ("loha", "lokr")
-    ),
     Names(
         owner="peft.tuners.boft.layer",
         names={"torch": None},
@@ -876,7 +737,6 @@ TABLE: dict[Part, tuple[Names, ...]] = {
     Part.OPTIMIZERS: _OPTIMIZERS,
     Part.FP8: _FP8,
     Part.PEFT: _PEFT,
-    Part.FLEX_ATTENTION: _FLEX_ATTENTION,
     Part.FLASH_ATTENTION: _FLASH_ATTENTION,
     Part.LIGER: _LIGER,
     Part.VISION: _VISION,
