@@ -46,11 +46,14 @@ def accelerator_operators(backend: str) -> Iterator[None]:
     Args:
         backend: cuda | rocm | mps | xpu.
     """
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    library = torch.library.Library("aten", "IMPL")
+    try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # of kernels that are overridden
             _register(library, backend)
         yield
+    finally:
+        del library  # the kernels end with the only reference to it
 
 
 def _register(library: torch.library.Library, backend: str) -> None:

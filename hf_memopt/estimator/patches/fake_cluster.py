@@ -106,7 +106,6 @@ def _deepspeed(ledger) -> Iterator[None]:
 
     check(Part.DEEPSPEED)
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS as supported
     from deepspeed.utils import groups, logger
 
     zero = "deepspeed.runtime.zero"
@@ -117,20 +116,19 @@ def _deepspeed(ledger) -> Iterator[None]:
         f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
         "deepspeed.ops.adam:DeepSpeedCPUAdam": KernelAdam,
         "deepspeed.ops.adam:FusedAdam": KernelAdam,
-        f"{zero}.utils:ZERO_SUPPORTED_OPTIMIZERS": [*supported, KernelAdam],
         "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
         # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
         f"{zero}.partition_parameters:Init.param_id": 0,
         # What zero.Init leaves as torch.tensor behind it.
         f"{zero}.partition_parameters:_orig_torch_tensor": tensor_from_values(torch.tensor),
         f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
-        # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
-        "torch.nn.functional:linear": torch.nn.functional.linear,
     }
     groups_before, disabled = dict(vars(groups)), logger.disabled
     logger.disabled = True
     try:
-        with all_replaced(replacements):
+        # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
+        linear = mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear)
+        with all_replaced(replacements), linear:
             deepspeed.init_distributed(dist_backend="fake", verbose=False)
             yield
     finally:

@@ -5,7 +5,7 @@ From the source of torch 2.13 (`nn.attention.flex_attention`, `_higher_order_ops
 """
 
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import torch
@@ -59,7 +59,8 @@ def own_attention() -> Iterator[tuple[MutableMapping, MutableMapping]]:
     finally:
         for table, functions in zip(tables, before, strict=True):
             for name in [name for name, function in table.items() if functions.get(name) is not function]:
-                del table[name]
+                with suppress(KeyError):  # registered meanwhile, for good
+                    del table[name]
                 if name in functions and table.get(name) is not functions[name]:  # set by somebody else before
                     table[name] = functions[name]
 
