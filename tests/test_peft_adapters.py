@@ -31,7 +31,7 @@ SETTINGS = {
     "WAVEFT": {"n_frequency": 100, **LINEAR},
     "XLORA": {"hidden_size": 64, "adapters": {"a": "b"}},
 }
-REFUSED = ("CPT", "FROD", "MULTITASK_PROMPT_TUNING", "POLY", "SHADOW", "WAVEFT", "XLORA")
+REFUSED = ("CPT", "MULTITASK_PROMPT_TUNING", "POLY", "SHADOW", "WAVEFT", "XLORA")
 QUICK = ("ADAPTION_PROMPT", "IA3", "LOHA", "PREFIX_TUNING", "UNILORA")
 FIELDS = {"per_device_train_batch_size": 2}
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 import video_models
 from conftest import BIN, ROOT, run, slow
-from peft import BOFTConfig, LoraConfig, ShiraConfig, UniLoraConfig
+from peft import BOFTConfig, FrodConfig, LoraConfig, ShiraConfig, UniLoraConfig
 from transformers import (
     AutoConfig,
     BitsAndBytesConfig,
@@ -71,6 +71,7 @@ JOBS = {
             (BOFTConfig, {}),
             (ShiraConfig, {"r": 4}),
             (UniLoraConfig, {}),
+            (FrodConfig, {}),
         )
     ],
     Part.OFFLOADED_INPUTS: [

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_memopt.estimator.accounting.known_values import set_value
 from hf_memopt.estimator.patches.replacement import all_replaced, original
 
 
@@ -89,11 +90,82 @@ def _assign_scales(model, adapter_name: str) -> None:
             module.update_scaling(adapter_name, *(torch.empty(index.shape) for index in indices))
 
 
+def _make_projections(model, config, adapter_name: str) -> None:
+    """FRoD's projections, shared by all layers of a kind, without the decomposition of the weights."""
+    from peft.tuners._buffer_dict import BufferDict
+    from peft.tuners.frod.model import _category_from_key
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    peft_config = model._prepare_adapter_config(config, model.get_model_config(model.model))
+    peft_config = _maybe_include_all_linear_layers(peft_config, model.model)
+    for name in ("frod_V", "frod_s_indices", "frod_s_size"):
+        if not hasattr(model, name):
+            setattr(model, name, torch.nn.ModuleDict())
+    for key, module in model.model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or not model._check_target_module_exists(peft_config, key):
+            continue
+        category, size = _category_from_key(key), module.in_features
+        if category in model.frod_V:
+            continue
+        count = min(int(size * size * config.sparse_rate), size * (size - 1))
+        count = max(1, count) if config.sparse_rate > 0 and size > 1 else count
+        shared = {
+            "frod_V": torch.empty(size, size, dtype=module.weight.dtype),
+            "frod_s_indices": torch.empty(2, count, dtype=torch.long),
+            "frod_s_size": set_value(torch.empty(2, dtype=torch.long), torch.tensor([size, size])),
+        }
+        for name, tensor in shared.items():
+            getattr(model, name)[category] = BufferDict({adapter_name: tensor}, persistent=config.save_projection)
+
+
+def _decompose(layer, projection, weight):
+    return torch.empty(weight.shape[0], projection.shape[0]), torch.empty(projection.shape[0])
+
+
+def _frod_tensors(layer, adapter: str, *, device, dtype):
+    """U, V, the sparse S as its values, and the diagonal."""
+    names = ("frod_U", "frod_V", "frod_lambda_s_values", "frod_lambda_l")
+    left, right, values, diagonal = (getattr(layer, name)[adapter].to(dtype=dtype) for name in names)
+    indices = layer.frod_s_indices[adapter].clone()  # coalesce() sorts a copy
+    return left, right, (indices, values, (layer.in_features, layer.in_features)), diagonal
+
+
+def _sparse_matmul(layer, activations, sparse):
+    """In 16 bits peft multiplies by the dense matrix, in 32 bits by the sparse one."""
+    indices, values, shape = sparse
+    if activations.dtype in (torch.float16, torch.bfloat16):
+        dense = _Dense.apply(values, indices, shape)
+        return activations @ dense.t()
+    return _SparseMatmul.apply(values, indices, activations)
+
+
+class _Dense(_Scatter):
+    @staticmethod
+    def forward(ctx, values, indices, shape):
+        ctx.save_for_backward(indices)
+        return values.new_zeros(shape)
+
+
+class _SparseMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, activations):
+        ctx.save_for_backward(values, indices, activations)
+        return torch.empty_like(activations)
+
+    @staticmethod
+    def backward(ctx, grad):
+        values, _, activations = ctx.saved_tensors
+        return torch.empty_like(values), None, torch.empty_like(activations)
+
+
 _SHIRA_UPDATE = "peft.tuners.shira.layer:ShiraLayer.update_layer"
 _REPLACED = {
     "peft.tuners.boft.layer:torch": _TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply),
-    "peft.tuners.boft.layer:BOFTLayer.block_butterfly_perm": lambda layer, size, *_: torch.arange(size),
     "peft.tuners.boft.layer:BOFTLayer.perm2mat": lambda layer, order: torch.empty(len(order), len(order)),
     "peft.tuners.shira.layer:Linear.get_delta_weight": _shira_delta,
     "peft.tuners.unilora.model:UniLoraModel._assign_unilora_indices_and_scales": _assign_scales,
+    "peft.tuners.frod.model:FrodModel._init_frod_projections": _make_projections,
+    "peft.tuners.frod.layer:FrodLayer._calculate_frod_u_and_lambda": _decompose,
+    "peft.tuners.frod.layer:Linear._get_frod_tensors": _frod_tensors,
+    "peft.tuners.frod.layer:Linear._sparse_activation_mm": _sparse_matmul,
 }

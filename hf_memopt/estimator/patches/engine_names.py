@@ -102,22 +102,10 @@ _ZERO = "deepspeed.runtime.zero"
 
 DEEPSPEED = (
     Names(
-        owner="deepspeed.accelerator.real_accelerator",
-        names={"ds_accelerator": None},
-        why="a trace runs on CPU tensors, whatever accelerator DeepSpeed found",
-        until="fake CUDA tensors run on builds without CUDA",
-    ),
-    Names(
         owner="deepspeed.comm.comm",
         names={"cdb": None},
         why="DeepSpeed's one communication backend a process; the trace has one over the fake group",
         until="deepspeed.comm can hold two backends",
-    ),
-    Names(
-        owner="deepspeed.comm.torch",
-        names={"build_shm_op": ""},
-        why="would compile kernels that read shared memory of ranks that do not exist",
-        until="DeepSpeed builds them for its own backend only",
     ),
     Names(
         owner=f"{_ZERO}.partitioned_param_coordinator",

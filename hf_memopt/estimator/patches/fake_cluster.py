@@ -105,14 +105,11 @@ def _deepspeed(ledger) -> Iterator[None]:
     import deepspeed
 
     check(Part.DEEPSPEED)
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.utils import groups, logger
 
     zero = "deepspeed.runtime.zero"
     replacements = {
-        "deepspeed.accelerator.real_accelerator:ds_accelerator": CPU_Accelerator(),
         "deepspeed.comm.comm:cdb": None,
-        "deepspeed.comm.torch:build_shm_op": lambda: None,
         f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
         "deepspeed.ops.adam:DeepSpeedCPUAdam": KernelAdam,
         "deepspeed.ops.adam:FusedAdam": KernelAdam,
@@ -123,8 +120,9 @@ def _deepspeed(ledger) -> Iterator[None]:
         f"{zero}.partition_parameters:_orig_torch_tensor": tensor_from_values(torch.tensor),
         f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
     }
-    groups_before, disabled = dict(vars(groups)), logger.disabled
+    groups_before, disabled, accelerator = dict(vars(groups)), logger.disabled, deepspeed.accelerator.get_accelerator()
     logger.disabled = True
+    deepspeed.accelerator.set_accelerator(_fake_accelerator())
     try:
         # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
         linear = mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear)
@@ -133,7 +131,20 @@ def _deepspeed(ledger) -> Iterator[None]:
             yield
     finally:
         logger.disabled = disabled
+        deepspeed.accelerator.set_accelerator(accelerator)
         vars(groups).update(groups_before)
+
+
+def _fake_accelerator():
+    """DeepSpeed's CPU, whatever accelerator it found, without kernels that read shared memory of ranks that do not
+    exist."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class FakeAccelerator(CPU_Accelerator):
+        def create_op_builder(self, op_name):
+            return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
+
+    return FakeAccelerator()
 
 
 @contextmanager

@@ -83,9 +83,9 @@ EVERY_JOB = (
     ),
     Names(
         owner="transformers:Trainer",
-        names={"_get_train_sampler": "self", "create_accelerator_and_postprocess": "self"},
-        why="the traced Trainer reads fake rows in order, and a copy of the user's gets an accelerator of its own",
-        until="Trainer has public hooks for both",
+        names={"create_accelerator_and_postprocess": "self"},
+        why="a copy of the user's Trainer gets an accelerator of its own",
+        until="Trainer has a public hook for it",
         use=Use.CALLED,
     ),
     Names(

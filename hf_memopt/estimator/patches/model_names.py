@@ -95,8 +95,8 @@ PEFT = (
     ),
     Names(
         owner="peft.tuners.boft.layer:BOFTLayer",
-        names={"block_butterfly_perm": "self, n, b, r", "perm2mat": "self, indices"},
-        why="permutations are made of values",
+        names={"perm2mat": "self, indices"},
+        why="writes a permutation element by element, which takes seconds on fake tensors (0.21)",
         until="peft makes them by indexing",
     ),
     Names(
@@ -116,6 +116,24 @@ PEFT = (
         names={"_assign_unilora_indices_and_scales": "self, adapter_name"},
         why="counts indices with bincount",
         until="fake tensors have values that shapes decide",
+    ),
+    Names(
+        owner="peft.tuners.frod.model:FrodModel",
+        names={"_init_frod_projections": "self, config, adapter_name"},
+        why="decomposes the weights' values",
+        until="never",
+    ),
+    Names(
+        owner="peft.tuners.frod.layer:FrodLayer",
+        names={"_calculate_frod_u_and_lambda": "self, V, W"},
+        why="decomposes the weights' values",
+        until="never",
+    ),
+    Names(
+        owner="peft.tuners.frod.layer:Linear",
+        names={"_get_frod_tensors": "self, adapter", "_sparse_activation_mm": "self, z_flat, S_sparse"},
+        why="a sparse tensor has no storage that a fake one could stand for",
+        until="the ledger counts sparse tensors",
     ),
 )
 

@@ -11,7 +11,6 @@ _REFUSED = {
     "MULTITASK_PROMPT_TUNING": "its batches need task_ids, which estimate() does not make",
     "WAVEFT": "it selects the coefficients of its wavelets by a mask, and fake tensors have no values",
     "POLY": "its batches need task_ids, which estimate() does not make",
-    "FROD": "it decomposes the weights' values, which fake tensors do not have",
     "SHADOW": "in peft 0.21 its carrier object reaches transformers' attention, where training fails too",
 }
 _NUMBER = re.compile(r"(?:^|[.\\])\d+(?:$|[.\\])|\[\d")  # a layer's number in a module's name or pattern
