@@ -10,6 +10,7 @@ from test_plan import config
 from hf_memopt import estimate
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.work import Work
+from hf_memopt.estimator.patches.accelerator_operators import accelerator_operators
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
 F = torch.nn.functional
@@ -136,3 +137,62 @@ def test_qlora_under_autocast_keeps_its_input_in_16_bits():
             kbit_preparation=False,
         ).breakdown["activations"]
     assert found["rtx_4090"] < found["cpu"]
+
+
+x, classes = torch.rand(4, 4, dtype=torch.bfloat16), torch.arange(4)
+ARGUMENTS = {
+    **dict.fromkeys(("pow", "__pow__", "__rpow__"), (x, 2)),
+    **dict.fromkeys(("logsumexp", "cumprod", "cumsum", "softmax", "log_softmax"), (x, 0)),
+    **dict.fromkeys(("nll_loss", "multi_margin_loss", "cross_entropy"), (x, classes)),
+    **dict.fromkeys(("dist", "cdist", "smooth_l1_loss", "huber_loss", "mse_loss", "soft_margin_loss"), (x, x)),
+    **dict.fromkeys(("l1_loss", "cosine_similarity", "hinge_embedding_loss", "kl_div"), (x, x)),
+    **dict.fromkeys(("poisson_nll_loss", "binary_cross_entropy_with_logits"), (x, x)),
+    **dict.fromkeys(("margin_ranking_loss", "triplet_margin_loss"), (x, x, x)),
+    "cosine_embedding_loss": (x, x, torch.ones(4)),
+    "multilabel_margin_loss": (x, classes.repeat(4, 1)),
+    "renorm": (x, 2, 0, 1.0),
+    "layer_norm": (x, (4,)),
+    "group_norm": (x, 2),
+}
+FP32 = {
+    torch: (
+        *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+        *("sinh", "tan", "pow", "dist", "renorm", "logsumexp", "prod", "cumprod", "cumsum", "sum", "norm", "cdist"),
+        *("softmax", "log_softmax"),
+    ),
+    F: (
+        *("softplus", "nll_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "multilabel_margin_loss"),
+        *("soft_margin_loss", "multi_margin_loss", "cross_entropy", "layer_norm", "group_norm", "cosine_similarity"),
+        *("poisson_nll_loss", "cosine_embedding_loss", "hinge_embedding_loss", "kl_div", "margin_ranking_loss"),
+        *("triplet_margin_loss", "binary_cross_entropy_with_logits", "softmax", "log_softmax"),
+    ),
+    torch.Tensor: ("exp", "pow", "__pow__", "__rpow__", "sum", "norm", "softmax"),
+}
+
+
+@pytest.mark.parametrize("owner", FP32, ids=lambda owner: owner.__name__)
+def test_autocast_computes_in_fp32(owner):
+    with accelerator_operators("cuda"), torch.autocast("cpu", dtype=torch.bfloat16):
+        for name in FP32[owner]:
+            assert getattr(owner, name)(*ARGUMENTS.get(name, (x,))).dtype is torch.float32, name
+        assert torch.sum(x, dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("backend", "lists"), [("cuda", True), ("cpu", False)])
+def test_optimizers_step_over_lists_on_an_accelerator(backend, lists):
+    with fake_world(backend), FakeLedger(accelerator=backend != "cpu"):
+        weight = torch.nn.Parameter(torch.empty(4))
+        weight.grad = torch.empty(4)
+        optimizers = [torch.optim.SGD([weight]), torch.optim.AdamW([weight], fused=True)]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [bool(optimizer.param_groups[0]["foreach"]) for optimizer in optimizers] == [lists, False]
+
+
+def test_attention_draws_dropout_inside_its_kernel():
+    with fake_world("cuda"), FakeLedger(accelerator=True) as ledger:
+        query = torch.empty(1, 2, 512, 16, dtype=torch.bfloat16, requires_grad=True)
+        before = ledger._total
+        out = F.scaled_dot_product_attention(query, query, query, dropout_p=0.1, is_causal=True)
+        assert ledger._total - before < 2 * 512 * 512  # the scores
+        out.backward(torch.empty_like(out))

@@ -320,5 +320,5 @@ def test_an_optimizer_of_deepspeeds_that_cannot_be_traced_is_refused():
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
     )
-    with pytest.raises(InputError, match="FusedLion, whose kernels cannot be traced"):
+    with pytest.raises(InputError, match="Lion, whose kernels cannot be traced"):
         estimate(config, {"deepspeed": engine, "bf16": True}, seq_len=32, hardware="a100_80gb", world_size=2)

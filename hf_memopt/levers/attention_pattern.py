@@ -80,20 +80,6 @@ def uses_flex(device) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def flex_mask(**kwargs):
-    """A BlockMask; see transformers' flex_attention_mask."""
-    from transformers.masking_utils import flex_attention_mask
-
-    return flex_attention_mask(**kwargs)
-
-
-def flex_attend(*args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output (batch, tokens, heads, size) and log-sum-exp; see transformers' flex_attention_forward."""
-    from transformers.integrations.flex_attention import flex_attention_forward
-
-    return flex_attention_forward(*args, **kwargs)
-
-
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -102,10 +88,10 @@ def _register() -> None:
 
 
 def _attend(module, query, key, value, attention_mask, **kwargs):
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     dense = attention_mask is None or isinstance(attention_mask, torch.Tensor)
-    attend = sdpa_attention_forward if dense else flex_attend
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa" if dense else "flex_attention"]
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -121,15 +107,15 @@ def _mask(
     **kwargs,
 ):
     """Combine the pattern with the model's own mask: causality, padding, packed sequences, a layer's window."""
-    from transformers.masking_utils import and_masks, sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     overlay, reach = _overlay(config)
     if kv_length > reach:
         positions = _positions(config, attention_mask, q_length, kv_length)
         if positions is not None:
             overlay = _at(positions.expand(kwargs["batch_size"], -1), overlay)
-        mask_function, allow_is_causal_skip = and_masks(mask_function, overlay), False
-    make = flex_mask if uses_flex(device) else sdpa_mask
+        mask_function, allow_is_causal_skip = _both(mask_function, overlay), False
+    make = ALL_MASK_ATTENTION_FUNCTIONS["flex_attention" if uses_flex(device) else "sdpa"]
     return make(
         q_length=q_length,
         kv_length=kv_length,
@@ -159,11 +145,10 @@ def _overlay(config) -> tuple[Callable, int]:
 
     It compares a column with a row: their difference would take 8 bytes for every pair of tokens.
     """
-    from transformers.masking_utils import sliding_window_overlay
-
     block = getattr(config, "sparse_block_size", None)
     if block is None:
-        return sliding_window_overlay(config.sliding_window), config.sliding_window
+        window = config.sliding_window
+        return lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx > q_idx - window, window
     local, first = config.num_local_blocks, config.num_global_blocks
 
     def overlay(batch_idx, head_idx, q_idx, kv_idx):
@@ -171,6 +156,10 @@ def _overlay(config) -> tuple[Callable, int]:
         return near | (kv_idx < first * block) if first else near
 
     return overlay, (local + 1 + first) * block
+
+
+def _both(mask_function: Callable, overlay: Callable) -> Callable:
+    return lambda *indices: mask_function(*indices) & overlay(*indices)
 
 
 def _at(positions: torch.Tensor, overlay: Callable) -> Callable:

@@ -8,9 +8,6 @@ from hf_memopt.estimator.accounting.ledger import HOST, Ledger
 
 # Attributes of DeepSpeed's optimizers (0.19, runtime/zero/stage_1_and_2.py, stage3.py) -> the kind of their tensors.
 _KINDS = {
-    "bit16_groups_flat": "parameters",
-    "fp16_partitioned_groups_flat": "parameters",
-    "single_partition_of_fp32_groups": "optimizer_states",
     "fp32_partitioned_groups_flat": "optimizer_states",
     "averaged_gradients": "gradients",
     "grad_partitions_flat_buffer": "gradients",
@@ -62,8 +59,10 @@ def _classify(engine, on_host: set[str], ledger: Ledger) -> None:
     zero = engine.optimizer
     for name, kind in _KINDS.items():
         classify(getattr(zero, name, None), kind)
-    for weight in engine.module.parameters():
-        classify(getattr(weight, "ds_tensor", None), "parameters")
+    for weight in engine.module.parameters():  # views of the flat tensors of their groups
+        classify(getattr(weight, "ds_tensor", weight.data), "parameters")
+    for group in getattr(getattr(zero, "optimizer", None), "param_groups", ()):  # stage 3's are empty between steps
+        classify(group["params"], "optimizer_states")
     for states in getattr(getattr(zero, "optimizer", None), "state", {}).values():
         classify(states, "optimizer_states")
     if "optimizer_states" in on_host:

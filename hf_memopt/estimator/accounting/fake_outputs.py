@@ -181,10 +181,6 @@ class FakeOutputs:
         fake = torch.Tensor._make_subclass(
             FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
-        if mode._allow_unsafe_data_ptr_access:
-            _C._set_warn_deprecated_on_mutable_data_ptr(fake)
-        else:
-            _C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self._attributes)
         return fake
 

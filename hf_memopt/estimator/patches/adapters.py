@@ -34,11 +34,6 @@ class _TorchWithout:
         return getattr(torch, name)
 
 
-def _rand(*size, **kwargs):
-    """LoHa and LoKr skip an adapter where torch.rand(1) <= module_dropout: the step that skips none needs most."""
-    return 1.0 if size == (1,) else torch.rand(*size, **kwargs)
-
-
 class _BlockDiagonal(torch.autograd.Function):
     """torch.block_diag of all blocks at once. BOFT has hidden_size / 4 of them, and torch passes them to a fake kernel
     one by one, which takes minutes for a 3B model."""
@@ -165,10 +160,7 @@ class _SparseMatmul(torch.autograd.Function):
 
 _SHIRA_UPDATE = "peft.tuners.shira.layer:ShiraLayer.update_layer"
 _REPLACED = {
-    "peft.tuners.loha.layer:torch": _TorchWithout(rand=_rand),
-    "peft.tuners.lokr.layer:torch": _TorchWithout(rand=_rand),
     "peft.tuners.boft.layer:torch": _TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply),
-    "peft.tuners.boft.layer:BOFTLayer.block_butterfly_perm": lambda layer, size, *_: torch.arange(size),
     "peft.tuners.boft.layer:BOFTLayer.perm2mat": lambda layer, order: torch.empty(len(order), len(order)),
     "peft.tuners.shira.layer:Linear.get_delta_weight": _shira_delta,
     "peft.tuners.unilora.model:UniLoraModel._assign_unilora_indices_and_scales": _assign_scales,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from typing import get_origin
 from unittest import mock
 
 import torch
@@ -17,7 +18,6 @@ from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.compatibility.mesh import Mesh
-from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
@@ -74,13 +74,8 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # destroy_process_group() clears the registries of all groups, real ones included.
-    registries = ("map", "names", "group_ranks", "backend_config", "to_tag")
-    empty = {f"{_C10D}:_pg_{name}": {} for name in registries} | {f"{_C10D}:_tags_to_pg": {}}
     with (
-        all_replaced(empty),
-        replaced(f"{_C10D}:_world", c10d._World()),
-        replaced(f"{_C10D}:_group_count", 1_000_000),  # numbers no real group gets
+        replaced(f"{_C10D}:_world", _own_world(c10d._World)),
         replaced(f"{_C10D}:_unregister_all_process_groups", lambda: None),
         # init_process_group() installs a hook that prefixes uncaught errors with the rank.
         mock.patch.object(sys, "excepthook", sys.excepthook),
@@ -95,6 +90,14 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
                 c10d._unregister_process_group(name)
 
 
+def _own_world(kind: type):
+    """What c10d finds its groups through, with registries of its own: destroy_process_group() clears those that all
+    worlds share, real groups included."""
+    properties = {name: value.fget for name, value in vars(kind).items() if isinstance(value, property)}
+    own: dict = {name: {} for name, get in properties.items() if get_origin(get.__annotations__["return"]) is dict}
+    return type("OwnWorld", (kind,), {**own, "group_count": 1_000_000})()  # numbers no real group gets
+
+
 @contextmanager
 def _deepspeed(ledger) -> Iterator[None]:
     """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no checks across ranks."""
@@ -102,38 +105,46 @@ def _deepspeed(ledger) -> Iterator[None]:
     import deepspeed
 
     check(Part.DEEPSPEED)
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS as supported
     from deepspeed.utils import groups, logger
 
     zero = "deepspeed.runtime.zero"
     replacements = {
-        "deepspeed.accelerator.real_accelerator:ds_accelerator": CPU_Accelerator(),
         "deepspeed.comm.comm:cdb": None,
-        "deepspeed.comm.torch:build_shm_op": lambda: None,
         f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
         "deepspeed.ops.adam:DeepSpeedCPUAdam": KernelAdam,
         "deepspeed.ops.adam:FusedAdam": KernelAdam,
-        f"{zero}.utils:ZERO_SUPPORTED_OPTIMIZERS": [*supported, KernelAdam],
-        **{name: _untraceable(name) for name in ("deepspeed.ops.lamb:FusedLamb", "deepspeed.ops.lion:FusedLion")},
         "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
         # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
         f"{zero}.partition_parameters:Init.param_id": 0,
         # What zero.Init leaves as torch.tensor behind it.
         f"{zero}.partition_parameters:_orig_torch_tensor": tensor_from_values(torch.tensor),
         f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
-        # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
-        "torch.nn.functional:linear": torch.nn.functional.linear,
     }
-    groups_before, disabled = dict(vars(groups)), logger.disabled
+    groups_before, disabled, accelerator = dict(vars(groups)), logger.disabled, deepspeed.accelerator.get_accelerator()
     logger.disabled = True
+    deepspeed.accelerator.set_accelerator(_fake_accelerator())
     try:
-        with all_replaced(replacements):
+        # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
+        linear = mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear)
+        with all_replaced(replacements), linear:
             deepspeed.init_distributed(dist_backend="fake", verbose=False)
             yield
     finally:
         logger.disabled = disabled
+        deepspeed.accelerator.set_accelerator(accelerator)
         vars(groups).update(groups_before)
+
+
+def _fake_accelerator():
+    """DeepSpeed's CPU, whatever accelerator it found, without kernels that read shared memory of ranks that do not
+    exist."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class FakeAccelerator(CPU_Accelerator):
+        def create_op_builder(self, op_name):
+            return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
+
+    return FakeAccelerator()
 
 
 @contextmanager
@@ -272,16 +283,6 @@ class KernelAdam(torch.optim.AdamW):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-
-
-def _untraceable(name: str):
-    def refuse(*_, **__):
-        raise InputError(
-            f"the DeepSpeed JSON's optimizer is {name.split(':')[1]}, whose kernels cannot be traced: leave "
-            "`optimizer` out and set optim"
-        )
-
-    return refuse
 
 
 def fully_shard_model(

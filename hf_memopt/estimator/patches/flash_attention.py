@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention, check_call, round_up
-from hf_memopt.estimator.patches.flex_attention import attention_tables
+from hf_memopt.estimator.patches.flex_attention import own_attention
 from hf_memopt.estimator.patches.replacement import original, replaced
 from hf_memopt.hardware.attention import FLASH, FlashAttention, flash_attention
 
@@ -115,7 +115,6 @@ def counted_flash_attention(
 
     padding = original(f"{_UTILS}:_pad_input"), original(f"{_UTILS}:_unpad_input")
     known = {name: _attend(name, capability) for name in FLASH}
-    attention, masks = attention_tables()
 
     def register(implementation: str | None) -> None:  # as load_and_register_attn_kernel does
         if implementation is not None and implementation not in FLASH:
@@ -129,8 +128,7 @@ def counted_flash_attention(
         return (*known[flash], None, *padding), (_kernel_arguments, dict)
 
     with ExitStack() as stack:
-        for table in (attention, masks):
-            stack.enter_context(mock.patch.dict(table))
+        attention, masks = stack.enter_context(own_attention())
         for name in filter(flash_attention, names):
             register(name)
         for importer in (utils, models):

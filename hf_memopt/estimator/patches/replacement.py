@@ -12,7 +12,8 @@ from typing import Any
 from unittest import mock
 
 from hf_memopt.errors import IncompatibleLibrary, one_line
-from hf_memopt.estimator.patches.table import TABLE, Part, Use
+from hf_memopt.estimator.patches.names import Use
+from hf_memopt.estimator.patches.table import TABLE, Part
 
 # Tests set it: replaced name -> how often it was called, 0 for values. None costs a trace nothing.
 calls: Counter[str] | None = None

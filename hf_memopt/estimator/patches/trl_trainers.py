@@ -51,13 +51,17 @@ def without_precomputing() -> Iterator[None]:
     def answers(self, dataset, name, batch_size):
         return _with_zeros(dataset, ("ref_logps", *(("ref_KL_logps",) if self.calculate_KL else ())))
 
+    import trl.trainer.dpo_trainer
+    import trl.trainer.kto_trainer
+
     replacements = {
-        "trl.trainer.dpo_trainer:hash_module": lambda module: "",
-        "trl.trainer.kto_trainer:hash_module": lambda module: "",
         "trl.trainer.dpo_trainer:DPOTrainer._precompute_ref_logps": pairs,
         "trl.trainer.kto_trainer:KTOTrainer._precompute_ref_logps": answers,
     }
-    with all_replaced(replacements):
+    with contextlib.ExitStack() as stack:
+        for module in (trl.trainer.dpo_trainer, trl.trainer.kto_trainer):
+            stack.enter_context(replaced("trl.trainer.utils:hash_module", lambda weights: "", importer=module))
+        stack.enter_context(all_replaced(replacements))
         yield
 
 

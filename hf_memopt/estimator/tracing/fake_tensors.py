@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._device import _device_constructors
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.int8_kernels import matmul_on_cuda
@@ -21,14 +20,16 @@ from hf_memopt.estimator.accounting.known_values import (
     tensor_from_values,
     tolist_from_values,
 )
+from hf_memopt.estimator.patches.accelerator_operators import (
+    accelerator_operators,
+    foreach_optimizers,
+    named_cuda_autocast,
+)
 from hf_memopt.estimator.patches.adapters import traceable_adapters
 from hf_memopt.estimator.patches.assignment import matched_in_order
-from hf_memopt.estimator.patches.cuda_autocast import cuda_autocast, named_cuda_autocast
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
-from hf_memopt.estimator.patches.fused_kernels import device_rms_norm, fused_dropout
 from hf_memopt.estimator.patches.replacement import all_replaced, replaced
-from hf_memopt.estimator.patches.table import FOREACH
 
 
 class FakeMode(FakeTensorMode):
@@ -56,8 +57,9 @@ def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext,
         fp8: weights are FP8.
     """
     accelerator = backend != "cpu"
-    # At the first `with torch.device(…)` torch caches its tensor constructors: that must not be the replaced ones.
-    _device_constructors()
+    # At the first call in a `with torch.device(…)` torch caches its constructors: those must not be the replaced ones.
+    with torch.device("cpu"):
+        torch.empty(0)
     fake_tensor = "torch._subclasses.fake_tensor:FakeTensor"
     replacements = {
         "torch.nn:Module.to": cast_in_place,
@@ -69,15 +71,12 @@ def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext,
     }
     with (
         all_replaced(replacements),
-        _foreach(accelerator),
+        foreach_optimizers() if accelerator else nullcontext(),
         _bitsandbytes(paging if accelerator else None, accelerator),
         traceable_adapters(),
         matched_in_order(),
-        _attention_without_dropout(accelerator),
-        cuda_autocast() if accelerator else nullcontext(),
+        accelerator_operators(backend) if accelerator else nullcontext(),
         named_cuda_autocast() if backend in ("cuda", "rocm") else nullcontext(),
-        fused_dropout() if backend in ("cuda", "rocm", "xpu") else nullcontext(),
-        device_rms_norm(backend != "xpu") if backend in ("cuda", "rocm", "xpu") else nullcontext(),
         counted_flex_attention() if flex else nullcontext(),
         counted_fp8_kernels() if fp8 else nullcontext(),
         FakeMode(allow_non_fake_inputs=True),
@@ -162,7 +161,7 @@ def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
     with (
         # A process-wide singleton: the Trainer registers its embeddings there for 32-bit states, and bitsandbytes
         # keeps them by position, so that an earlier trace's embeddings would decide over the next job's weights.
-        replaced("bitsandbytes.optim:GlobalOptimManager._instance", None),
+        _own_overrides(),
         # Quantization creates the 8-bit code table once per process and keeps it on the device for good. Every trace
         # creates its own, so that the first trace of a process allocates what all others do.
         mock.patch.dict(name2qmap, clear=True),
@@ -174,36 +173,19 @@ def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _own_overrides() -> Iterator[None]:
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    with mock.patch.dict(vars(manager)):
+        manager.initialize()
+        yield
+
+
 def refuse_paging(optimizer, weight: torch.Tensor) -> None:
     """Refuse paged AdEMAMix on a CPU, where bitsandbytes (0.50) pages its double buffer, too, but cannot."""
     if optimizer.is_paged and weight.numel() >= PAGED_FROM:
         raise InputError(
             "optim: bitsandbytes pages AdEMAMix's states on a CPU, too, which fails: use ademamix or ademamix_8bit"
         )
-
-
-@contextmanager
-def _attention_without_dropout(accelerator: bool) -> Iterator[None]:
-    """Attention without dropout, for which the CPU would store all scores. CUDA's flash kernel draws it inside."""
-    if not accelerator:
-        yield
-        return
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def without(query, key, value, attn_mask=None, dropout_p=0.0, **kwargs):
-        return attend(query, key, value, attn_mask, **kwargs)
-
-    with replaced("torch.nn.functional:scaled_dot_product_attention", without):
-        yield
-
-
-@contextmanager
-def _foreach(accelerator: bool) -> Iterator[None]:
-    """torch's optimizers over lists of tensors (foreach), their default on an accelerator: with temporaries of all
-    weights at once."""
-    if not accelerator:
-        yield
-        return
-    paths = (f"torch.optim.{module}:_default_to_fused_or_foreach" for module in FOREACH)
-    with all_replaced(dict.fromkeys(paths, lambda *args, **kwargs: (False, True))):
-        yield

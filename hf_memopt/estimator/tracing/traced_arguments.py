@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
-from hf_memopt.errors import as_input_error
+from hf_memopt.errors import InputError, as_input_error
 
 # The first step creates the optimizer's states, the second is like every further one. Without an engine one step is
 # traced: the optimizer's states are created from empty gradients (segments), without the first forward and backward.
@@ -68,7 +68,7 @@ def make_arguments(job, folder: str):
     in_backward = fields.get("optim") in STEPS_IN_BACKWARD or getattr(job.memory_args, "optimizer_in_backward", False)
     two = job.real_states or in_backward  # whose gradients never exist together
     fields["max_steps"] = 2 if two else _STEPS[job.engine]
-    fields["deepspeed"] = _with_swap_folder(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
+    fields["deepspeed"] = _traceable(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
         fields["bf16"] = True
     accumulation, micro_batches = fields.get("gradient_accumulation_steps", 1), _MICRO_BATCHES
@@ -84,8 +84,20 @@ def make_arguments(job, folder: str):
     return args
 
 
-def _with_swap_folder(config: dict, folder: str) -> dict:
-    """A DeepSpeed configuration that swaps to another folder: its swappers create and clear theirs when they start."""
+def _traceable(config: dict, folder: str) -> dict:
+    """A DeepSpeed configuration that swaps to another folder: its swappers create and clear theirs when they start.
+
+    Raises:
+        InputError: its optimizer is written in C++, and nothing stands for it here.
+    """
+    name = (config.get("optimizer") or {}).get("type")
+    if str(name).lower() in ("adam", "adamw"):  # DeepSpeed does not know the stand-in, fake_cluster.KernelAdam
+        config = {**config, "zero_allow_untested_optimizer": True}
+    if str(name).lower() in ("lamb", "lion"):
+        raise InputError(
+            f"the DeepSpeed JSON's optimizer is {name}, whose kernels cannot be traced: leave `optimizer` out and set "
+            "optim"
+        )
     zero = dict(config.get("zero_optimization") or {})
     for part in ("offload_optimizer", "offload_param"):
         if "nvme_path" in (zero.get(part) or {}):

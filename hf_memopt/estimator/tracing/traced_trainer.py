@@ -46,8 +46,12 @@ def make_trainer(job, model, args, ledger: Ledger):
         trainer.train_dataset, trainer.data_collator = data, make_collator(job)
         if generates(trainer):
             follow_rollouts(trainer, ledger, job.fields["gradient_accumulation_steps"])
-        trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
-    trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)
+
+    def load():  # as Trainer.get_train_dataloader, in order: random places would ask for values
+        loader = torch.utils.data.DataLoader(data, args.train_batch_size, collate_fn=trainer.data_collator)
+        return trainer.accelerator.prepare(loader)
+
+    trainer.get_train_dataloader = load
     memory_args = getattr(trainer, "memory_args", job.memory_args)
     if memory_args is not None:
         host = {"is_apart": lambda _: job.discrete_memory, "booking": functools.partial(ledger.booking, HOST)}
