@@ -6,10 +6,11 @@ TESTABLE := $(VENV)/.testable
 READABLE := $(VENV)/.readable
 export PATH := $(BIN):$(PATH)
 
+WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
 bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -23,6 +24,7 @@ help:
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make regress  check that predictions are what they were, to the byte; minutes"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
+	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
 	@echo "make lint     check style;  make format  apply it"
 	@echo "make docs     put measured, predicted and recomputed numbers into README.md and docs"
 	@echo "make site     build the documentation into out/site"
@@ -86,6 +88,9 @@ regress: $(INSTALLED)
 # Does not install anything: the card's machine may have no network.
 gpu:
 	$(if $(wildcard $(BIN)/python),python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+gpu-wheels:
+	$(PYTHON) -m benchmarks.gpu.wheels $(WHEELS) $(ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

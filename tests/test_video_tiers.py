@@ -81,11 +81,11 @@ def test_a_limit_below_every_clip_leaves_the_shortest():
 
 def test_an_evaluation_that_was_given_is_estimated_too():
     config, preset = architectures.load_config("qwen2.5-vl-3b"), get_preset("rtx_4090", "qlora")
-    given = tier_job(preset, config, fields={"per_device_eval_batch_size": 64, "eval_strategy": "steps"})
+    given = tier_job(preset, config, training={"per_device_eval_batch_size": 64, "eval_strategy": "steps"})
     fields = with_clip(given, Clip(8, 224, 2), 32).fields
     assert (fields["per_device_train_batch_size"], fields["per_device_eval_batch_size"]) == (2, 64)
     assert fields["eval_strategy"] == "steps"
-    usual = with_clip(tier_job(preset, config, fields={"eval_strategy": "steps"}), Clip(8, 224, 2), 32).fields
+    usual = with_clip(tier_job(preset, config, training={"eval_strategy": "steps"}), Clip(8, 224, 2), 32).fields
     assert (usual["per_device_eval_batch_size"], usual.get("eval_strategy", "no")) == (2, "no")
 
 

@@ -98,7 +98,7 @@ def spec_job(spec: JobSpec) -> Job:
         resolved,
         preset.seq_len,
         device,
-        peft_config=preset.peft_config(**(spec.lora if preset.method != "full" else {})),
+        peft_config=preset.peft_config(**spec.lora),
         dtype=preset.dtype,
         world_size=world_size,
         strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
