@@ -49,6 +49,15 @@ OTHER = [{**PLAIN, "name": f"other-{rank}", "rank": rank, "phase": "KeyError", "
 # A stand-in for NCCL, whose streams wait for a process that is gone.
 WAITING = {**ENDED[3], "name": "nccl", "stream_waits": True, "fields": {"save_strategy": "steps", "save_steps": 2}}
 MACHINES = {**PLAIN, "name": "own", "machines": True, "fields": {"save_strategy": "steps", "save_steps": 2}}
+TRL = {
+    name: [
+        {**PLAIN, "name": f"{name}-trl", "trl": name, "memory": False},
+        {**PLAIN, "name": f"{name}-whole", "trl": name},
+        {**RECOVERED[2], "name": f"{name}-forward", "trl": name},
+        {**RECOVERED[8], "name": f"{name}-backward", "trl": name},
+    ]
+    for name in ("SFT", "DPO", "Reward")
+}
 # Test -> the cases that it asks for.
 CASES = {
     "test_both_go_on": RECOVERED,
@@ -65,6 +74,7 @@ CASES = {
     "test_another_error_is_not_called_out_of_memory": OTHER,
     "test_a_stream_that_waits_is_not_asked_for_weights": [WAITING],
     "test_machines_without_a_shared_disk_keep_their_parts": [MACHINES],
+    "test_trls_trainers_go_on_and_log_what_they_did": [case for cases in TRL.values() for case in cases],
     "test_one_process_goes_on_where_two_left_off": [ENDED[3]],
 }
 
@@ -106,6 +116,24 @@ def test_both_go_on(folder):
         events = [json.loads((folder / f"{case['name']}-{rank}.events").read_text()) for rank in range(2)]
         assert events[case["rank"]] == [1] and events[1 - case["rank"]] == [], case
         assert torch.allclose(weights(folder, case["name"]), weights(folder, "plain"), rtol=0, atol=1e-9), case
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trls_trainers_go_on_and_log_what_they_did(folder, name):
+    """They gather metrics in every forward pass, of which a process that runs out of memory has more."""
+    plain, whole, *failed = TRL[name]
+    wanted = [entry for entry in json.loads((folder / f"{plain['name']}.logs").read_text()) if "loss" in entry]
+    for case in (whole, *failed):
+        assert outcome_of(folder, case)["codes"] == [0, 0], case
+        events = [json.loads((folder / f"{case['name']}-{rank}.events").read_text()) for rank in range(2)]
+        assert [bool(found) for found in events] == [case in failed and case["rank"] == rank for rank in range(2)]
+        assert torch.allclose(weights(folder, case["name"]), weights(folder, plain["name"]), rtol=0, atol=1e-7), case
+        logged = [entry for entry in json.loads((folder / f"{case['name']}.logs").read_text()) if "loss" in entry]
+        assert [entry["num_tokens"] for entry in logged] == [entry["num_tokens"] for entry in wanted]
+        for entry, usual in zip(logged, wanted, strict=True):
+            assert usual.keys() <= entry.keys()
+            # Each process's mean counts as much, whatever its samples' lengths.
+            assert entry["entropy"] == pytest.approx(usual["entropy"], rel=0.05) if "entropy" in usual else True
 
 
 def test_a_hook_of_ones_own_that_runs_out(folder):

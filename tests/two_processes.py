@@ -157,6 +157,9 @@ def child(case, rank: int, port: int, folder: Path) -> None:
     more |= case.get("fields", {})
     if str(case["phase"]).startswith("optimizer"):
         more["kind"] = with_optimizer(failing_optimizer(case))
+    if "trl" in case:
+        trl_child(case, rank, folder)
+        return
     output = folder / f"machine{rank}" / case["name"] if machines else folder / (resumed or case["name"])
     done = train(output, prepare=failing(case), resume=bool(resumed), **{**FIELDS, **more})
     if rank == 0:
@@ -165,6 +168,20 @@ def child(case, rank: int, port: int, folder: Path) -> None:
     assert not watching, "a thread that is in the store when the interpreter ends aborts the process"
     limits = [event["micro_batch_after"] for event in done.events if "micro_batch_after" in event]
     (folder / f"{case['name']}-{rank}.events").write_text(json.dumps(limits))
+
+
+def trl_child(case, rank: int, folder: Path) -> None:
+    """A run of one of TRL's trainers; the first process writes its weights and what it logged."""
+    import test_trl
+
+    trainer, weights, _ = test_trl.train(
+        folder / case["name"], case["trl"], memory=case.get("memory", True), prepare=failing(case), max_steps=5
+    )
+    if rank == 0:
+        torch.save(weights, folder / f"{case['name']}.pt")
+        (folder / f"{case['name']}.logs").write_text(json.dumps(trainer.state.log_history))
+    events = [event["micro_batch_after"] for event in getattr(trainer, "memory_events", [])]
+    (folder / f"{case['name']}-{rank}.events").write_text(json.dumps(events))
 
 
 def run(case, folder: Path) -> None:

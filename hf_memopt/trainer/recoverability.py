@@ -14,6 +14,7 @@ from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.known_code import overridden_evaluation, overridden_loss, overridden_step
 from hf_memopt.trainer.loss_rule import known_mean
 from hf_memopt.trainer.optimizer_guard import steps_in_backward
+from hf_memopt.trainer.process_metrics import gathers_metrics_alone
 from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
 
 # Batch layouts of TRL 1.16's trainers. Its other trainers generate, or keep state between micro-batches.
@@ -113,8 +114,10 @@ def _why_not_repeated(trainer, kind: type | None) -> str:
         return "DataParallel cannot repeat a step: start a process per GPU"
     if kind is not None and kind.__name__ not in _TRL_LAYOUTS:
         return f"{kind.__name__} generates, keeps state or mixes means within a step, which cannot run again in chunks"
-    if kind is not None and trainer.args.world_size > 1:
-        return f"{kind.__name__} gathers metrics over processes in every forward pass, so that all must run as many"
+    if kind is not None and trainer.args.world_size > 1 and not gathers_metrics_alone(kind):
+        return (
+            f"the loss of {kind.__name__} gathers over processes in every forward pass, so that all must run as many"
+        )
     if kind is not None and trainer.args.activation_offloading:
         return "activation_offloading of TRL keeps what a failed forward pass left"
     name = next((name for name, module in _modules(trainer) if isinstance(module, _BATCH_NORM)), None)

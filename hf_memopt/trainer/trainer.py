@@ -34,6 +34,7 @@ from hf_memopt.trainer.load_states import SafeLoad
 from hf_memopt.trainer.pressure import Pressure
 from hf_memopt.trainer.probe import try_worst_batch
 from hf_memopt.trainer.process import settings_of_run
+from hf_memopt.trainer.process_metrics import ProcessMetrics
 from hf_memopt.trainer.recoverability import assess_recoverability
 from hf_memopt.trainer.resuming import SafeResume
 from hf_memopt.trainer.sample_order import batch_indices
@@ -103,6 +104,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         self._ending = Ending(self, self._peers)
         self._recoverability = assess_recoverability(self)
         self._runner = StepRunner(self, self._recoverability, self._first_limit())
+        self._metrics_of_process = ProcessMetrics(self)
         self._updates = UpdateRecovery(self, self._runner)
 
     # ---- where a batch holds its samples: override both for batches of another layout
@@ -259,6 +261,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         self._pressure.after_window(self._runner.window)
         self._runner.begin_window()
+        self._metrics_of_process.begin_step()
         self._agree_on_limit()
         try:
             return super().get_batch_samples(self._callback.data_wait.timed(epoch_iterator), *args, **kwargs)
@@ -270,7 +273,10 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         self._ending.end_run_outside_step(diagnosis, "data")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        return self._runner.run(super().training_step, model, inputs, num_items_in_batch)
+        with self._metrics_of_process.kept_apart():
+            loss = self._runner.run(super().training_step, model, inputs, num_items_in_batch)
+        self._metrics_of_process.bring_together()
+        return loss
 
     def _clip_grad_norm(self, model):
         return self._updates.clip(super()._clip_grad_norm, model)
