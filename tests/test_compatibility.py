@@ -37,6 +37,7 @@ from hf_memopt.presets import get_preset
         ),
         (Setup(strategy="zero3", auto_find_batch_size=True), "ZeRO-3", "fixed"),
         (Setup(strategy="zero2", optim="adagrad"), "one group of weights", "adamw_torch"),
+        (Setup(strategy="zero3", optim="adagrad"), "one group of weights", "adamw_torch"),
         (Setup(strategy="fsdp2", optim="adagrad"), "for whole weights", "adamw_torch"),
         (Setup(strategy="zero2", offload="cpu", optim="adagrad"), "adamw_mode", "adamw_torch"),
         (Setup(compile_mode="max-autotunes"), "torch_compile_mode", "Did you mean 'max-autotune'"),

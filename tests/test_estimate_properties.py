@@ -16,6 +16,7 @@ from hf_memopt.estimator.spec_job import spec_job
 
 IN_CI, IN_SWEEPS, CHUNK = 60, 2000, 50
 SHALLOW = (2, 3)
+FOUND = (464, 1368, 1372)
 
 
 def _job(number: int, options: dict, folder, **changes):
@@ -81,6 +82,12 @@ def check(number: int, folder, *depths) -> str:
 @pytest.mark.parametrize("number", range(IN_CI))
 def test_a_random_job(number, tmp_path):
     check(number, tmp_path, SHALLOW)
+
+
+@pytest.mark.parametrize("number", FOUND)
+def test_a_job_that_was_wrong_once(number, tmp_path):
+    """Adagrad's states beside offloaded weights; an evaluation without the next batches; Adagrad under ZeRO-3."""
+    check(number, tmp_path)
 
 
 @pytest.mark.slow

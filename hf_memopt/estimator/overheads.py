@@ -46,14 +46,15 @@ def with_paged(size: int, peaks: dict[str, Peak], device: Hardware) -> int:
 
 def add_prefetched(peaks: dict[str, Peak], job) -> None:
     """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced.
-    MemoryTrainer moves one at a time."""
+    MemoryTrainer moves one at a time, and none is there while it evaluates."""
     accumulation = job.fields["gradient_accumulation_steps"]
     more = (1 if _one_at_a_time(job) else accumulation) - min(2, accumulation)
     batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
     size = more * batch
     joined = batch if _joins(job) else 0  # of which pixels are all but nothing
     for name, peak in peaks.items():
-        if not name.startswith(("load", "start")):
+        without = ("load", "start", "eval") if _one_at_a_time(job) else ("load", "start")
+        if not name.startswith(without):
             grow(peak, "other", size + (joined if _sees(job, name) else 0))
     if not _one_at_a_time(job):  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
