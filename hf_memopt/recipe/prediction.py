@@ -60,6 +60,9 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
     if trl_trainer(trainer) and job.preset.mesh:
         print("  memory  not predicted: TRL's trainers are not traced where transformers shards the model")
         return None
+    if trl_trainer(trainer) and job.preset.strategy.startswith("zero3"):  # its weights are parts once they are loaded
+        print("  memory  not predicted here: `hf-memopt estimate` with --task and --strategy zero3 predicts it")
+        return None
     try:
         if trl_trainer(trainer):
             return _estimate_trainer(job, trainer)
