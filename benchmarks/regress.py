@@ -84,13 +84,16 @@ def main() -> int:
     frozen = {} if freezing else json.loads(FROZEN.read_text())
     answers, failed = {}, 0
     parallel._cores = lambda: 1  # every core has an answer of its own
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("fork")) as pool:
+    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("fork"))
+    try:
         for number, (line, found) in enumerate(zip(lines, pool.map(answer, lines), strict=True), 1):
             print(f"\r{number} of {len(lines)}", end="", file=sys.stderr, flush=True)
             answers[line] = found
             for text in () if freezing else differences(frozen.get(line), found):
                 failed += 1
                 print(f"\r{line}\n  {text[:300]}")
+    finally:
+        pool.shutdown(cancel_futures=True)  # what one answer's error leaves is not asked
     print(file=sys.stderr)
     if freezing:
         FROZEN.write_text(json.dumps(answers, indent=1) + "\n")

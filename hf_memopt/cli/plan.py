@@ -122,6 +122,8 @@ def _print_start(spec, profile) -> None:
         print(f"{profile.name}:\n  {launch_command(spec, profile)}")
         if missing := missing_for(recipe_name(spec), profile.preset.strategy):
             print(f"note: {missing}")
+        if recipe_name(spec) == "pretrain":
+            print("note: this trains on texts; for chats and answers, --task sft plans recipes/sft.py")
         return
     print(f"{profile.name}, for your own script:")
     config = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"
