@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import summary
     from hf_memopt.recipe.resume import checkpoint_to_resume
+    from hf_memopt.recipe.rows import load_texts
 
     defaults = jobs.RecipeDefaults(
         description=__doc__,
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None):
     config = jobs.load_config(job)
     length = jobs.sequence_length(job, config)
     tokenizer = jobs.load_tokenizer(job)
-    train, held_out = jobs.load_texts(job, tokenizer, length)
+    train, held_out = load_texts(job, tokenizer, length)
 
     # ---- the model, with its adapters
     trainer = MemoryTrainer(

@@ -5,7 +5,7 @@ import json
 import os
 import time
 
-import bad_inputs
+import bad_files
 import pytest
 from conftest import ROOT, flags, run, sweep
 
@@ -88,13 +88,13 @@ def test_bad_inputs_end_as_one_line(
     maker, every, tmp_path, monkeypatch, quiet_parser, no_progress_bars, builtin_model
 ):
     """In `make test` some of the longest lists, spread over all fields, forms and formats."""
-    entries = list(getattr(bad_inputs, maker)())[::every]
+    entries = list(getattr(bad_files, maker)())[::every]
     wrong = walk(entries, tmp_path, monkeypatch)
     assert not wrong, f"{len(wrong)} of {len(entries)}:\n" + "\n".join(wrong)
 
 
 def test_the_table_is_long():
-    entries = bad_inputs.everything()
+    entries = bad_files.everything()
     assert len({entry.name for entry in entries}) == len(entries) >= 400
     assert sum(entry.expected is not None for entry in entries) >= 400
 

@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-import regress
+import regress  # noqa: E402
 
 
 @pytest.mark.parametrize(

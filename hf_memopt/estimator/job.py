@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine, deepspeed_strategy
+from hf_memopt.compatibility.engine import deepspeed_strategy
 from hf_memopt.compatibility.mesh import Mesh, mesh_of, mesh_strategy
-from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.job_checks import check_combination, check_length, own_attention, positions_of
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
@@ -26,12 +26,10 @@ from hf_memopt.estimator.tracing.extrapolate import (
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
     count_weights,
-    has_table,
     make_model,
     resolve_dtype,
     weight_sizes,
 )
-from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.estimator.tracing.quantization import quantization_method
 from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
@@ -53,9 +51,8 @@ from hf_memopt.estimator.training_fields import (
 )
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
-from hf_memopt.hardware.attention import check_attention, flash_attention
+from hf_memopt.hardware.attention import check_attention
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.refusals import check_levers
 from hf_memopt.levers.token_budget import samples_within
 from hf_memopt.video.inputs import VideoInputs, value_tensors
 
@@ -125,7 +122,7 @@ class Job(ModelSettings):
     @property
     def positions(self) -> int | None:
         """The positions that its configuration names; None where there is no such number."""
-        return _positions(self.config)
+        return positions_of(self.config)
 
     @property
     def generates(self) -> bool:
@@ -359,7 +356,7 @@ def describe(
     check_fields(fields, engine, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     task = find_task(task, config) if task else infer_task(config)
-    _check_length(config, task, seq_len if video is None else video.longest(config))
+    check_length(config, task, seq_len if video is None else video.longest(config))
     job = Job(
         config=config,
         fields=fields,
@@ -372,7 +369,7 @@ def describe(
         mesh=mesh_of(strategy, world_size) if engine == "mesh" else None,
         **settings,
     )
-    _check_combination(job, strategy)
+    check_combination(job, strategy)
     return job
 
 
@@ -385,7 +382,7 @@ def _resolve_model(config, settings: dict[str, Any], fields: dict[str, Any], eng
     settings |= {"quantization_config": quantization, "dequantized": dequantized}
     sharded = engine in ("fsdp2", "mesh") or (engine == "deepspeed" and zero_stage(fields) == 3)
     check_quantized_training(quantization, adapter, engine, sharded)
-    settings["attn_implementation"] = settings.get("attn_implementation") or _own_attention(config)
+    settings["attn_implementation"] = settings.get("attn_implementation") or own_attention(config)
     check_attention(settings["attn_implementation"], device)
     check_liger(fields, device)
     return config
@@ -403,74 +400,3 @@ def _check_types(arguments: dict[str, Any]) -> None:
     world_size = arguments["world_size"]
     if world_size is not None and world_size < 1:
         raise InputError(f"world_size={world_size!r} must be a whole number of at least 1")
-
-
-def longest_sample(config, seq_len: int) -> int:
-    """A number of tokens, or the model's positions where those are fewer."""
-    return min(seq_len, _positions(config) or seq_len)
-
-
-def _positions(config) -> int | None:
-    """How many tokens a model takes; of speech models, how many of text. None: any number."""
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
-    return positions if positions and positions > 0 else None  # XLNet has -1: as many as there are
-
-
-def _own_attention(config) -> str | None:
-    """The attention that a configuration names; a name of levers.attention_pattern comes with its lever."""
-    name = config._attn_implementation
-    return name if flash_attention(name) or name in ("eager", "sdpa", "flex_attention") else None
-
-
-def _check_length(config, task: str, seq_len: int) -> None:
-    positions = _positions(config)
-    if seq_len < 1:
-        raise InputError(f"seq_len={seq_len} must be at least 1")
-    text = config.get_text_config()
-    if not positions or seq_len <= positions or getattr(text, "rope_parameters", None):
-        return  # rotary embeddings are computed for any position
-    if has_table(config, task, positions):  # a position beyond its end raises an IndexError
-        field = (text.attribute_map or {}).get("max_position_embeddings", "max_position_embeddings")
-        raise InputError(
-            f"seq_len={seq_len} must be from 1 to the model's {positions} positions, which it has a table of; "
-            f"`hf-memopt estimate … --set model.{field}={seq_len}` estimates it with a longer one"
-        )
-
-
-def _check_combination(job: Job, strategy: str | None) -> None:
-    """Refuse what the Trainer or compatibility would refuse before training: only jobs that can run are estimated."""
-    fields, engine = job.fields, job.engine
-    if fields.get("bf16") and fields.get("fp16"):
-        raise InputError("bf16 and fp16 exclude each other: set one of them")
-    if job.memory_args is not None:
-        stage = zero_stage(fields) if engine == "deepspeed" else 0
-        check_levers(job.memory_args, fields, job.engine_label, stage, job.device.backend)
-    running = Engine(strategy if job.mesh else engine)
-    if engine == "deepspeed":
-        running = Engine.of_deepspeed(fields["deepspeed"])
-    elif engine == "fsdp2":
-        running = Engine.of_fsdp(fsdp_version(fields), fsdp_checkpoints(fields))
-    setup = Setup(
-        **running.setup(),
-        optim=fields.get("optim", "adamw_torch_fused"),
-        device=_checked_device(job),
-        method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
-        precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
-        dtype=job.dtype,
-        quant_storage=quant_storage(job.quantization_config),
-        activation_checkpointing=bool(fields.get("activation_checkpointing")),
-        auto_find_batch_size=bool(fields.get("auto_find_batch_size")),
-        accumulates=fields["gradient_accumulation_steps"] > 1,
-        compile_mode=compile_mode(fields.get),
-        replicated=job.mesh is not None and job.mesh.dp_replicate_size > 1,
-    )
-    for refusal in refusals(setup):
-        raise InputError(refusal)
-    check_traceable(setup.optim, job.device.backend != "cpu")
-
-
-def _checked_device(job: Job) -> str:
-    """The device in terms of the compatibility table. Its rows on sharding on a CPU are about how accelerate starts
-    it: the job itself runs there over gloo, and can be estimated."""
-    return "cuda" if job.device.backend == "cpu" and job.engine in ("fsdp2", "mesh") else job.device.backend

@@ -10,7 +10,8 @@ from hf_memopt.compatibility.resolve import fsdp_settings
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.job import Job, longest_sample
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.job_checks import longest_sample
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.quantization import is_quantized

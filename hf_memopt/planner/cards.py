@@ -13,7 +13,8 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.duration import Amount
-from hf_memopt.estimator.job import Job, longest_sample
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.job_checks import longest_sample
 from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import catalog

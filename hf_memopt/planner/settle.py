@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.job import longest_sample
+from hf_memopt.estimator.job_checks import longest_sample
 from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task

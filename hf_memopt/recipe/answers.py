@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from hf_memopt.data.answers import kind_of, to_trl
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.arguments import RecipeArguments
-from hf_memopt.recipe.job import Job, check_stream, load_job_rows, remove_new_folders
+from hf_memopt.recipe.job import Job, remove_new_folders
+from hf_memopt.recipe.rows import check_stream, load_job_rows
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,10 @@
 """A recipe's job: the arguments resolved against the preset, and its model, tokenizer and data."""
 
 import argparse
-import itertools
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,27 +14,25 @@ from hf_memopt.compatibility import check_config_file, launched_config_file, res
 from hf_memopt.compatibility.engine import Engine
 from hf_memopt.compatibility.launch import LAUNCHER, chosen_by_launcher
 from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
-from hf_memopt.data.builtin_model import builtin_model
-from hf_memopt.data.sources import load_rows
-from hf_memopt.data.tokens import packed
 from hf_memopt.disk import check_writable
-from hf_memopt.errors import InputError, as_input_error, choose
+from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.files import check_links
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
-from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
+from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
 from hf_memopt.levers.streamed_loading import weights_streamed_on_load
 from hf_memopt.packages import require
-from hf_memopt.presets import DTYPES, Preset, get_preset
+from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
+from hf_memopt.recipe.defaults import RecipeDefaults, check_recipe, with_defaults
 from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.video.model_parts import not_quantized, train_parts
 
@@ -105,47 +101,6 @@ class Job:
         return self.recipe.model_name_or_path or self.recipe.config_name
 
 
-# For every recipe, under its own defaults.
-_DEFAULTS = {
-    "lr_scheduler_type": "cosine",
-    "num_train_epochs": 1,
-    "logging_steps": 10,
-    "eval_strategy": "steps",
-    "eval_steps": 100,
-    "eval_on_start": True,
-    "save_total_limit": 2,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeDefaults:
-    """What a recipe decides where the user does not.
-
-    Attributes:
-        description: for --help.
-        training: TrainingArguments fields.
-        adapters: more of them, for LoRA and QLoRA.
-        builtin: more of them, and of the recipe's own arguments, for the built-in model.
-        model: makes the built-in model.
-        scratch: the built-in model starts from random weights of its architecture.
-        arguments: the recipe's own; its `prepare(job, training, parsed, own_model)` changes the job before
-            TrainingArguments are built, and returns fields of them.
-        task: of TRL's, for a plan of what is free here; None for the plain Trainer.
-        config_class: returns the subclass of TrainingArguments whose fields are arguments; called after the preset's
-            environment is set.
-    """
-
-    description: str = ""
-    training: dict[str, Any] = field(default_factory=dict)
-    adapters: dict[str, Any] = field(default_factory=dict)
-    builtin: dict[str, Any] = field(default_factory=dict)
-    model: Callable[[], Path] = builtin_model
-    scratch: bool = False
-    arguments: type = RecipeArguments
-    task: str | None = None
-    config_class: Callable[[], type] | None = None
-
-
 def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     """Parse the arguments and build TrainingArguments; nothing is loaded or written.
 
@@ -168,8 +123,8 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     if (file := launched_config_file()) and file.is_file():
         check_config_file(file)
     own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
-    recipe, training = _with_defaults(parsed, defaults, own_model)
-    _check_recipe(recipe, training)
+    recipe, training = with_defaults(parsed, defaults, own_model)
+    check_recipe(recipe, training)
     training = keep_finished_run(recipe, training)
 
     engine = resolve_engine(training)
@@ -200,20 +155,6 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     if job.args.process_index == 0:
         check_writable(job.args.output_dir)
     return job
-
-
-def _with_defaults(
-    parsed: Parsed, defaults: RecipeDefaults, own_model: bool
-) -> tuple[RecipeArguments, dict[str, Any]]:
-    """The recipe's arguments and the TrainingArguments fields, the user's over the recipe's defaults."""
-    recipe = parsed.recipe
-    training = {**_DEFAULTS, **defaults.training, **(defaults.adapters if recipe.method != "full" else {})}
-    if own_model:
-        return recipe, training | parsed.training
-    recipe = _with_builtin_model(recipe, defaults.scratch, defaults.model())
-    builtin = {name: value for name, value in defaults.builtin.items() if name not in parsed.given}
-    own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
-    return replace(recipe, **own_fields), training | parsed.training | builtin
 
 
 def _resolve_preset(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
@@ -350,31 +291,6 @@ def _set_named_presets_environment(argv: list[str]) -> None:
         get_preset(name).apply_environment()
 
 
-def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) -> RecipeArguments:
-    if recipe.method != "full":
-        logger.warning(
-            "the built-in model is untrained: an adapter on it shows that the recipe runs, not a useful result"
-        )
-    return replace(
-        recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": str(folder)}
-    )
-
-
-def _check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
-    if recipe.model_name_or_path and recipe.config_name:
-        raise InputError("set model_name_or_path (trained weights) or config_name (random weights), not both")
-    if recipe.config_name and recipe.method != "full":
-        raise InputError(f"method={recipe.method} needs trained weights: pass model_name_or_path, or use method=full")
-    if recipe.streaming and (training.get("max_steps") or -1) <= 0:
-        raise InputError("a stream has no known length: set max_steps")
-    if recipe.dtype not in (None, *DTYPES):
-        raise choose("dtype", recipe.dtype, DTYPES)
-    if recipe.profile not in PLAN_PROFILES:
-        raise choose("profile", recipe.profile, PLAN_PROFILES)
-    if recipe.held_out < 0:
-        raise InputError(f"held_out={recipe.held_out} must be 0, a share below 1, or a number of rows")
-
-
 def load_config(job: Job):
     """The model's configuration, checked against the length of the samples."""
     with as_input_error(f"model {job.model_name!r}", *_LOADING):
@@ -426,67 +342,6 @@ def remove_new_folders(job: Job) -> None:
     """Remove output_dir and the parents that were not there before: the Trainer makes them when it is built."""
     for folder in job.new_folders if job.args.process_index == 0 else ():
         folder.rmdir()
-
-
-def load_texts(job: Job, tokenizer, length: int):
-    """Blocks of tokens to train on and held-out ones (None where nothing is held out).
-
-    Raises:
-        InputError: rows without texts, or too few of them.
-    """
-    source = job.recipe.dataset_name or "builtin:documents"
-    with job.args.main_process_first(desc="preparing data"):
-        train, held_out, form = load_job_rows(job, source)
-        if form != "text":
-            raise InputError(f"data set {source!r} has {form}, and pretraining takes `text`: use recipes/sft.py")
-        train, held_out = (rows and packed(rows, tokenizer, length, source) for rows in (train, held_out))
-        if job.recipe.streaming:
-            check_stream(train, job.args, source)
-    return train, held_out
-
-
-def check_stream(samples, args, source: str) -> None:
-    """Raise where a stream ends before its first optimizer step.
-
-    The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a
-    step is dropped. An epoch shorter than one step would restart forever, silently.
-
-    Raises:
-        InputError: too few samples.
-    """
-    batch = args.per_device_train_batch_size * args.world_size
-    needed = batch * (args.gradient_accumulation_steps - 1) + (batch if args.dataloader_drop_last else 1)
-    found = sum(1 for _ in itertools.islice(samples, needed))
-    if found < needed:
-        raise InputError(
-            f"data set {source!r} streams {found} samples, and a step of {args.gradient_accumulation_steps} batches "
-            f"of {batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
-        )
-
-
-def load_job_rows(job: Job, source: str, **what):
-    """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form.
-
-    Args:
-        what: with_media or pairs, as load_rows() takes them.
-    """
-    recipe = job.recipe
-    train, held_out, columns = load_rows(
-        source,
-        config=recipe.dataset_config,
-        split=recipe.dataset_train_split,
-        held_out_split=recipe.dataset_test_split,
-        held_out=recipe.held_out,
-        streaming=recipe.streaming,
-        buffer=recipe.shuffle_buffer_size,
-        seed=job.args.seed,
-        ignore=recipe.ignore_columns or (),
-        **what,
-    )
-    if held_out is None:
-        job.args.set_evaluate(strategy="no")
-        job.args.eval_on_start = False
-    return train, held_out, columns
 
 
 def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] = (), adapters: bool = True):

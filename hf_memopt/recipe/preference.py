@@ -7,7 +7,8 @@ from hf_memopt.data.pairs import check_pairs
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
-from hf_memopt.recipe.job import Job, load_job_rows
+from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.rows import load_job_rows
 
 logger = logging.getLogger(__name__)
 # What DPOTrainer._compute_loss of TRL 1.16 knows; it asks only when it trains.

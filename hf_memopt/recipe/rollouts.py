@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
-from hf_memopt.recipe.job import Job, load_job_rows
+from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.rows import load_job_rows
 
 logger = logging.getLogger(__name__)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")

@@ -14,7 +14,8 @@ from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.auto import plans_here
-from hf_memopt.recipe.job import Job, load_job_rows
+from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.rows import load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator

@@ -1,0 +1,86 @@
+"""What a job is refused for before it is traced: lengths beyond the model's positions, settings that cannot train."""
+
+from hf_memopt.compatibility.engine import Engine
+from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.tracing.model import has_table
+from hf_memopt.estimator.tracing.optimizers import check_traceable
+from hf_memopt.estimator.training_fields import fsdp_checkpoints, fsdp_version, zero_stage
+from hf_memopt.hardware.attention import flash_attention
+from hf_memopt.levers.refusals import check_levers
+
+
+def longest_sample(config, seq_len: int) -> int:
+    """A number of tokens, or the model's positions where those are fewer."""
+    return min(seq_len, positions_of(config) or seq_len)
+
+
+def positions_of(config) -> int | None:
+    """How many tokens a model takes; of speech models, how many of text. None: any number."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    return positions if positions and positions > 0 else None  # XLNet has -1: as many as there are
+
+
+def own_attention(config) -> str | None:
+    """The attention that a configuration names; a name of levers.attention_pattern comes with its lever."""
+    name = config._attn_implementation
+    return name if flash_attention(name) or name in ("eager", "sdpa", "flex_attention") else None
+
+
+def check_length(config, task: str, seq_len: int) -> None:
+    """Refuse samples for which the model has no positions; rotary embeddings are computed for any.
+
+    Raises:
+        InputError: with the setting that gives it more.
+    """
+    positions = positions_of(config)
+    if seq_len < 1:
+        raise InputError(f"seq_len={seq_len} must be at least 1")
+    text = config.get_text_config()
+    if not positions or seq_len <= positions or getattr(text, "rope_parameters", None):
+        return  # rotary embeddings are computed for any position
+    if has_table(config, task, positions):  # a position beyond its end raises an IndexError
+        field = (text.attribute_map or {}).get("max_position_embeddings", "max_position_embeddings")
+        raise InputError(
+            f"seq_len={seq_len} must be from 1 to the model's {positions} positions, which it has a table of; "
+            f"`hf-memopt estimate … --set model.{field}={seq_len}` estimates it with a longer one"
+        )
+
+
+def check_combination(job, strategy: str | None) -> None:
+    """Refuse what the Trainer or compatibility would refuse before training: only jobs that can run are estimated."""
+    fields, engine = job.fields, job.engine
+    if fields.get("bf16") and fields.get("fp16"):
+        raise InputError("bf16 and fp16 exclude each other: set one of them")
+    if job.memory_args is not None:
+        stage = zero_stage(fields) if engine == "deepspeed" else 0
+        check_levers(job.memory_args, fields, job.engine_label, stage, job.device.backend)
+    running = Engine(strategy if job.mesh else engine)
+    if engine == "deepspeed":
+        running = Engine.of_deepspeed(fields["deepspeed"])
+    elif engine == "fsdp2":
+        running = Engine.of_fsdp(fsdp_version(fields), fsdp_checkpoints(fields))
+    setup = Setup(
+        **running.setup(),
+        optim=fields.get("optim", "adamw_torch_fused"),
+        device=_checked_device(job),
+        method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
+        precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
+        dtype=job.dtype,
+        quant_storage=quant_storage(job.quantization_config),
+        activation_checkpointing=bool(fields.get("activation_checkpointing")),
+        auto_find_batch_size=bool(fields.get("auto_find_batch_size")),
+        accumulates=fields["gradient_accumulation_steps"] > 1,
+        compile_mode=compile_mode(fields.get),
+        replicated=job.mesh is not None and job.mesh.dp_replicate_size > 1,
+    )
+    for refusal in refusals(setup):
+        raise InputError(refusal)
+    check_traceable(setup.optim, job.device.backend != "cpu")
+
+
+def _checked_device(job) -> str:
+    """The device in terms of the compatibility table. Its rows on sharding on a CPU are about how accelerate starts
+    it: the job itself runs there over gloo, and can be estimated."""
+    return "cuda" if job.device.backend == "cpu" and job.engine in ("fsdp2", "mesh") else job.device.backend
