@@ -208,7 +208,7 @@ def test_a_lack_of_host_memory_rules_choices_out():
 
 @pytest.mark.slow
 def test_a_job_that_cannot_be_estimated_says_why():
-    search = spec_for(config(2)).search(lambda text: None)
+    search = start_search(spec_for(config(2)), lambda text: None)
     search.build = lambda choice: dataclasses.replace(search.sketch.job, attn_implementation="flash_attention_9")
     with pytest.raises(InputError, match="flash_attention_9"):
         search.fastest_for([2**40])
@@ -354,7 +354,7 @@ def exchanged(cost: Cost, choice: Choice) -> tuple[float, float]:
 @pytest.mark.slow
 def test_what_engines_exchange():
     """ZeRO-3 gathers weights for every micro-batch, DDP reduces gradients once a step; both wait for the link."""
-    search = spec_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
+    search = start_search(spec_for(config(2), hardware="a100_80gbx8"), lambda text: None)
     zero3 = next(one for one in search.choices if one.strategy == "zero3" and one.accumulation == 4)
     ddp = dataclasses.replace(zero3, strategy="ddp")
 
@@ -378,7 +378,7 @@ def test_adapters_that_fit_train_with_ddp():
 @pytest.mark.slow
 def test_a_disk_is_slower_than_the_host_and_more_drives_are_faster():
     """ZeRO-3: without offloading, in host memory, on one drive a machine, on four."""
-    search = spec_for(config(2), hardware="a100_80gbx8").search(lambda text: None)
+    search = start_search(spec_for(config(2), hardware="a100_80gbx8"), lambda text: None)
     zero3 = next(one for one in search.choices if one.strategy == "zero3" and one.accumulation == 4)
     cpu, nvme = (dataclasses.replace(zero3, strategy=f"zero3_offload_{to}") for to in ("cpu", "nvme"))
     one, four = Cost(search.sketch), Cost(search.sketch, drives=4)

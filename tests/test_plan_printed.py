@@ -189,7 +189,7 @@ def test_an_exported_plan_trains(command, tmp_path, builtin_model, jsonl):
     """plan --export, then sh launch.sh: from nothing to a trained model."""
     folder = tmp_path / "run"
     binaries = Path(sys.executable).parent
-    rows = jsonl([{"prompt": f"{number}?", "completion": f"{number}."} for number in range(24)])
+    rows = jsonl([{"text": f"{number}? {number}. " * 40} for number in range(24)])
     code, _, err = command(
         "plan",
         builtin_model,

@@ -157,7 +157,7 @@ def test_the_command_of_a_plan_is_what_the_recipe_reads(tmp_path):
     training = {"optim": "adamw_torch", "packing": True}
     made = plan(str(tmp_path), "rtx_4090", 8, 64, "lora", task="sft", training=training)
     for profile in made.profiles:
-        script, *words = recipe_command(made.request, profile)
+        script, *words = recipe_command(made.spec, profile)
         assert script.endswith("recipes/sft.py")
         parsed = parse(words, own=AnswerArguments, config_class=trl_class("SFTConfig"))
         assert parsed.recipe.max_length == 64 and parsed.training["packing"] is True
