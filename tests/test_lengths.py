@@ -8,6 +8,7 @@ from test_quantized_experts import config as config_with_experts
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
+from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.lengths import _features, longest_sequences
 
 
@@ -29,7 +30,7 @@ def test_the_longest_fits_and_little_more_does_not(spec_of_a_small_model):
         budget = spec.memory * 0.9
         assert row.settings == settings and row.estimate.device_bytes <= budget
         longer = dataclasses.replace(spec, seq_len=int(row.seq_len * 1.05) + 256)
-        assert estimate_job(longer.job(choice)).device_bytes > budget
+        assert estimate_job(choice_job(longer, choice)).device_bytes > budget
 
 
 @pytest.mark.slow
