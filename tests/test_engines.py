@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(request, model, tmp_path_factory):
-    """Case, its folder and what its ranks told, by name: all that the selected tests ask for, from one start."""
+    """Name -> case, its folder and what its ranks measured; all cases of the selected tests, from one start."""
     items = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
     asked = [case for item in items for case in cases_of(item)]
     made = [engines.case("none", 1, model)]

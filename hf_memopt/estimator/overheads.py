@@ -47,16 +47,16 @@ def with_paged(size: int, peaks: dict[str, Peak], device: Hardware) -> int:
 def add_prefetched(peaks: dict[str, Peak], job) -> None:
     """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced.
     MemoryTrainer moves one at a time, and none is there while it evaluates."""
-    accumulation = job.fields["gradient_accumulation_steps"]
-    more = (1 if _one_at_a_time(job) else accumulation) - min(2, accumulation)
+    accumulation, alone = job.fields["gradient_accumulation_steps"], _one_at_a_time(job)
+    more = (1 if alone else accumulation) - min(2, accumulation)
     batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
     size = more * batch
     joined = batch if _joins(job) else 0  # of which pixels are all but nothing
+    without = ("load", "start", "eval") if alone else ("load", "start")
     for name, peak in peaks.items():
-        without = ("load", "start", "eval") if _one_at_a_time(job) else ("load", "start")
         if not name.startswith(without):
             grow(peak, "other", size + (joined if _sees(job, name) else 0))
-    if not _one_at_a_time(job):  # the last step's are let go only when the next step's are there
+    if not alone:  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
         grow(fetching, "other", accumulation * batch)
         if job.engine in ("none", "ddp"):  # gradients are gone by then

@@ -1,6 +1,7 @@
 """Jobs of TRL's trainers from a model's name: the trainer itself, on a fake model and the longest samples."""
 
 import contextlib
+import copy
 import dataclasses
 import tempfile
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def describe_task(
     _check(task, seq_len, settings)
     config = load_config(model)
     if row.model == "sequence-classification":
+        config = copy.deepcopy(config)  # the caller's own, which a search asks about again
         config.num_labels = 1  # a reward (trl 1.16, RewardTrainer)
     if isinstance(args, dict):
         args = _with_defaults(args)
