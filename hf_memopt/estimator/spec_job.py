@@ -26,7 +26,8 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.presets import Preset
 from hf_memopt.presets.accelerate_config import FSDP2
-from hf_memopt.presets.arguments import OLD_NAMES, resolve
+from hf_memopt.presets.arguments import resolve
+from hf_memopt.stack.vocabulary import newest
 from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def spec_job(spec: JobSpec) -> Job:
     Raises:
         InputError: a job that cannot run or is not modelled.
     """
-    preset, config, fields = spec.preset, spec.config, dict(spec.training)
+    preset, config, fields = spec.preset, spec.config, newest(spec.training)
     if spec.dtype is not None:
         preset = replace(preset, dtype=spec.dtype)
     preset = replace(preset, seq_len=spec.seq_len or longest_sample(config, preset.seq_len))
@@ -88,8 +89,7 @@ def spec_job(spec: JobSpec) -> Job:
         resolved["deepspeed"] = deepspeed
     if preset.strategy == "fsdp2" and world_size > 1:
         # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
-        asked = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
-        checkpoints = asked.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
+        checkpoints = fields.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
         changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
         resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
     if "activation_checkpointing" not in fields:

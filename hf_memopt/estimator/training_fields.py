@@ -17,8 +17,9 @@ from hf_memopt.compatibility.engine import (
 from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.resolve import fsdp_settings, resolve_engine
 from hf_memopt.errors import InputError, brief, choose
-from hf_memopt.field_values import check_value, fit, hints_of
+from hf_memopt.field_values import check_value, fit
 from hf_memopt.levers.selective_checkpointing import period_of
+from hf_memopt.stack.vocabulary import argument_hints, newest
 
 _PARALLEL = ("fsdp2", "ddp", "none")
 # Keys of fsdp_config: those that a trace follows or check_fields() refuses, and those of loading and communication.
@@ -50,21 +51,17 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
 
     check_value("args", TrainingArguments | dict, args)
     kind = (config_class or TrainingArguments) if isinstance(args, dict) else type(args)
-    defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
     if isinstance(args, dict):
-        for name in args.keys() - defaults.keys():
-            raise choose(f"{kind.__name__} field", name, defaults)
-        fields = fit(hints_of(kind), args)
+        hints, fields = argument_hints(kind), newest(args)
+        for name in fields.keys() - hints.keys():
+            raise choose(f"{kind.__name__} field", name, hints)
+        fields = fit(hints, fields)
     else:
+        defaults = {item.name: item.default for item in dataclasses.fields(kind) if item.init}
         fields = {name: getattr(args, name) for name in defaults if getattr(args, name) != defaults[name]}
         if args.eval_delay is None:  # TrainingArguments.set_evaluate() leaves None in a field of numbers (5.23)
             del fields["eval_delay"]
-    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-        new, value = old.replace("gradient", "activation"), fields.pop(old, None)
-        if isinstance(args, dict) and value is not None and fields.get(new, value) != value:
-            raise InputError(f"{old}={brief(value)} and {new}={brief(fields[new])}: leave the first one out")
-        if value:
-            fields.setdefault(new, value)
+        fields = newest(fields)
     _check_accelerator(fields.get("accelerator_config"))
     if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
         fields["torch_compile"] = True  # TrainingArguments.__post_init__ does the same

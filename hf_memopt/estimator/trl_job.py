@@ -21,6 +21,7 @@ from hf_memopt.hardware import Hardware
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.refusals import check_with_trl
 from hf_memopt.presets.trl_configs import trl_class
+from hf_memopt.stack.vocabulary import spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
         there["steps_per_generation"] = _steps_per_generation(job) * job.world_size
     else:
         there["max_length"] = None if whole else job.seq_len
-    args = row.config_class(output_dir=folder, **fields | there)
+    args = row.config_class(output_dir=folder, **spelled(fields | there))
     own = {item.name: getattr(job, item.name) for item in dataclasses.fields(ModelSettings)}
     settings = ModelSettings(**own | {"peft_config": None, "memory_args": None})
     more = {}

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from hf_memopt.errors import InputError
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
+from hf_memopt.stack.vocabulary import CHECKPOINTING_KWARGS, ENABLE_CHECKPOINTING
 
 _MOST_LAYERS = 1024  # the largest denominator of a ratio: more layers than any model has
 
@@ -46,17 +47,17 @@ def keep_chosen_layers(model: torch.nn.Module) -> None:
     refuses them. Without effect once TRL takes them out itself.
     """
     inner = inner_model(model)
-    enable = getattr(inner, "activation_checkpointing_enable", None)
+    enable = getattr(inner, ENABLE_CHECKPOINTING, None)
     if enable is None:
         return
 
     @functools.wraps(enable)
-    def enable_with(activation_checkpointing_kwargs=None, **kwargs):
-        settings = dict(activation_checkpointing_kwargs or {})
+    def enable_with(settings=None, **kwargs):
+        settings = dict(settings or kwargs.pop(CHECKPOINTING_KWARGS, None) or {})
         kwargs = {name: settings.pop(name) for name in _OF_TRAINER if name in settings} | kwargs
-        enable(activation_checkpointing_kwargs={"use_reentrant": False, **settings}, **kwargs)
+        enable({"use_reentrant": False, **settings}, **kwargs)
 
-    replace(inner, "activation_checkpointing_enable", enable_with)
+    replace(inner, ENABLE_CHECKPOINTING, enable_with)
 
 
 def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str | None) -> None:
@@ -76,19 +77,19 @@ def checkpoint_in_part(model: torch.nn.Module, ratio: float | None, keeps: str |
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not getattr(inner, "supports_gradient_checkpointing", False):
         raise InputError(f"checkpoint_ratio, checkpoint_keeps: {type(inner).__name__} has no layers to checkpoint")
-    enable = inner.activation_checkpointing_enable
+    enable = getattr(inner, ENABLE_CHECKPOINTING)
 
     @functools.wraps(enable)
-    def enable_in_part(activation_checkpointing_kwargs=None, **kwargs):
-        settings = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+    def enable_in_part(settings=None, **kwargs):
+        settings = {"use_reentrant": False, **(settings or kwargs.pop(CHECKPOINTING_KWARGS, None) or {})}
         if keeps is not None:
             settings |= {"use_reentrant": False, "context_fn": functools.partial(_contexts, keeps)}
-        enable(activation_checkpointing_kwargs=settings, **kwargs)
+        enable(settings, **kwargs)
         if ratio is not None:
             for number, layer in enumerate(layers):
                 layer.gradient_checkpointing = is_checkpointed(number, ratio)
 
-    replace(inner, "activation_checkpointing_enable", enable_in_part)
+    replace(inner, ENABLE_CHECKPOINTING, enable_in_part)
     enable_in_part()
 
 

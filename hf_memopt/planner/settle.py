@@ -9,7 +9,7 @@ from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
-from hf_memopt.field_values import fit, hints_of
+from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
@@ -17,6 +17,7 @@ from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.batch import batch_settings
+from hf_memopt.stack.vocabulary import argument_hints, newest
 from hf_memopt.units import gib
 
 # Whose batches are counted in tokens, as the recipes' are.
@@ -54,7 +55,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
     if spec.dtype:
         preset = replace(preset, dtype=resolve_dtype(spec.config, spec.dtype))
     row = TRL_TASKS.get(task)
-    training = fit(hints_of(row.config_class if row else TrainingArguments), spec.training)
+    training = fit(argument_hints(row.config_class if row else TrainingArguments), newest(spec.training))
     spec = replace(spec, preset=preset, method=method, dtype=None, training=training)
     space = trl_space(spec)
     if space is not None and (reason := space.refused(preset.strategy)):

@@ -11,19 +11,14 @@ from hf_memopt.compatibility.launch import world_size as launched_world_size
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.setup import check, compile_mode
 from hf_memopt.errors import InputError, as_input_error, brief, choose
-from hf_memopt.field_values import fit, hints_of
+from hf_memopt.field_values import fit
 from hf_memopt.hardware.detection import counterpart, detect
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.environment import precision_set
 from hf_memopt.presets.trl_configs import check_config_class, preset_fields, sequences_per_sample
+from hf_memopt.stack.vocabulary import argument_hints, newest, spelled
 
 logger = logging.getLogger(__name__)
-
-# Deprecated in transformers 5.23, gone in v6; translated so that nobody sees the FutureWarning.
-OLD_NAMES = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
 
 
 def build_training_arguments(
@@ -38,7 +33,7 @@ def build_training_arguments(
     kinds = (ValueError, TypeError, ImportError, OSError, KeyError, AttributeError, NotImplementedError)
     refused = as_input_error("training arguments", *kinds)
     with refused, precision_set(preset.environment):
-        args = kind(output_dir=output_dir, **values)
+        args = kind(output_dir=output_dir, **spelled(values))
     if args.n_gpu > 1:
         raise InputError(
             f"one process sees {args.n_gpu} GPUs, which the Trainer would feed {args.n_gpu} times the batch "
@@ -59,11 +54,8 @@ def resolve(
         InputError: an unknown field, or batch settings without a solution in whole numbers.
     """
     kind = check_config_class(config_class)
-    for old in OLD_NAMES.keys() & overrides.keys():
-        if overrides.get(OLD_NAMES[old], overrides[old]) != overrides[old]:
-            raise InputError(f"{old}={overrides[old]} is {OLD_NAMES[old]}'s old name: leave one of the two out")
-    overrides = {OLD_NAMES.get(name, name): value for name, value in overrides.items()}
-    hints = {**hints_of(kind), "effective_batch_size": int | None}
+    overrides = newest(overrides)
+    hints = {**argument_hints(kind), "effective_batch_size": int | None}
     for name in overrides.keys() - hints.keys():
         raise choose(f"{kind.__name__} field", str(name), hints.keys() - {"effective_batch_size"})
     overrides = fit(hints, overrides)

@@ -9,8 +9,9 @@ from typing import Any
 from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.presets.arguments import OLD_NAMES
 from hf_memopt.presets.quantization import check_4bit, check_quantization
+from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, has
+from hf_memopt.stack.vocabulary import RENAMED, argument_hints, newest
 from hf_memopt.yaml_values import read_yaml, read_yaml_file
 
 _NESTED = ("lora", "quantization")
@@ -130,17 +131,17 @@ def parse(
     actions = {action.dest: action for action in parser._actions}
     if unknown:
         raise choose("argument", unknown[0].lstrip("-").split("=")[0], actions.keys() - {"help"})
-    hints = {**hints_of(kind), **hints_of(MemoryArguments), **hints_of(own)}
+    hints = {**argument_hints(kind), **hints_of(MemoryArguments), **hints_of(own)}
     given = fit(hints, vars(given))
     if "config" in given:
         from_file = _read(given["config"], actions, hints)
         nested = {name: {**from_file.pop(name, {}), **nested[name]} for name in _NESTED}
         given = {**_without_third(from_file, given), **given}
-    given = {OLD_NAMES.get(name, name): value for name, value in given.items()}
+    given = newest(given)
     named = frozenset(given)
     profile = own.profile_of(given) if hasattr(own, "profile_of") else {}
     given = {**{name: value for name, value in profile.items() if name not in _BATCH}, **given}
-    training_fields = hints_of(kind).keys() - hints_of(own).keys()
+    training_fields = argument_hints(kind).keys() - hints_of(own).keys()
     memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
     other = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
     training = {name: value for name, value in given.items() if name in training_fields}
@@ -186,6 +187,9 @@ def _parser(description: str, own: type, kind: type) -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="Also --lora.KEY VALUE (LoraConfig) and --quantization.KEY VALUE (BitsAndBytesConfig).",
     )
+    for row in RENAMED:  # the newest name works as well, where transformers does not have it yet
+        if (action := parser._option_string_actions.get(f"--{row.old}")) and row.kind is None:
+            parser._option_string_actions.setdefault(f"--{row.new}", action)
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # so that only what was given appears
         action.required = False
@@ -263,6 +267,8 @@ def _checkpointing_kwargs(value: Any) -> dict:
     if not isinstance(value, dict):
         raise InputError(f"{name} must be a mapping, not {brief(value)}")
     read_by_torch = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
-    for key in value.keys() - read_by_torch - {"every_n_layers", "offload"}:
-        raise choose(f"key of {name}", str(key), read_by_torch | {"every_n_layers", "offload"})
+    versions = {"every_n_layers": EVERY_N_LAYERS, "offload": OFFLOADED_INPUTS}
+    known = read_by_torch | {key for key, since in versions.items() if has("transformers", since)}
+    for key in value.keys() - known:
+        raise choose(f"key of {name}", str(key), known)
     return value

@@ -34,6 +34,7 @@ from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.defaults import RecipeDefaults, check_recipe, with_defaults
 from hf_memopt.recipe.resume import keep_finished_run
+from hf_memopt.stack.vocabulary import checkpoints_activations
 from hf_memopt.video.model_parts import not_quantized, train_parts
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
     now = {
         "per_device_train_batch_size": micro,
         "effective_batch_size": micro * args.gradient_accumulation_steps * job.preset.batches(args.world_size),
-        "activation_checkpointing": bool(args.activation_checkpointing),
+        "activation_checkpointing": checkpoints_activations(args),
         "dtype": job.preset.dtype,
     }
     changed = [

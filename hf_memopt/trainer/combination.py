@@ -13,6 +13,7 @@ from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check, compile_mode, quant_storage
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.detection import detect
+from hf_memopt.stack.vocabulary import checkpoints_activations
 
 
 def check_constructor_arguments(args: tuple, kwargs: dict[str, Any], own_optimizer: bool) -> None:
@@ -59,7 +60,7 @@ def describe_setup(model, args, state=None, optimizer=None, own_optimizer: bool 
         **_model_setup(model),
         optim=optim,
         precision={"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
-        activation_checkpointing=bool(args.activation_checkpointing),
+        activation_checkpointing=checkpoints_activations(args),
         auto_find_batch_size=bool(args.auto_find_batch_size),
         accumulates=args.gradient_accumulation_steps > 1,
         compile_mode=compile_mode(lambda name: getattr(args, name, None)),

@@ -4,6 +4,12 @@ import traceback
 from itertools import chain
 
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
+from hf_memopt.stack.vocabulary import (
+    CHECKPOINTING_KWARGS,
+    ENABLE_CHECKPOINTING,
+    IS_CHECKPOINTING,
+    checkpoints_activations,
+)
 from hf_memopt.trainer.known_code import defined_by_user
 from hf_memopt.trainer.recoverability import holds_whole_model
 
@@ -53,8 +59,8 @@ class GenerationRecovery:
         """TRL switches activation checkpointing off while it generates, and on again only after a success (trl 1.16,
         unwrap_model_for_generation)."""
         model = self.accelerator.unwrap_model(self.model)
-        if self.args.activation_checkpointing and not model.is_activation_checkpointing:
-            model.activation_checkpointing_enable(self.args.activation_checkpointing_kwargs)
+        if checkpoints_activations(self.args) and not getattr(model, IS_CHECKPOINTING):
+            getattr(model, ENABLE_CHECKPOINTING)(getattr(self.args, CHECKPOINTING_KWARGS))
 
     def _halve_generation(self, diagnosis: Diagnosis, size: int) -> None:
         if size == 1 or not diagnosis.helps_on(self.args.device):

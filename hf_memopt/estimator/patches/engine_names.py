@@ -75,6 +75,9 @@ FSDP2 = (
         why="lays out ranks in a tensor whose values it reads",
         until="DeviceMesh leaves the current modes by itself",
     ),
+)
+
+MESH = (
     Names(
         owner="transformers:PreTrainedModel",
         names={"maybe_distribute_model": "model, distributed_config, mesh_manager"},

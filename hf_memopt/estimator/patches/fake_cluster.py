@@ -259,6 +259,7 @@ def spread(model, mesh: Mesh, bf16: bool):
         model: with weights on the meta device.
         bf16: compute in bf16 (fsdp_mixed_precision).
     """
+    check(Part.MESH)
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh

@@ -113,24 +113,28 @@ PEFT = (
     ),
     Names(
         owner="peft.tuners.unilora.model:UniLoraModel",
+        since="0.20",
         names={"_assign_unilora_indices_and_scales": "self, adapter_name"},
         why="counts indices with bincount",
         until="fake tensors have values that shapes decide",
     ),
     Names(
         owner="peft.tuners.frod.model:FrodModel",
+        since="0.20",
         names={"_init_frod_projections": "self, config, adapter_name"},
         why="decomposes the weights' values",
         until="never",
     ),
     Names(
         owner="peft.tuners.frod.layer:FrodLayer",
+        since="0.20",
         names={"_calculate_frod_u_and_lambda": "self, V, W"},
         why="decomposes the weights' values",
         until="never",
     ),
     Names(
         owner="peft.tuners.frod.layer:Linear",
+        since="0.20",
         names={"_get_frod_tensors": "self, adapter", "_sparse_activation_mm": "self, z_flat, S_sparse"},
         why="a sparse tensor has no storage that a fake one could stand for",
         until="the ledger counts sparse tensors",

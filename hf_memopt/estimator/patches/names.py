@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from hf_memopt.stack.versions import has
+
 
 class Use(Enum):
     """How a trace uses a name."""
@@ -22,6 +24,7 @@ class Names:
             functions written in C, which have no signature.
         why: what the trace needs from them.
         until: when the row can go.
+        since: the first version of the owner's package that has what the row replaces; older ones need no replacement.
     """
 
     owner: str
@@ -29,6 +32,17 @@ class Names:
     why: str
     until: str
     use: Use = Use.REPLACED
+    since: str = "0"
+
+    @property
+    def library(self) -> str:
+        """The package that the names belong to."""
+        return self.owner.partition(":")[0].partition(".")[0]
+
+    @property
+    def needed(self) -> bool:
+        """True if the installed version has what the row replaces."""
+        return has(self.library, self.since)
 
     def paths(self) -> dict[str, str | None]:
         """Path -> parameters."""

@@ -6,13 +6,13 @@ import inspect
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import metadata
 from typing import Any
 from unittest import mock
 
 from hf_memopt.errors import IncompatibleLibrary, one_line
-from hf_memopt.estimator.patches.names import Use
+from hf_memopt.estimator.patches.names import Names, Use
 from hf_memopt.estimator.patches.table import TABLE, Part
 
 # Tests set it: replaced name -> how often it was called, 0 for values. None costs a trace nothing.
@@ -34,8 +34,10 @@ def faults(part: Part) -> Iterator[str]:
     """One sentence for every name of a part that the installed libraries do not have as the table has it."""
     broken = set()
     for names in TABLE[part]:
-        library = names.owner.partition(":")[0].partition(".")[0]
-        if library in broken or importlib.util.find_spec(library) is None:  # whoever needs it says so
+        library = names.library
+        if (
+            not names.needed or library in broken or importlib.util.find_spec(library) is None
+        ):  # whoever needs it says so
             continue
         try:
             importlib.import_module(library)
@@ -57,7 +59,9 @@ def replaced(path: str, new: Any, importer: Any = None) -> AbstractContextManage
         new: what takes its place.
         importer: a module that has imported the name from its owner, and calls its own copy.
     """
-    check(_part(path))
+    check(_place(path)[0])
+    if not _place(path)[1].needed:
+        return nullcontext()
     module, _, name = path.partition(":")
     kind, _, name = name.rpartition(".")
     owner = importer or _resolve(f"{module}:{kind}" if kind else module)
@@ -79,7 +83,7 @@ def original(path: str) -> Any:
     Raises:
         IncompatibleLibrary: the installed library does not have it.
     """
-    check(_part(path))
+    check(_place(path)[0])
     return _resolve(path)
 
 
@@ -92,9 +96,9 @@ def version(library: str) -> str:
 
 
 @functools.cache
-def _part(path: str) -> Part:
-    (part,) = {part for part, rows in TABLE.items() for names in rows if path in names.paths()}
-    return part
+def _place(path: str) -> tuple[Part, Names]:
+    """A name's part of the table, and its row."""
+    return next((part, names) for part, rows in TABLE.items() for names in rows if path in names.paths())
 
 
 def _resolve(path: str) -> Any:

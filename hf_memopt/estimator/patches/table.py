@@ -17,7 +17,8 @@ class Part(Enum):
     ACCELERATOR = "an accelerator's job"
     SEVERAL_DEVICES = "several devices"
     DDP = "ddp"
-    FSDP2 = "fsdp2 and sharding by transformers"
+    FSDP2 = "fsdp2"
+    MESH = "sharding by transformers"
     DEEPSPEED = "deepspeed"
     BITSANDBYTES = "4-bit weights and 8-bit optimizers"
     PEFT = "adapters of peft"
@@ -41,6 +42,7 @@ TABLE: dict[Part, tuple[Names, ...]] = {
     Part.SEVERAL_DEVICES: engine_names.SEVERAL_DEVICES,
     Part.DDP: engine_names.DDP,
     Part.FSDP2: engine_names.FSDP2,
+    Part.MESH: engine_names.MESH,
     Part.DEEPSPEED: engine_names.DEEPSPEED,
     Part.BITSANDBYTES: model_names.BITSANDBYTES,
     Part.OPTIMIZERS: job_names.OPTIMIZERS,

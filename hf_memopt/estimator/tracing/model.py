@@ -19,6 +19,7 @@ from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.streamed_loading import mark_streamed, streams_on_load
 from hf_memopt.remote_code import is_trusted
+from hf_memopt.stack.versions import has
 from hf_memopt.video.model_parts import train_parts
 
 
@@ -104,12 +105,11 @@ def adapters_for(settings: ModelSettings, model):
 def _from_config(settings: ModelSettings, distribute: Callable | None):
     import torch
     import transformers
-    from transformers.initialization import no_tie_weights
 
     auto = getattr(transformers, TASKS[settings.task].auto_class)
     # from_pretrained leaves weights whole that it quantizes; DeepSpeed shards them when it is set up.
     whole = outside_zero3() if settings.quantization_config is not None else nullcontext()
-    with no_tie_weights() if distribute else nullcontext(), whole, _refused_configuration(settings.config):
+    with _untied() if distribute else nullcontext(), whole, _refused_configuration(settings.config):
         model = auto.from_config(
             with_token_ids(settings.config),
             dtype=traceable_dtype(getattr(torch, resolve_dtype(settings.config, settings.dtype))),
@@ -118,8 +118,15 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
         )
     if distribute is not None:
         model = distribute(model)
+    if distribute is not None or not has("transformers", "5.1"):  # 5.0 ties no weights on the meta device
         model.tie_weights(recompute_mapping=False)
     return model
+
+
+def _untied():
+    from transformers.initialization import no_tie_weights  # newer than the oldest version that is traced
+
+    return no_tie_weights()
 
 
 @contextmanager

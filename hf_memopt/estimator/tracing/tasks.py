@@ -83,7 +83,8 @@ class Task:
         """The class of the model for a configuration; None where transformers has none."""
         import transformers
 
-        mapping = getattr(transformers, self.auto_class)._model_mapping
+        auto = getattr(transformers, self.auto_class, None)  # older versions lack some
+        mapping = auto._model_mapping if auto else {}
         if type(config) not in mapping:
             return None
         classes = mapping[type(config)]

@@ -7,6 +7,7 @@ import torch
 
 from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.stack.vocabulary import spelled
 
 # The first step creates the optimizer's states, the second is like every further one. Without an engine one step is
 # traced: the optimizer's states are created from empty gradients (segments), without the first forward and backward.
@@ -78,7 +79,7 @@ def make_arguments(job, folder: str):
             micro_batches = steps + 1  # of which the last generates beside gradients
     fields["gradient_accumulation_steps"] = min(accumulation, micro_batches)
     with as_input_error("TrainingArguments", TypeError, AttributeError, LookupError):
-        args = kind(output_dir=folder, **fields)
+        args = kind(output_dir=folder, **spelled(fields))
     # accelerate (1.15) names the device "cpu:0", which FakeTensorMode takes for another device than "cpu".
     PartialState._shared_state["device"] = args.__dict__["_setup_devices"] = torch.device("cpu")
     return args
