@@ -6,6 +6,7 @@ largest batch, for which the estimate is, is the one that two steps of a real ru
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 WORDS = [f"word{number}" for number in range(480)]
@@ -117,16 +118,17 @@ MODELS = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, models: Iterable[str] = MODELS) -> None:
     """Write models/ and data/ into a folder."""
     import torch
 
     torch.manual_seed(0)
-    for name in MODELS:
+    for name in models:
         _save_model(name, folder / "models" / name)
     (folder / "data").mkdir()
     _write_texts(folder / "data")
-    _write_images(folder / "data" / "images")
+    if models is MODELS:
+        _write_images(folder / "data" / "images")
 
 
 def _save_model(name: str, folder: Path) -> None:

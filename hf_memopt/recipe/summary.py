@@ -24,6 +24,7 @@ from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch, tunes
 from hf_memopt.recipe.resume import remove_finished_run
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.run_report import write_run_report
+from hf_memopt.stack.vocabulary import newest
 from hf_memopt.terminal import console
 from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
 from hf_memopt.units import size
@@ -232,7 +233,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "preset": job.preset.name,
         "method": job.preset.method,
         "strategy": _engine_label(job),
-        "settings": job.args.to_dict(),
+        "settings": newest(job.args.to_dict()),
         "memory_arguments": asdict(job.memory_args),
         "levers": job.memory_args.levers(),
         "estimate": estimated and estimated.to_dict(),

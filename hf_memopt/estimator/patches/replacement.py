@@ -35,10 +35,8 @@ def faults(part: Part) -> Iterator[str]:
     broken = set()
     for names in TABLE[part]:
         library = names.library
-        if (
-            not names.needed or library in broken or importlib.util.find_spec(library) is None
-        ):  # whoever needs it says so
-            continue
+        if not names.needed or library in broken or importlib.util.find_spec(library) is None:
+            continue  # whoever needs a missing library says so
         try:
             importlib.import_module(library)
         except Exception as error:  # of any kind: a broken installation raises what it likes
