@@ -42,7 +42,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     from hf_memopt import MemoryArguments, MemoryTrainer
-    from hf_memopt.compatibility.mesh import is_mesh, mesh_of
+    from hf_memopt.engines.mesh import is_mesh, mesh_of
     from hf_memopt.estimator.accounting.ledger import Ledger
     from hf_memopt.estimator.patches.fake_cluster import following_fsdp
     from hf_memopt.levers.adapters import add_adapters
@@ -98,7 +98,7 @@ class Swapping(TrainerCallback):
 
 def deepspeed_config(strategy: str, folder: Path) -> dict:
     """A shipped configuration; what is swapped goes to a disk of the case's own, through buffers of its size."""
-    from hf_memopt.compatibility.engine import deepspeed_config
+    from hf_memopt.engines.deepspeed import deepspeed_config
 
     config = deepspeed_config(strategy)
     for part in ("offload_optimizer", "offload_param"):

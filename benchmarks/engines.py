@@ -26,7 +26,7 @@ ENGINES |= dict.fromkeys(("zero3_offload_nvme", "fsdp2", "hsdp2", "tp2"), (2, 4)
 
 def case(strategy: str, world_size: int, model: Path, **more) -> dict:
     """A case of engine_ranks.py at the effective batch."""
-    from hf_memopt.compatibility.mesh import is_mesh, mesh_of
+    from hf_memopt.engines.mesh import is_mesh, mesh_of
 
     batches = mesh_of(strategy, world_size).batches if is_mesh(strategy) else world_size
     batches //= more.get("sequence_parallel", 1)

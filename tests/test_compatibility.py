@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from hf_memopt.compatibility import RULES, Setup, check, deepspeed_strategy, launched_strategy, refusals
+from hf_memopt.compatibility import RULES, Setup, check, launched_strategy, refusals
 from hf_memopt.compatibility.rules import BITSANDBYTES, BNB_8BIT, COMPILE_MODES, CUDA_GRAPHS, LAYERWISE, PACKAGES
+from hf_memopt.engines.deepspeed import deepspeed_strategy
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
 

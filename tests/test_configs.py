@@ -7,7 +7,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from hf_memopt.compatibility import check_config_file, deepspeed_strategy
+from hf_memopt.compatibility import check_config_file
+from hf_memopt.engines.deepspeed import deepspeed_strategy
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset, list_presets, strategies
 from hf_memopt.presets.shipped_configs import config_name, shipped_configs

@@ -10,7 +10,7 @@ from conftest import ROOT, flags, run
 from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments, get_preset
-from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of, mesh_strategy, mesh_words
+from hf_memopt.engines.mesh import Mesh, is_mesh, mesh_of, mesh_strategy, mesh_words
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.swapping import largest_group

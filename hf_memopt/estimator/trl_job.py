@@ -102,9 +102,9 @@ def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
         as_input_error(f"{row.trainer}", ValueError, TypeError, NotImplementedError),
     ):
         trainer = _make_trainer(row, job, folder)
-        check_held(trainer, job.engine, job.fields)
+        check_held(trainer, job.engine)
         if row.generates:
-            check_sharded_generation(trainer, job.engine, job.fields)
+            check_sharded_generation(trainer, job.engine)
         made = describe_trainer(trainer, job.device, 1, None)
     own = {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}
     if row.generates:

@@ -7,10 +7,10 @@ import torch
 from transformers import TrainingArguments
 
 from hf_memopt.compatibility.launch import cannot_start
-from hf_memopt.compatibility.mesh import Mesh, mesh_strategy
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check, compile_mode, quant_storage
+from hf_memopt.engines.mesh import Mesh, mesh_strategy
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.detection import detect
 

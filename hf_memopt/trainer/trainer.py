@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_memopt.disk import claimed
+from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, MeshEngine
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
@@ -137,9 +138,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         Raises:
             InputError: one of them does not work with the model, or with another setting.
         """
-        plugin = self.args.deepspeed_plugin
-        stage = plugin.zero_stage if plugin else 0
-        check_levers(self.memory_args, read_trainer_fields(self), self._engine(), stage, self.args.device.type)
+        check_levers(self.memory_args, read_trainer_fields(self), self._engine(), self.args.device.type)
         if (kind := trl_trainer(self)) is not None:
             check_with_trl(self.memory_args, kind.__name__)
         if model is None:
@@ -157,14 +156,15 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
             return  # _apply_levers() does it, once what is streamed lies in host memory
         super()._move_model_to_device(model, device)
 
-    def _engine(self) -> str:
-        """none, ddp, fsdp1, fsdp2, mesh or deepspeed."""
+    def _engine(self) -> Engine:
         if self.is_distributed_loading_by_transformers:
-            return "mesh"
-        kind = self.accelerator.distributed_type.value
+            return MeshEngine()
+        kind, plugin = self.accelerator.distributed_type.value, self.args.deepspeed_plugin
         if kind == "FSDP":
-            return f"fsdp{self.accelerator.state.fsdp_plugin.fsdp_version}"
-        return {"NO": "none", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
+            return FSDP(fsdp_version=self.accelerator.state.fsdp_plugin.fsdp_version)
+        if kind == "DEEPSPEED":
+            return DeepSpeed(f"zero{plugin.zero_stage if plugin else 0}")
+        return NO_ENGINE if kind == "NO" else DDP()
 
     @property
     def batches(self) -> int:

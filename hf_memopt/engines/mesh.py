@@ -7,7 +7,9 @@ between them.
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
+from hf_memopt.engines.engine import Engine
 from hf_memopt.errors import InputError
 
 _STRATEGY = re.compile(r"(?=.)(?:tp(?P<tp>[1-9]\d*))?(?:(?(tp)_)hsdp(?P<fsdp>[1-9]\d*))?")
@@ -29,6 +31,33 @@ class Mesh:
     def batches(self) -> int:
         """Processes that take a batch of their own."""
         return self.fsdp_size * self.dp_replicate_size
+
+
+@dataclass(frozen=True)
+class MeshEngine(Engine):
+    strategy: str = "hsdp1"
+
+    family: ClassVar = "mesh"
+    plain: ClassVar = False
+    distributed_type: ClassVar = "MULTI_GPU"  # accelerate starts the processes, and no more
+    beside: ClassVar = ()
+    by_transformers: ClassVar = True
+    dtensor: ClassVar = True
+    accelerator_only: ClassVar = True
+    fewest_layers: ClassVar = 4
+    traced_steps: ClassVar = 2
+    gathers_to_generate: ClassVar = "sharding by transformers"
+
+    @property
+    def name(self) -> str:
+        return "tp" if self.tp_size > 1 or self.strategy.startswith("tp") else "hsdp"
+
+    @property
+    def label(self) -> str:
+        return self.strategy
+
+    def mesh(self, world_size):
+        return mesh_of(self.strategy, world_size)
 
 
 def is_mesh(strategy: str | None) -> bool:
