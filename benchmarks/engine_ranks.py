@@ -42,7 +42,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     from hf_memopt import MemoryArguments, MemoryTrainer
-    from hf_memopt.engines.mesh import is_mesh, mesh_of
+    from hf_memopt.engines import engine_named
     from hf_memopt.estimator.accounting.ledger import Ledger
     from hf_memopt.estimator.patches.fake_cluster import following_fsdp
     from hf_memopt.levers.adapters import add_adapters
@@ -51,8 +51,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     if case["strategy"].startswith("zero"):
         deepspeed.init_distributed("gloo", verbose=False)  # as a launch's environment has accelerate do
         fields["deepspeed"] = deepspeed_config(case["strategy"], folder)
-    if is_mesh(case["strategy"]):
-        sizes = mesh_of(case["strategy"], case["world_size"])
+    if sizes := engine_named(case["strategy"]).mesh(case["world_size"]):
         kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
     quantization, adapters = qlora() if case.get("qlora") else (None, None)
     logged = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}

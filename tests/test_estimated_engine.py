@@ -150,7 +150,9 @@ def test_a_field_beside_another_strategy_is_refused():
             spec_job(preset_spec(preset_by_name(name, strategy=strategy), training=fields))
     ddp = preset_spec(preset_by_name("l40s_x4", strategy="ddp"), training={"deepspeed": "zero2"})
     assert spec_job(ddp).engine.family == "deepspeed"
-    assert spec_job(preset_spec(preset_by_name("l40s"), training={"fsdp": True}, world_size=2)).engine.family == "fsdp2"
+    assert (
+        spec_job(preset_spec(preset_by_name("l40s"), training={"fsdp": True}, world_size=2)).engine.family == "fsdp2"
+    )
 
 
 @pytest.mark.slow

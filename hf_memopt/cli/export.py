@@ -98,7 +98,7 @@ def _split_sequences(preset: Preset, devices: int) -> Preset:
     Raises:
         InputError: its engine, or its number of devices, cannot do that.
     """
-    if not preset.engine.splits_sequences:
+    if not preset.deepspeed_config():
         raise InputError(
             f"sequence_parallel={devices} is DeepSpeed's, and the strategy is {preset.strategy}: "
             "use strategy zero1, zero2 or zero3"

@@ -30,10 +30,10 @@ def launched_strategy() -> str | None:
 def launched_engine() -> Engine | None:
     """The engine that accelerate takes from the environment where nothing else names one; None without any."""
     if is_true(os.environ.get("ACCELERATE_USE_FSDP")):
-        variables = {"version": "VERSION", "cpu_offload": "OFFLOAD_PARAMS"}
-        variables |= {name: name.upper() for name in ("activation_checkpointing", "reshard_after_forward")}
-        settings = {name: os.environ.get(f"FSDP_{variable}") for name, variable in variables.items()}
-        return FSDP.of_settings(settings | {"version": settings["version"] or "1"}, LAUNCHER)
+        names = ("activation_checkpointing", "reshard_after_forward", "offload_params")
+        settings = {name: os.environ.get(f"FSDP_{name.upper()}") for name in names}
+        version, offload = os.environ.get("FSDP_VERSION", "1"), settings["offload_params"]
+        return FSDP.of_settings(settings | {"version": version, "cpu_offload": offload}, LAUNCHER)
     if is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         return DeepSpeed.of_config(_launched_zero(), LAUNCHER)
     return None

@@ -29,25 +29,17 @@ def resolve_engine(args: Any, state: Any = None, mesh: str | None = None) -> Eng
     plugins = _from_plugins(get, _configured_state(get) if state is None else state)
     arguments = _from_arguments(get)
     launcher = [engine] if (engine := chosen_by_launcher()) else []
-    _refuse_differing(sharded + arguments + plugins + launcher)
+    asked = sharded + arguments + plugins + launcher
+    for other in asked[1:]:  # only one engine can run
+        if (other.name, other.offload) != (asked[0].name, asked[0].offload):
+            raise InputError(
+                f"{asked[0].source} asks for {asked[0].label} and {other.source} for {other.label}: "
+                "leave one of the two out"
+            )
     processes = get("world_size") or world_size()
     default = launched_engine() or (DDP() if processes > 1 else NO_ENGINE)
     running = next(iter(sharded + plugins + arguments + launcher), default)
     return replace(running, tp_size=_tp_size(get("parallelism_config")))
-
-
-def _refuse_differing(engines: list[Engine]) -> None:
-    """Refuse a second engine beside the first: only one of them can run.
-
-    Raises:
-        InputError: two sources ask for engines that differ.
-    """
-    for other in engines[1:]:
-        if (other.name, other.offload) != (engines[0].name, engines[0].offload):
-            raise InputError(
-                f"{engines[0].source} asks for {engines[0].label} and {other.source} for {other.label}: "
-                "leave one of the two out"
-            )
 
 
 def _from_plugins(get, state: Any) -> list[Engine]:

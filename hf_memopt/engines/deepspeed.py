@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_memopt.engines.deepspeed_values import check_deepspeed
-from hf_memopt.engines.engine import Engine, Sizes, given_as_json, read_settings
+from hf_memopt.engines.engine import Engine, given_as_json, read_settings
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.files import read_json, shipped
 
@@ -37,21 +37,18 @@ class DeepSpeed(Engine):
     package: ClassVar = "deepspeed"
     master_weights: ClassVar = True
     flat_buffers: ClassVar = True
-    splits_sequences: ClassVar = True
-    runs_fp8: ClassVar = False
-    traced_steps: ClassVar = 2
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], source: str = "deepspeed") -> "DeepSpeed":
-        return cls(deepspeed_strategy(config), source, deepspeed=config)
+        """The engine of a configuration, whose strategy is named zero2, zero3_offload_nvme, zero3_plus_plus, …"""
+        zero, device = config.get("zero_optimization") or {}, _offload(config)
+        offloads = "" if device == "none" else f"_offload_{device}"
+        suffix = "_plus_plus" if zero.get("zero_quantized_weights") else offloads
+        return cls(f"zero{zero.get('stage', 0)}{suffix}", source, deepspeed=config)
 
     @property
     def name(self) -> str:
         return f"zero{self.zero_stage}"
-
-    @property
-    def label(self) -> str:
-        return self.strategy
 
     @property
     def zero_stage(self) -> int:
@@ -63,21 +60,10 @@ class DeepSpeed(Engine):
             return _offload(self.deepspeed)
         return self.strategy.partition("_offload_")[2] or "none"
 
-    @property
-    def shards_weights(self) -> bool:
-        return self.zero_stage == 3
-
-    @property
-    def shards_gradients(self) -> bool:
-        return self.zero_stage >= 2
-
-    @property
-    def shards_states(self) -> bool:
-        return self.zero_stage >= 1
-
-    @property
-    def gathers_to_generate(self) -> str:
-        return "ZeRO-3" if self.zero_stage == 3 else ""
+    shards_weights = property(lambda self: self.zero_stage == 3)
+    shards_gradients = property(lambda self: self.zero_stage >= 2)
+    shards_states = property(lambda self: self.zero_stage >= 1)
+    gathers_to_generate = property(lambda self: "ZeRO-3" if self.zero_stage == 3 else "")
 
     @property
     def fewest_layers(self) -> int:
@@ -132,16 +118,14 @@ class DeepSpeed(Engine):
         on."""
         return world_size - 1 if self.zero_stage < 3 else 0
 
-    def rank_bytes(self, sizes: Sizes) -> dict[str, float]:
+    def rank_bytes(self, ranks, loaded, trained, gradients, gathered):
         """By ZeRO's arithmetic (Rajbhandari et al. 2020, figure 1): 2 bytes a weight and a gradient and 12 of fp32
         master weight and states."""
-        ranks, on_host = sizes.ranks, self.offload != "none"
+        on_device = not self.offloads
         return {
-            "parameters": 0
-            if self.shards_weights and on_host
-            else sizes.loaded / (ranks if self.shards_weights else 1),
-            "gradients": 2 * sizes.trained / (ranks if self.shards_gradients else 1) * (not on_host),
-            "optimizer_states": 12 * sizes.trained / ranks * (not on_host),
+            "parameters": (loaded / ranks * on_device) if self.shards_weights else loaded,
+            "gradients": 2 * trained / (ranks if self.shards_gradients else 1) * on_device,
+            "optimizer_states": 12 * trained / ranks * on_device,
             # Live weights and buckets, as the shipped JSONs bound them.
             "communication": 2e9 if self.shards_weights else 1e9,
         }
@@ -159,25 +143,19 @@ def batch_of(deepspeed: Mapping[str, Any]) -> dict[str, int]:
     return {name: deepspeed[key] for key, name in _SIZES.items() if deepspeed.get(key, "auto") != "auto"}
 
 
-def deepspeed_strategy(config: Mapping[str, Any]) -> str:
-    """The strategy's name for a configuration: zero2, zero3_offload_nvme, zero3_plus_plus, …"""
-    zero = config.get("zero_optimization") or {}
-    name = f"zero{zero.get('stage', 0)}"
-    if zero.get("zero_quantized_weights"):
-        return f"{name}_plus_plus"
-    device = _offload(config)
-    return name if device == "none" else f"{name}_offload_{device}"
-
-
 def _offload(config: Mapping[str, Any]) -> str:
     zero = config.get("zero_optimization") or {}
     return (zero.get("offload_optimizer") or {}).get("device") or "none"
 
 
+def deepspeed_files() -> list[Path]:
+    """The shipped DeepSpeed configurations."""
+    return sorted((shipped("accelerate_configs") / "deepspeed").glob("*.json"))
+
+
 def shipped_deepspeed(name: str) -> Path | None:
     """The shipped DeepSpeed JSON of that name; None where there is none."""
-    path = shipped("accelerate_configs") / "deepspeed" / f"{name}.json"
-    return path if path.is_file() else None
+    return next((file for file in deepspeed_files() if file.stem == name), None)
 
 
 def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -193,8 +171,7 @@ def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]
     if file := shipped_deepspeed(str(given)):
         return read_json(file)
     if "/" not in str(given) and not str(given).endswith(".json"):
-        names = (path.stem for path in (shipped("accelerate_configs") / "deepspeed").glob("*.json"))
-        raise choose("deepspeed configuration", str(given), names)
+        raise choose("deepspeed configuration", str(given), (file.stem for file in deepspeed_files()))
     return check_deepspeed(read_json(given))
 
 

@@ -11,26 +11,6 @@ from hf_memopt.files import read_json
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What a rank's share is computed from: bytes on one device, and numbers.
-
-    Attributes:
-        ranks: processes.
-        loaded: bytes of all weights.
-        trained: number of weights that are trained.
-        gradients: bytes of their gradients.
-        outside_layers: number of weights outside the layers.
-    """
-
-    ranks: int
-    loaded: int
-    trained: int
-    gradients: float
-    outside_layers: int
-    layers: int
-
-
-@dataclass(frozen=True)
 class Engine:
     """An engine and those of its settings that decide what works with it and what it takes.
 
@@ -38,58 +18,36 @@ class Engine:
         strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM | a name like those in accelerate_configs/deepspeed.
         source: the setting that asks for it, as a refusal names it.
         tp_size: processes that share every layer, by accelerate's ParallelismConfig.
-        distributed_type: accelerate's.
-        beside: fields of TrainingArguments that may configure the engine of a preset with this strategy.
-        package: that it needs beside torch, transformers and accelerate.
-        replicates: several processes hold the model whole.
-        by_transformers: from_pretrained shards the model (DistributedConfig).
-        dtensor: weights are DTensors.
-        master_weights: it trains fp32 weights, whatever is loaded.
-        flat_buffers: these and all gradients are in flat buffers, beside the model's own tensors.
-        accelerator_only: accelerate does not start it on a CPU.
-        splits_sequences: it can divide each sequence between processes (Ulysses).
-        runs_fp8: accelerate can compute in fp8 under it.
-        fewest_layers: of a shallow model that is traced: first, last and one between; a second for engines that
-            prefetch.
-        traced_steps: the first creates the optimizer's states, the second is like every further one. Without an
-            engine these are created from empty gradients (segments), without the first forward and backward.
-        deepspeed: DeepSpeed's configuration; None under other engines.
-        zero_stage: DeepSpeed's; 0 under other engines.
-        fsdp_version: 1 or 2; None without FSDP.
-        offload: where the optimizer's states are: none, cpu or nvme.
-        checkpointing: it checkpoints activations itself (fsdp_activation_checkpointing).
-        reshards: FSDP frees a layer's gathered weights after its forward pass (fsdp_reshard_after_forward).
-        gathers_to_generate: by what TRL gathers weights before it generates (trl 1.16, models/utils.py); "" if not.
-        live_weights: elements that may stay gathered, however deep the model is.
-        step_group: elements that the optimizer steps over at once, on each process.
     """
 
     strategy: str = "none"
     source: str = ""
     tp_size: int = 1
 
-    distributed_type: ClassVar[str] = "NO"
-    beside: ClassVar[tuple[str, ...]] = ("fsdp", "deepspeed")
-    package: ClassVar[str | None] = None
-    replicates: ClassVar[bool] = False
-    by_transformers: ClassVar[bool] = False
-    dtensor: ClassVar[bool] = False
-    master_weights: ClassVar[bool] = False
-    flat_buffers: ClassVar[bool] = False
-    accelerator_only: ClassVar[bool] = False
-    splits_sequences: ClassVar[bool] = False
-    runs_fp8: ClassVar[bool] = True
-    fewest_layers: ClassVar[int] = 3
-    traced_steps: ClassVar[int] = 1
-    deepspeed: ClassVar[Mapping[str, Any] | None] = None
-    zero_stage: ClassVar[int] = 0
+    distributed_type: ClassVar[str] = "NO"  # accelerate's
+    beside: ClassVar[tuple[str, ...]] = ("fsdp", "deepspeed")  # fields that may configure a preset's engine
+    package: ClassVar[str | None] = None  # that it needs beside torch, transformers and accelerate
+    replicates: ClassVar[bool] = False  # several processes hold the model whole
+    by_transformers: ClassVar[bool] = False  # from_pretrained shards the model (DistributedConfig)
+    dtensor: ClassVar[bool] = False  # weights are DTensors
+    master_weights: ClassVar[bool] = False  # it trains fp32 weights, whatever is loaded
+    flat_buffers: ClassVar[bool] = False  # these and all gradients are in flat buffers, beside the model's tensors
+    accelerator_only: ClassVar[bool] = False  # accelerate does not start it on a CPU
+    deepspeed: ClassVar[Mapping[str, Any] | None] = None  # DeepSpeed's configuration
+    zero_stage: ClassVar[int] = 0  # DeepSpeed's
     fsdp_version: ClassVar[int | None] = None
-    offload: ClassVar[str] = "none"
-    checkpointing: ClassVar[bool] = False
-    reshards: ClassVar[bool] = True
-    gathers_to_generate: ClassVar[str] = ""
-    live_weights: ClassVar[float | None] = None
-    step_group: ClassVar[float | None] = None
+    offload: ClassVar[str] = "none"  # where the optimizer's states are: none, cpu or nvme
+    checkpointing: ClassVar[bool] = False  # it checkpoints activations itself (fsdp_activation_checkpointing)
+    reshards: ClassVar[bool] = True  # FSDP frees gathered weights after forward (fsdp_reshard_after_forward)
+    gathers_to_generate: ClassVar[str] = ""  # by what TRL gathers weights to generate (trl 1.16, models/utils.py)
+    live_weights: ClassVar[float | None] = None  # elements that may stay gathered, however deep the model is
+    step_group: ClassVar[float | None] = None  # elements that the optimizer steps over at once, on each process
+
+    offloads = property(lambda self: self.offload != "none")
+    # Whether each process has a part of them; tensor parallelism divides all three.
+    shards_weights = property(lambda self: not self.plain)
+    shards_gradients = property(lambda self: self.shards_weights)
+    shards_states = property(lambda self: self.shards_gradients)
 
     @property
     def family(self) -> str:
@@ -105,7 +63,7 @@ class Engine:
     @property
     def label(self) -> str:
         """The engine as a refusal names it."""
-        return self.family
+        return self.strategy
 
     @property
     def plain(self) -> bool:
@@ -118,16 +76,9 @@ class Engine:
         return self.plain and not self.replicates
 
     @property
-    def shards_weights(self) -> bool:
-        return not self.plain
-
-    @property
-    def shards_gradients(self) -> bool:
-        return self.shards_weights
-
-    @property
-    def shards_states(self) -> bool:
-        return self.shards_gradients
+    def fewest_layers(self) -> int:
+        """Of a shallow model that is traced: first, last and one between; a second for engines that prefetch."""
+        return 3 if self.plain else 4
 
     def setup(self) -> dict[str, Any]:
         """The fields of a compatibility Setup that it decides."""
@@ -139,11 +90,7 @@ class Engine:
         }
 
     def mesh(self, world_size: int):
-        """How processes share a model that transformers shards, a mesh.Mesh; None under other engines.
-
-        Raises:
-            InputError: the processes cannot be shared so.
-        """
+        """How processes share a model that transformers shards, a mesh.Mesh; None under other engines."""
 
     def shipped_config(self) -> dict[str, Any] | None:
         """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
@@ -153,23 +100,24 @@ class Engine:
         return {}
 
     def check(self, fields: Mapping[str, Any], world_size: int) -> None:
-        """Refuse its settings that contradict TrainingArguments, or that a trace would leave out.
-
-        Raises:
-            InputError: the setting, and what to use instead.
-        """
+        """Raise an InputError for settings that contradict TrainingArguments, or that a trace would leave out."""
 
     def traceable(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Fields whose job is the same in memory and can be traced."""
         return fields
 
     def peak_rank(self, world_size: int) -> int:
-        """The process that needs the most memory: all need as much as the first, which gets FSDP2's remainder of what
-        does not divide evenly."""
+        """The process that needs the most memory: the first gets FSDP2's remainder of what does not divide evenly."""
         return 0
 
-    def rank_bytes(self, sizes: Sizes) -> dict[str, float]:
-        """What one rank holds by kind of memory, by arithmetic; empty where it is what one process alone holds."""
+    def rank_bytes(self, ranks: int, loaded: int, trained: int, gradients: float, gathered: float) -> dict[str, float]:
+        """What one rank holds by kind of memory, by arithmetic; empty where it is what one process alone holds.
+
+        Args:
+            loaded, gradients, gathered: bytes of all weights, of all gradients, and of the weights that are whole at a
+                time: the embeddings, which stay until backward, a layer and the next.
+            trained: number of weights that are trained.
+        """
         return {}
 
     def exchanged(self, weights: float, gradients: float) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_memopt.engines.engine import Engine, Sizes, is_true, read_settings
+from hf_memopt.engines.engine import Engine, is_true, read_settings
 from hf_memopt.errors import InputError, brief, choose
 
 # Keys of fsdp_config: those that a trace follows or check() refuses, and those of loading and communication.
@@ -18,23 +18,17 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class FSDP(Engine):
-    """Attributes:
-    offloads: weights and states are in host memory (fsdp_offload_params).
-    """
-
     strategy: str = "fsdp2"
     fsdp_version: int = 2
     checkpointing: bool = False
     reshards: bool = True
-    offloads: bool = False
+    offload_params: bool = False  # weights and states are in host memory (fsdp_offload_params)
 
     plain: ClassVar = False
     distributed_type: ClassVar = "FSDP"
     beside: ClassVar = ("fsdp",)
     master_weights: ClassVar = True
     accelerator_only: ClassVar = True
-    fewest_layers: ClassVar = 4
-    traced_steps: ClassVar = 2
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, Any], source: str = "fsdp") -> "FSDP":
@@ -43,26 +37,25 @@ class FSDP(Engine):
         Raises:
             InputError: a version that there is not.
         """
-        reshards = settings.get("reshard_after_forward")
+        # 2 is TrainingArguments' default (transformers 5.23, `_process_fsdp_args`).
+        version, reshards = settings.get("version", 2), settings.get("reshard_after_forward")
+        if str(version) not in ("1", "2"):
+            raise InputError(f"fsdp_config.version={brief(version)} must be 1 or 2")
         return cls(
             source=source,
-            fsdp_version=_read_version(settings),
+            fsdp_version=int(version),
             checkpointing=is_true(settings.get("activation_checkpointing")),
             reshards=reshards is None or not _keeps_gathered(reshards),
-            offloads=is_true(settings.get("cpu_offload")),
+            offload_params=is_true(settings.get("cpu_offload")),
         )
 
     @property
     def family(self) -> str:
         return f"fsdp{self.fsdp_version}"
 
-    @property
-    def dtensor(self) -> bool:
-        return self.fsdp_version == 2
-
-    @property
-    def gathers_to_generate(self) -> str:
-        return "FSDP1" if self.fsdp_version == 1 else ""
+    label = family
+    dtensor = property(lambda self: self.fsdp_version == 2)
+    gathers_to_generate = property(lambda self: "FSDP1" if self.fsdp_version == 1 else "")
 
     def fields(self, before):
         return {"fsdp_config": {**fsdp_settings(None, before.get("fsdp_config")), "version": 2}}
@@ -94,17 +87,15 @@ class FSDP(Engine):
         checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
         return fields | checkpointing if self.checkpointing else fields
 
-    def rank_bytes(self, sizes: Sizes) -> dict[str, float]:
-        """It trains in fp32 and holds frozen weights as they are loaded, a layer and the next whole, and the
-        embeddings, which stay until backward."""
+    def rank_bytes(self, ranks, loaded, trained, gradients, gathered):
+        """It trains in fp32 and holds frozen weights as they are loaded."""
         # accelerate.utils.fsdp_utils.fsdp2_prepare_model widens what has gradients, and nothing else.
-        widened = max(0.0, 4 * sizes.trained - sizes.gradients)
-        outside = 2 * sizes.outside_layers
+        widened = max(0.0, 4 * trained - gradients)
         return {
-            "parameters": (sizes.loaded + widened) / sizes.ranks,
-            "gradients": 4 * sizes.trained / sizes.ranks,
-            "optimizer_states": 8 * sizes.trained / sizes.ranks,
-            "communication": outside + 2 * max(0, sizes.loaded - outside) / sizes.layers,
+            "parameters": (loaded + widened) / ranks,
+            "gradients": 4 * trained / ranks,
+            "optimizer_states": 8 * trained / ranks,
+            "communication": gathered,
         }
 
     def exchanged(self, weights, gradients):
@@ -129,11 +120,3 @@ def _keeps_gathered(reshards: object) -> bool:
     """Whether a value of reshard_after_forward, which under FSDP1 is a sharding strategy, leaves weights gathered."""
     name = str(getattr(reshards, "name", reshards)).lower()
     return name in ("false", "0", "no", "n", "off", "f", "shard_grad_op")
-
-
-def _read_version(settings: Mapping[str, Any]) -> int:
-    """1 or 2, TrainingArguments' default (transformers 5.23, `_process_fsdp_args`)."""
-    version = settings.get("version", 2)
-    if str(version) not in ("1", "2"):
-        raise InputError(f"fsdp_config.version={brief(version)} must be 1 or 2")
-    return int(version)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.engines import NO_ENGINE, Engine
-from hf_memopt.engines.mesh import Mesh, mesh_strategy
+from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job_checks import check_combination, check_length, own_attention, positions_of
@@ -31,9 +31,8 @@ from hf_memopt.estimator.training_fields import (
     check_fsdp,
     checkpointing_period,
     evaluates,
-    job_engine,
     read_fields,
-    with_strategy,
+    settle_engine,
 )
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
@@ -155,11 +154,7 @@ class Job(ModelSettings):
         )
         chunk = levers.pop("loss_chunk_size", None)
         fused = fields.get("use_liger_kernel") or self.fuses_head
-        engine = self.engine.label
-        if self.mesh is not None:
-            engine = str(
-                mesh_strategy(*(size if size > 1 else None for size in (self.mesh.tp_size, self.mesh.fsdp_size)))
-            )
+        engine = str(self.mesh.strategy) if self.engine.by_transformers else self.engine.label
         budget = levers.pop("max_tokens_per_batch", None)
         micro = f"{budget} tokens" if budget else fields["per_device_train_batch_size"]
         return ", ".join(
@@ -327,8 +322,7 @@ def describe(
     fields = read_fields(args, config_class)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
-    fields = with_strategy(fields, strategy)
-    engine = job_engine(fields, strategy, world_size)
+    fields, engine = settle_engine(fields, strategy, world_size)
     engine.check(fields, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     task = find_task(task, config) if task else infer_task(config)

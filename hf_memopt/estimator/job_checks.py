@@ -53,10 +53,12 @@ def check_combination(job) -> None:
         raise InputError("bf16 and fp16 exclude each other: set one of them")
     if job.memory_args is not None:
         check_levers(job.memory_args, fields, job.engine, job.device.backend)
+    # The table's rows on sharding on a CPU are about how accelerate starts it: the job itself runs there over gloo.
+    device = "cuda" if job.device.backend == "cpu" and job.engine.accelerator_only else job.device.backend
     setup = Setup(
         **job.engine.setup(),
         optim=fields.get("optim", "adamw_torch_fused"),
-        device=_checked_device(job),
+        device=device,
         method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
         precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
         dtype=job.dtype,
@@ -70,9 +72,3 @@ def check_combination(job) -> None:
     for refusal in refusals(setup):
         raise InputError(refusal)
     check_traceable(setup.optim, job.device.backend != "cpu")
-
-
-def _checked_device(job) -> str:
-    """The device in terms of the compatibility table. Its rows on sharding on a CPU are about how accelerate starts
-    it: the job itself runs there over gloo, and can be estimated."""
-    return "cuda" if job.device.backend == "cpu" and job.engine.accelerator_only else job.device.backend

@@ -76,7 +76,7 @@ class StepTime:
             return 0.0, 0.0
         sent = (ranks - 1) / ranks
         micro, once = (size * sent / self._link for size in engine.exchanged(weights, 2.0 * self.trained))
-        if engine.offload == "none" or not engine.shards_gradients:
+        if not engine.offloads or not engine.shards_gradients:
             return micro, once
         if engine.shards_weights:
             micro += 2 * weights / ranks / self._host_link
@@ -99,7 +99,7 @@ class StepTime:
 
     def _optimizer(self, step: Step) -> float:
         ranks, engine = self.world_size, step.engine
-        if step.optimizer_offloaded or engine.offload != "none":
+        if step.optimizer_offloaded or engine.offloads:
             there_and_back = 2 * 2 * self.trained / ranks / self._host_link
             adam = self.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
             if engine.offload == "nvme":

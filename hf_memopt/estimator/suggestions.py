@@ -12,7 +12,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
-from hf_memopt.estimator.training_fields import job_engine, with_strategy
+from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
 from hf_memopt.presets import preset_by_name
@@ -112,8 +112,7 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
     if "max_frames" in settings:
         changed["video"] = job.video.halved()
     if "strategy" in settings:
-        fields = with_strategy(changed["fields"], settings["strategy"])
-        engine = job_engine(fields, settings["strategy"], job.world_size)
+        fields, engine = settle_engine(changed["fields"], settings["strategy"], job.world_size)
         changed |= {"fields": fields, "engine": engine, "rank": engine.peak_rank(job.world_size)}
     if "method" in settings:
         changed |= _of_method(job, changed["fields"], settings["method"])

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_memopt.engines import NO_ENGINE
 from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
@@ -13,6 +12,7 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.speed import has_rates, kernel_seconds, matmuls, peak_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
+from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.constants import SPEEDS, show
 from hf_memopt.hardware.measured import constant, measured_on
@@ -47,10 +47,9 @@ def counted_job(job: Job) -> Job | None:
         return None
     if job.engine.plain:  # its own trace has the kernels of one device
         return job
-    fields = {**job.engine.traceable(job.fields), "gradient_accumulation_steps": 1}
-    for engine in ("deepspeed", "fsdp", "fsdp_config"):
-        fields.pop(engine, None)
-    return dataclasses.replace(job, fields=fields, engine=NO_ENGINE, world_size=1, rank=0)
+    fields, engine = settle_engine(job.engine.traceable(job.fields), "none", 1)
+    fields |= {"gradient_accumulation_steps": 1}
+    return dataclasses.replace(job, fields=fields, engine=engine, world_size=1, rank=0)
 
 
 def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> Throughput:

@@ -21,9 +21,8 @@ from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (
     evaluates,
-    job_engine,
     read_trainer_fields,
-    with_strategy,
+    settle_engine,
 )
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import expands_segments
@@ -151,14 +150,11 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     for name in attention_names(read_config(model)):
         check_attention(name, device)
-    fields = with_strategy(read_trainer_fields(trainer), strategy)
-    check_liger(fields, device)
     world_size = world_size or trainer.args.world_size
-    engine = job_engine(fields, strategy, world_size)
+    fields, engine = settle_engine(read_trainer_fields(trainer), strategy, world_size)
+    check_liger(fields, device)
     engine.check(fields, world_size)
     check_held(trainer, engine)
-    if generates(trainer):
-        check_sharded_generation(trainer, engine)
     layer_lists = _layer_lists(model)
     inputs = largest_batch(trainer)
     tensors = list(tensors_in(inputs))
@@ -197,7 +193,8 @@ def _check_trainer(trainer) -> None:
 
 
 def check_held(trainer, engine: Engine) -> None:
-    """Refuse engines that would shard reference and teacher models: how is decided by each Trainer."""
+    """Refuse engines that would shard reference and teacher models, which each Trainer does its own way, and those
+    under which TRL gathers weights itself before it generates."""
     from transformers import PreTrainedModel
 
     held = [name for name, value in vars(trainer).items() if isinstance(value, PreTrainedModel)]
@@ -207,14 +204,10 @@ def check_held(trainer, engine: Engine) -> None:
             f"trainer.{held[0]} beside the trained model is not modelled where the model is sharded: "
             "precompute what it returns (precompute_ref_log_probs), or estimate with strategy=ddp"
         )
-
-
-def check_sharded_generation(trainer, engine: Engine) -> None:
-    """Refuse engines under which TRL gathers weights itself before it generates (trl 1.16, models/utils.py)."""
-    if sharded := engine.gathers_to_generate:
+    if engine.gathers_to_generate and generates(trainer):
         raise InputError(
-            f"{type(trainer).__name__} under {sharded}: what it gathers to generate is not modelled; estimate it with "
-            "strategy=ddp, zero2 or fsdp2"
+            f"{type(trainer).__name__} under {engine.gathers_to_generate}: what it gathers to generate is not "
+            "modelled; estimate it with strategy=ddp, zero2 or fsdp2"
         )
 
 

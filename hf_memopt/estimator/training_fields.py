@@ -5,11 +5,10 @@ from math import lcm
 from typing import Any
 
 from hf_memopt.compatibility.resolve import resolve_engine
-from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, MeshEngine, engine_named
+from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, engine_named
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.engines.engine import read_settings
 from hf_memopt.engines.fsdp import fsdp_settings
-from hf_memopt.engines.mesh import is_mesh
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.field_values import check_value, fit, hints_of
 from hf_memopt.levers.selective_checkpointing import period_of
@@ -54,7 +53,7 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
     if "optim" in fields:
         fields["optim"] = getattr(fields["optim"], "value", fields["optim"])
     if fields.get("fsdp"):
-        fields["fsdp_config"] = _fsdp_settings(fields)
+        fields["fsdp_config"] = fsdp_settings(fields["fsdp"], fields.get("fsdp_config"))
     if fields.get("deepspeed"):
         fields["deepspeed"] = deepspeed_config(fields["deepspeed"])
     elif not isinstance(args, dict):
@@ -78,12 +77,8 @@ def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
     if engine.fsdp_version is None:
         return {}
     settings = {"activation_checkpointing": engine.checkpointing, "version": engine.fsdp_version}
-    settings |= {"reshard_after_forward": engine.reshards, "cpu_offload": engine.offloads}
-    return {"fsdp": True, "fsdp_config": _fsdp_settings(fields) | settings}
-
-
-def _fsdp_settings(fields: dict[str, Any]) -> dict[str, Any]:
-    return fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
+    settings |= {"reshard_after_forward": engine.reshards, "cpu_offload": engine.offload_params}
+    return {"fsdp": True, "fsdp_config": fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config")) | settings}
 
 
 def _check_accelerator(config: Any) -> None:
@@ -104,7 +99,7 @@ def check_fsdp(fields: dict[str, Any], strategy: str | None, world_size: int) ->
         InputError: the setting, and what to do instead.
     """
     fsdp, config = fields.get("fsdp"), fields.get("fsdp_config")
-    asked = engine_named(strategy).fsdp_version if strategy else None
+    asked = strategy and engine_named(strategy).fsdp_version
     if config and not fsdp and not asked:
         raise InputError(f"fsdp_config={brief(config)} is read under FSDP alone: use strategy fsdp2, or leave it out")
     if world_size == 1 and (asked or (fsdp and not strategy and not fields.get("deepspeed"))):
@@ -112,25 +107,21 @@ def check_fsdp(fields: dict[str, Any], strategy: str | None, world_size: int) ->
         raise InputError(f"{name} shards a model over several processes: set world_size, or leave it out")
 
 
-def with_strategy(fields: dict[str, Any], strategy: str | None) -> dict[str, Any]:
-    """The fields under a strategy, which replaces the engine that they ask for; as they are without one."""
-    if not strategy:
-        return fields
-    asked = engine_named(strategy).fields(fields)
-    replaced = {"deepspeed", "fsdp"} | ({"fsdp_config"} - asked.keys())
-    return {name: value for name, value in fields.items() if name not in replaced} | asked
-
-
-def job_engine(fields: dict[str, Any], strategy: str | None, world_size: int) -> Engine:
-    """The engine that runs, for fields as with_strategy() returns them."""
-    if strategy and is_mesh(strategy):
-        return MeshEngine(strategy)
+def settle_engine(fields: dict[str, Any], strategy: str | None, world_size: int) -> tuple[dict[str, Any], Engine]:
+    """The fields under a strategy, which replaces the engine that they ask for, and the engine that runs."""
+    asked = engine_named(strategy) if strategy else NO_ENGINE
+    if strategy:
+        own = asked.fields(fields)
+        replaced = {"deepspeed", "fsdp"} | ({"fsdp_config"} - own.keys())
+        fields = {name: value for name, value in fields.items() if name not in replaced} | own
+    if asked.by_transformers:
+        return fields, asked
     if deepspeed := fields.get("deepspeed"):
-        return DeepSpeed.of_config(deepspeed)
+        return fields, DeepSpeed.of_config(deepspeed)
     if world_size == 1:
-        return NO_ENGINE
-    sharded = fields.get("fsdp") or (strategy and engine_named(strategy).fsdp_version)
-    return FSDP.of_settings(fields.get("fsdp_config") or {}) if sharded else DDP()
+        return fields, NO_ENGINE
+    sharded = fields.get("fsdp") or asked.fsdp_version
+    return fields, FSDP.of_settings(fields.get("fsdp_config") or {}) if sharded else DDP()
 
 
 def evaluates(fields: dict[str, Any]) -> bool:

@@ -12,11 +12,7 @@ from hf_memopt.levers.feature import Around
 
 
 def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: Engine, device: str = "cuda") -> None:
-    """Raise for the first incompatible pair of settings.
-
-    Args:
-        fields: TrainingArguments fields that differ from their defaults.
-        device: cuda, rocm, mps, xpu or cpu.
+    """Raise for the first incompatible pair of settings (Around).
 
     Raises:
         InputError: the reason, and which setting to leave out.

@@ -180,7 +180,7 @@ OPTIMIZATIONS = {
         lambda settings: settings.changed(deepspeed=_zero(2, False)),
     ),
     "cpu_offload": Optimization(
-        lambda settings: settings.engine.offload != "none",
+        lambda settings: settings.engine.offloads,
         lambda settings: settings.changed(deepspeed=_zero(_stage(settings), False)),
         lambda settings: settings.changed(
             deepspeed=_zero(_stage(settings), True), fsdp=None, fsdp_config=None, optim="adamw_torch"

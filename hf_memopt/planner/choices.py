@@ -40,8 +40,7 @@ STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offl
 
 def available_strategies() -> list[str]:
     """Those of STRATEGIES whose package is installed: DeepSpeed is on Linux alone."""
-    packages = {name: engine_named(name).package for name in STRATEGIES}
-    return [name for name, package in packages.items() if package is None or is_installed(package)]
+    return [name for name in STRATEGIES if is_installed(engine_named(name).package or "torch")]
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Choice:
             + self.activations_offloaded
             + self.optimizer_offloaded
             + (self.streamed > 0)
-            + (self.engine.offload != "none")
+            + self.engine.offloads
         )
 
     @property
@@ -267,7 +266,7 @@ class SearchSpace:
         if self.spec.preset.strategy != "none":
             return [self.spec.preset.strategy]
         offloads = self.spec.preset.hardware.discrete_memory
-        return [name for name in available_strategies() if offloads or engine_named(name).offload == "none"]
+        return [name for name in available_strategies() if offloads or not engine_named(name).offloads]
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""
@@ -311,7 +310,7 @@ class SearchSpace:
         preset = self.spec.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
-        if "optim" in self.spec.training or preset.method != "full" or engine_named(strategy).offload != "none":
+        if "optim" in self.spec.training or preset.method != "full" or engine_named(strategy).offloads:
             return [(self.spec.training.get("optim", default), dtype, False, False)]
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_memopt.engines.engine import NO_ENGINE, Sizes
+from hf_memopt.engines import NO_ENGINE
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.accounting.ledger import GENERATION, Peak, TraceResult
 from hf_memopt.estimator.accounting.work import Kernel, extended
@@ -169,7 +169,7 @@ class Sketch:
         if choice.optimizer_offloaded:
             moved += 8 * self.trained
         moved += self.streamed_bytes(choice)
-        if choice.engine.offload != "none":  # fp32 weights, states and gradients, and weights in 16 bits
+        if choice.engine.offloads:  # fp32 weights, states and gradients, and weights in 16 bits
             moved += (16 * self.trained + self.loaded) / self.job.world_size
         return int(moved)
 
@@ -233,12 +233,10 @@ class Sketch:
             kinds["optimizer_states"] = 0
         if choice.accumulation > 1 and name.startswith(("forward", "backward")):
             kinds["gradients"] = max(kinds.get("gradients", 0), self._gradients())
-        if share := choice.engine.rank_bytes(self._sizes(choice)):
-            kinds |= share
+        if not choice.engine.plain:
+            kinds |= self._rank_bytes(choice)
             if name.startswith("optimizer"):  # a rank steps over its own part, or the host does
-                kinds["workspace"] = (
-                    kinds.get("workspace", 0) / self.job.world_size * (choice.engine.offload == "none")
-                )
+                kinds["workspace"] = kinds.get("workspace", 0) / self.job.world_size * (not choice.engine.offloads)
         elif choice.engine.replicates:
             wider = 2 if choice.dtype == "float32" != self.job.dtype else 1
             for kind in ("parameters", "gradients", "optimizer_states"):
@@ -248,15 +246,10 @@ class Sketch:
     def _gradients(self) -> float:
         return max(peak.by_kind.get("gradients", 0) for peak in self.kept[0].peaks.values())
 
-    def _sizes(self, choice: Choice) -> Sizes:
-        return Sizes(
-            ranks=self.job.world_size,
-            loaded=self.loaded - self._reference(choice),
-            trained=self.trained,
-            gradients=self._gradients(),
-            outside_layers=self.outside_layers,
-            layers=count_layers(self.job.config),
-        )
+    def _rank_bytes(self, choice: Choice) -> dict[str, float]:
+        loaded, outside = self.loaded - self._reference(choice), 2 * self.outside_layers
+        gathered = outside + 2 * max(0, loaded - outside) / count_layers(self.job.config)
+        return choice.engine.rank_bytes(self.job.world_size, loaded, self.trained, self._gradients(), gathered)
 
     def activations(self, choice: Choice) -> float:
         """Bytes of a micro-batch that are kept between forward and backward, in all layers."""

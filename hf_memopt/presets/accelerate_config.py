@@ -3,10 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from hf_memopt.files import shipped
 
 
 def accelerate_config(preset, deepspeed_file: str) -> dict:
@@ -79,8 +76,3 @@ def yaml_text(config: dict, comment: str) -> str:
     import yaml
 
     return f"# {comment}\n" + yaml.safe_dump(config, sort_keys=False)
-
-
-def deepspeed_files() -> list[Path]:
-    """The shipped DeepSpeed configurations."""
-    return sorted((shipped("accelerate_configs") / "deepspeed").glob("*.json"))

@@ -257,9 +257,8 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     if engine.checkpointing:
         training.pop("activation_checkpointing", None)
         training.pop("activation_checkpointing_kwargs", None)
-    offloads = engine.offload != "none"
-    if training.get("optim") in BITSANDBYTES and (engine.dtensor or offloads):
-        training["optim"] = "adamw_torch" if offloads else "adamw_torch_fused"
+    if training.get("optim") in BITSANDBYTES and (engine.dtensor or engine.offloads):
+        training["optim"] = "adamw_torch" if engine.offloads else "adamw_torch_fused"
     if engine.shards_states:
         loaded = engine.master_weights or preset.method != "full"
         dtype = _WEIGHT_DTYPES[preset.precision] if loaded else "float32"
@@ -276,7 +275,7 @@ def on_machines(preset: Preset, machines: int) -> Preset:
     """
     if machines < 1:
         raise InputError(f"machines={machines} must be at least 1")
-    if machines > 1 and preset.strategy == "none":
+    if machines > 1 and preset.engine.alone:
         raise InputError(f"preset {preset.name} is for one device: machines={machines} needs a preset of several")
     if preset.machines > 1:
         raise InputError(f"preset {preset.name} is for {preset.machines} machines already: leave machines out")

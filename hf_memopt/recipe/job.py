@@ -160,9 +160,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
 def _resolve_preset(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
     """The preset under the job's engine, and the same with what the arguments change of it."""
     preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
-    if (
-        not engine.plain and preset.strategy != engine.strategy
-    ):  # asked for by --deepspeed or --fsdp: as if launched so
+    if not engine.plain and preset.strategy != engine.strategy:  # by --deepspeed or --fsdp: as if launched so
         preset = with_strategy(preset, engine.strategy)
     changed = _with_batch(preset, parsed.profile)
     if recipe.dtype:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from hf_memopt.engines import Engine
+from hf_memopt.engines import NO_ENGINE
 from hf_memopt.errors import as_input_error
 from hf_memopt.estimator.accounting.ledger import STACK, Moment, Peak, highest
 
@@ -30,7 +30,7 @@ def count_layers(config) -> int:
     return depth if isinstance(depth, int) and depth > 0 else 1
 
 
-def shallow_depths(config, fewest: int = Engine.fewest_layers, every: int = 1) -> tuple[int, ...]:
+def shallow_depths(config, fewest: int = NO_ENGINE.fewest_layers, every: int = 1) -> tuple[int, ...]:
     """The depths to trace: the model's own, or two that are whole periods of its pattern apart from it and each other.
 
     With whole periods added, the shallow models end in the same kinds of layers as the deep one.

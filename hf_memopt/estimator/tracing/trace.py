@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from hf_memopt.compatibility.rules import PACKAGES
 from hf_memopt.engines import NO_ENGINE, Engine
@@ -127,7 +128,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
         without_deepspeed(job.engine),
         fake_cluster(job.world_size, job.engine, ledger, job.rank),
     ):
-        mesh = _mesh(job)
+        mesh = init_device_mesh("cpu", (job.world_size,)) if job.engine.fsdp_version else None
         args = make_arguments(job, folder)
         paged = functools.partial(ledger.booking, PAGED)
         with fake_world(job.backend, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
@@ -252,14 +253,6 @@ def _kernels(job: TracedJob):
         if job.flex and job.trainer is not None and trl_trainer(job.trainer.original):  # CUDA and ROCm have Triton
             stack.enter_context(counted_fused_head())
         yield
-
-
-def _mesh(job: TracedJob):
-    if not job.engine.fsdp_version:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (job.world_size,))
 
 
 @contextlib.contextmanager

@@ -64,7 +64,9 @@ def make_arguments(job, folder: str):
     fields = {**job.fields, **{name: value for name, value in NEUTRAL.items() if name in known}}
     in_backward = fields.get("optim") in STEPS_IN_BACKWARD or getattr(job.memory_args, "optimizer_in_backward", False)
     two = job.real_states or in_backward  # whose gradients never exist together
-    fields["max_steps"] = 2 if two else job.engine.traced_steps
+    # The first step creates the optimizer's states, the second is like every further one. Without an engine, one step
+    # is traced: the states are created from empty gradients (segments), without the first forward and backward.
+    fields["max_steps"] = 2 if two or not job.engine.plain else 1
     fields["deepspeed"] = _traceable(fields["deepspeed"], folder) if job.engine.deepspeed else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
         fields["bf16"] = True
