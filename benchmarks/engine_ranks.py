@@ -42,7 +42,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     from hf_memopt import MemoryArguments, MemoryTrainer
-    from hf_memopt.compatibility.mesh import is_mesh, mesh_of
+    from hf_memopt.engines import engine_named
     from hf_memopt.estimator.accounting.ledger import Ledger
     from hf_memopt.estimator.patches.fake_cluster import following_fsdp
     from hf_memopt.levers.adapters import add_adapters
@@ -51,8 +51,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     if case["strategy"].startswith("zero"):
         deepspeed.init_distributed("gloo", verbose=False)  # as a launch's environment has accelerate do
         fields["deepspeed"] = deepspeed_config(case["strategy"], folder)
-    if is_mesh(case["strategy"]):
-        sizes = mesh_of(case["strategy"], case["world_size"])
+    if sizes := engine_named(case["strategy"]).mesh(case["world_size"]):
         kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
     quantization, adapters = qlora() if case.get("qlora") else (None, None)
     logged = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
@@ -98,7 +97,7 @@ class Swapping(TrainerCallback):
 
 def deepspeed_config(strategy: str, folder: Path) -> dict:
     """A shipped configuration; what is swapped goes to a disk of the case's own, through buffers of its size."""
-    from hf_memopt.compatibility.engine import deepspeed_config
+    from hf_memopt.engines.deepspeed import deepspeed_config
 
     config = deepspeed_config(strategy)
     for part in ("offload_optimizer", "offload_param"):

@@ -26,9 +26,10 @@ ENGINES |= dict.fromkeys(("zero3_offload_nvme", "fsdp2", "hsdp2", "tp2"), (2, 4)
 
 def case(strategy: str, world_size: int, model: Path, **more) -> dict:
     """A case of engine_ranks.py at the effective batch."""
-    from hf_memopt.compatibility.mesh import is_mesh, mesh_of
+    from hf_memopt.engines import engine_named
 
-    batches = mesh_of(strategy, world_size).batches if is_mesh(strategy) else world_size
+    mesh = engine_named(strategy).mesh(world_size)
+    batches = mesh.batches if mesh else world_size
     batches //= more.get("sequence_parallel", 1)
     fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": EFFECTIVE // (2 * batches)}
     fields |= {"max_steps": STEPS, "learning_rate": 1e-3}

@@ -121,7 +121,7 @@ def injected_oom() -> dict:
             )
             trainer = MemoryTrainer(model=model, args=args, train_dataset=rows)
             trainer.train()
-        return model, [event["kind"] for event in trainer.memory_events]
+        return model, [event["event"] for event in trainer.memory_events]
 
     (plain, _), (recovered, events) = train(False), train(True)
     pairs = zip(plain.parameters(), recovered.parameters(), strict=True)

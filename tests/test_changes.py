@@ -8,6 +8,7 @@ from pkgutil import iter_modules
 import pytest
 
 from hf_memopt.compatibility.setup import Setup, refusals
+from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers import changes, features
@@ -26,7 +27,6 @@ MODULES = [
 TABLE = {name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, Change)}
 DEVICES = ("cuda", "rocm", "mps", "xpu", "cpu")
 ENGINES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp", "tp")
-NAMES = {"none": "none", "ddp": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "hsdp": "mesh", "tp": "mesh"}
 JOBS = [
     JobFacts(
         setup=Setup(device=device, strategy=engine, method=method, optim="adamw_torch", precision=precision),
@@ -53,11 +53,9 @@ def test_no_proposal_is_refused(job):
     for change, settings in proposed:
         changed = job.changed(settings)
         assert refusals(changed.setup) == [], change.written(settings)
-        strategy = changed.setup.strategy
-        engine, stage = NAMES.get(strategy, "deepspeed"), int(strategy[4:]) if strategy.startswith("zero") else 0
         fields = {**job.training, **training_fields(settings)}
         memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
-        check_levers(MemoryArguments(**memory), fields, engine, stage, job.setup.device)
+        check_levers(MemoryArguments(**memory), fields, changed.engine, job.setup.device)
 
 
 def test_settings_are_fields():
@@ -119,7 +117,7 @@ def test_a_change_that_is_refused_says_nothing_of_other_faults():
     emulated = JobFacts(setup=Setup(native_bf16=False, label="T4"))
     assert emulated.refusals() and changes.CHECKPOINTING.settings_for(emulated)
     with pytest.raises(InputError):
-        check_levers(MemoryArguments(optimizer_cpu_offload=True), {}, "ddp")
+        check_levers(MemoryArguments(optimizer_cpu_offload=True), {}, engine_named("ddp"))
 
 
 @pytest.mark.parametrize(("samples", "size"), [(1, 1024), (8, 1024), (2048, 2048 * 4096 // 32)])

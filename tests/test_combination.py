@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
+from hf_memopt.engines import engine_named
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.combination import _changed, smallest_combination
 from hf_memopt.estimator.job import describe
@@ -43,7 +44,7 @@ def test_changes_of_a_combination_follow_each_other():
     assert texts == ["activation_checkpointing=true", "--method qlora"]
     assert job.peft_config is not None and job.quantization_config.load_in_4bit and job.dtype == "bfloat16"
     assert _changed(_job(), [ZERO3_OFFLOAD])[1] == []  # one device has nothing to shard
-    several = replace(_job(), world_size=8, engine="ddp", device=catalog_entry("a100_80gb"))
+    several = replace(_job(), world_size=8, engine=engine_named("ddp"), device=catalog_entry("a100_80gb"))
     job, texts = _changed(several, [ZERO3_OFFLOAD])
-    assert texts == ["--strategy zero3_offload_cpu"] and job.engine == "deepspeed"
+    assert texts == ["--strategy zero3_offload_cpu"] and job.engine.family == "deepspeed"
     assert job.fields["deepspeed"]["zero_optimization"]["stage"] == 3

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from hf_memopt.compatibility import RULES, Setup, check, deepspeed_strategy, launched_strategy, refusals
+from hf_memopt.compatibility import RULES, Setup, check, launched_strategy, refusals
 from hf_memopt.compatibility.rules import BITSANDBYTES, BNB_8BIT, COMPILE_MODES, CUDA_GRAPHS, LAYERWISE, PACKAGES
+from hf_memopt.engines import DeepSpeed
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
 
@@ -188,10 +189,9 @@ def test_what_was_launched_is_read_from_the_environment(environment, strategy, m
 
 
 def test_strategy_of_a_deepspeed_config():
-    assert deepspeed_strategy({"zero_optimization": {"stage": 2}}) == "zero2"
-    assert deepspeed_strategy({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}) == (
-        "zero3_offload_nvme"
-    )
+    assert DeepSpeed.of_config({"zero_optimization": {"stage": 2}}).strategy == "zero2"
+    offloaded = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    assert DeepSpeed.of_config(offloaded).strategy == "zero3_offload_nvme"
 
 
 def test_a_bad_pair_is_refused_with_what_was_launched(tmp_path, monkeypatch):

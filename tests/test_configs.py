@@ -7,7 +7,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from hf_memopt.compatibility import check_config_file, deepspeed_strategy
+from hf_memopt.compatibility import check_config_file
+from hf_memopt.engines import DeepSpeed
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset, list_presets, strategies
 from hf_memopt.presets.shipped_configs import config_name, shipped_configs
@@ -78,7 +79,7 @@ def test_json_is_what_deepspeed_reads(path):
     read = DeepSpeedConfig(filled.config)
     assert read.gradient_accumulation_steps == 4 and read.bfloat16_config.enabled
     assert read.zero_config.stage == content["zero_optimization"]["stage"]
-    assert deepspeed_strategy(content) == path.stem
+    assert DeepSpeed.of_config(content).strategy == path.stem
 
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.name)

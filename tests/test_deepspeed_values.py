@@ -7,7 +7,8 @@ import pytest
 from conftest import ROOT
 
 from hf_memopt.compatibility.config_files import find_faults
-from hf_memopt.compatibility.engine import Engine, deepspeed_config
+from hf_memopt.engines import DeepSpeed
+from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.errors import InputError
 
 ODD = (None, True, 5, -1, "x", [], {}, float("inf"))
@@ -44,11 +45,11 @@ def replaced(content):
 @pytest.mark.parametrize("name", FILES)
 def test_any_value_is_read_or_refused(name, tmp_path):
     path, refused = tmp_path / "a.json", 0
-    assert Engine.of_deepspeed(deepspeed_config(FILES[name])).deepspeed
+    assert DeepSpeed.of_config(deepspeed_config(FILES[name])).deepspeed
     for keys, content in replaced(FILES[name]):
         path.write_text(json.dumps(content))
         try:
-            assert Engine.of_deepspeed(deepspeed_config(str(path))).strategy.startswith("zero")
+            assert DeepSpeed.of_config(deepspeed_config(str(path))).strategy.startswith("zero")
         except InputError as error:
             refused += 1
             assert str(error).startswith("deepspeed: ") and "\n" not in str(error), keys

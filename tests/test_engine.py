@@ -11,7 +11,7 @@ from conftest import ROOT, run, slow, sweep
 
 from hf_memopt import MemoryArguments, MemoryTrainer
 from hf_memopt.compatibility import RULES, Setup, refusals, resolve_engine
-from hf_memopt.compatibility.engine import deepspeed_config
+from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.training_fields import read_fields

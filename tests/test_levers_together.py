@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
+from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import activation_offload, optimizer_cpu_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters
@@ -177,14 +178,14 @@ def test_what_is_refused_says_why():
         "fsdp_config": {"activation_checkpointing": True},
         "activation_checkpointing_kwargs": {"use_reentrant": True, "every_n_layers": 2},
     }
-    for engine in ("none", "ddp", "fsdp2", "deepspeed"):
+    for engine in map(engine_named, ("none", "ddp", "fsdp2", "zero0")):
         found = list(refusals(everything, fields, engine))
         assert len(found) >= 11
         assert all("leave" in reason or "set" in reason or "keep one" in reason or "use" in reason for reason in found)
-    assert list(refusals(MemoryArguments(), {}, "none")) == []
+    assert list(refusals(MemoryArguments(), {}, engine_named("none"))) == []
     compressed = MemoryArguments(activation_compression="int8")
-    assert "would store the weights that ZeRO-3 gathers" in next(refusals(compressed, {}, "deepspeed", 3))
-    assert list(refusals(compressed, {}, "deepspeed", 2)) == []
+    assert "would store the weights that ZeRO-3 gathers" in next(refusals(compressed, {}, engine_named("zero3")))
+    assert list(refusals(compressed, {}, engine_named("zero2"))) == []
 
 
 ESTIMATED = [

@@ -10,7 +10,7 @@ from conftest import ROOT, flags, run
 from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments, get_preset
-from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of, mesh_strategy, mesh_words
+from hf_memopt.engines.mesh import Mesh, MeshEngine, is_mesh, mesh_strategy, mesh_words
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.swapping import largest_group
@@ -36,14 +36,14 @@ def test_names_and_sizes():
             "hsdp2_tp2",
         )
     ] == ([True] * 3 + [False] * 11)
-    assert mesh_of("tp8", 128) == Mesh(8, 16, 1) and mesh_of("tp8", 128).batches == 16
-    assert mesh_of("hsdp8", 128) == Mesh(1, 8, 16) and mesh_of("tp2_hsdp4", 16) == Mesh(2, 4, 2)
+    assert MeshEngine("tp8").mesh(128) == Mesh(8, 16, 1) and MeshEngine("tp8").mesh(128).batches == 16
+    assert MeshEngine("hsdp8").mesh(128) == Mesh(1, 8, 16) and MeshEngine("tp2_hsdp4").mesh(16) == Mesh(2, 4, 2)
     for tp, fsdp in ((8, None), (None, 8), (2, 4)):
         words = mesh_words(mesh_strategy(tp, fsdp))
         assert words == [*(["--tp_size", str(tp)] if tp else []), *(["--fsdp_size", str(fsdp)] if fsdp else [])]
     assert mesh_strategy(None, None) is None and mesh_words("zero3") == []
     with pytest.raises(InputError, match="fsdp_size=3 does not divide the 8 processes"):
-        mesh_of("hsdp3", 8)
+        MeshEngine("hsdp3").mesh(8)
 
 
 def test_a_preset_cut_up():

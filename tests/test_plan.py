@@ -239,9 +239,8 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
     for choice in found:
         configured = choice.configured(preset)
         assert refusals(configured.setup()) == []
-        stage = int(choice.strategy[4]) if choice.engine == "deepspeed" else 0
         fields = {**configured.training, **choice.fields(configured)}
-        assert not list(lever_refusals(memory_arguments(given, choice), fields, choice.engine, stage))
+        assert not list(lever_refusals(memory_arguments(given, choice), fields, choice.engine))
         assert choice.micro_batch * choice.accumulation * devices == 4 * devices
 
 

@@ -62,7 +62,7 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     assert parsed.memory.levers() == profile.memory_args.levers()
     assert (
         bool(parsed.training.get("activation_checkpointing"))
-        == bool(profile.choice.checkpointed and profile.choice.engine != "fsdp2")
+        == bool(profile.choice.checkpointed and not profile.choice.engine.fsdp_version)
         or not profile.choice.checkpointed
     )
 

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memopt import InputError, MemoryArguments
+from hf_memopt.engines import engine_named, engine_of_table
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
@@ -252,11 +253,11 @@ def test_experts_that_adapters_change_stay(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    assert "torch_compile" in next(refusals(ON, {"torch_compile": True}, "none"))
-    for engine in ("fsdp1", "fsdp2", "mesh"):
-        assert f"{engine} shards" in next(refusals(ON, {}, engine))
-    assert "ZeRO-3 shards" in next(refusals(ON, {}, "deepspeed", 3))
-    assert not list(refusals(ON, {}, "deepspeed", 2))
+    assert "torch_compile" in next(refusals(ON, {"torch_compile": True}, engine_named("none")))
+    for name, family in (("fsdp1", "fsdp1"), ("fsdp2", "fsdp2"), ("tp", "mesh")):
+        assert f"{family} shards" in next(refusals(ON, {}, engine_of_table(name)))
+    assert "ZeRO-3 shards" in next(refusals(ON, {}, engine_named("zero3")))
+    assert not list(refusals(ON, {}, engine_named("zero2")))
     model = AutoModelForCausalLM.from_config(config())
     with pytest.raises(InputError, match="in 4 bits: use method=qlora"):
         quantize_experts(model)

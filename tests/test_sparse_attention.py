@@ -18,6 +18,7 @@ from transformers import default_data_collator as collate
 from video_models import FAMILIES
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
+from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
@@ -236,7 +237,7 @@ def test_a_mask_of_the_users_own_is_refused():
     ],
 )
 def test_settings_that_exclude_each_other(given, reason):
-    assert reason in next(refusals(MemoryArguments(**given), {}, "none"))
+    assert reason in next(refusals(MemoryArguments(**given), {}, engine_named("none")))
 
 
 @pytest.fixture

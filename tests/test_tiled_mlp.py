@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_memopt import InputError, MemoryArguments, estimate
+from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import refusals
@@ -120,7 +121,7 @@ def test_which_modules_are_mlps():
 
 def test_what_is_refused():
     levers = MemoryArguments(mlp_tile_size=64)
-    assert "both replace the MLP" in next(refusals(levers, {"use_liger_kernel": True}, "none"))
+    assert "both replace the MLP" in next(refusals(levers, {"use_liger_kernel": True}, engine_named("none")))
     with pytest.raises(InputError, match="mlp_tile_size=0 must be above 0"):
         MemoryArguments(mlp_tile_size=0)
 

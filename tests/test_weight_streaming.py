@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
+from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
@@ -276,11 +277,11 @@ def test_a_model_that_is_moved_or_converted():
 
 def test_what_is_refused():
     on = MemoryArguments(weight_streaming=True)
-    assert list(refusals(on, {}, "ddp")) == []
-    assert "leave it out under fsdp2" in next(refusals(on, {}, "fsdp2"))
-    assert "zero3_offload_cpu" in next(refusals(on, {}, "deepspeed", 3))
-    assert "torch_compile would compile" in next(refusals(on, {"torch_compile": True}, "none"))
-    assert "no effect without" in next(refusals(MemoryArguments(weight_streaming_ratio=0.5), {}, "none"))
+    assert list(refusals(on, {}, engine_named("ddp"))) == []
+    assert "leave it out under fsdp2" in next(refusals(on, {}, engine_named("fsdp2")))
+    assert "zero3_offload_cpu" in next(refusals(on, {}, engine_named("zero3")))
+    assert "torch_compile would compile" in next(refusals(on, {"torch_compile": True}, engine_named("none")))
+    assert "no effect without" in next(refusals(MemoryArguments(weight_streaming_ratio=0.5), {}, engine_named("none")))
     with pytest.raises(InputError, match="weight_streaming goes without DPOTrainer"):
         check_with_trl(on, "DPOTrainer")
     with pytest.raises(InputError, match="weight_streaming_ratio=0 must lie above 0"):

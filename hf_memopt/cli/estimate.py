@@ -119,10 +119,10 @@ def settle_job(spec: JobSpec) -> JobSpec:
 
     spec = _with_device_count(spec)
     preset = _resolve_preset(spec)
-    if spec.strategy == "fsdp2" and (spec.world_size or preset.processes) == 1:
+    if spec.strategy and preset.engine.fsdp_version and (spec.world_size or preset.processes) == 1:
         raise InputError("strategy=fsdp2 shards a model over several processes: add --world-size, or leave it out")
-    if preset.strategy.startswith("zero"):
-        require("deepspeed", f"strategy={preset.strategy}")
+    if package := preset.engine.package:
+        require(package, f"strategy={preset.strategy}")
     training = spec.training
     if not preset.name:  # on several devices, too, as many samples a device as TrainingArguments has
         plain = {"per_device_train_batch_size": preset.micro_batch_size, "gradient_accumulation_steps": 1}

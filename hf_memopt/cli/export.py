@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hf_memopt.cli.output import print_json
-from hf_memopt.compatibility.mesh import mesh_words
 from hf_memopt.compatibility.setup import check
 from hf_memopt.contributed import load_contributed
+from hf_memopt.engines.mesh import mesh_words
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.packages import missing_for
@@ -99,7 +99,7 @@ def _split_sequences(preset: Preset, devices: int) -> Preset:
     Raises:
         InputError: its engine, or its number of devices, cannot do that.
     """
-    if not preset.strategy.startswith("zero"):
+    if not preset.deepspeed_config():
         raise InputError(
             f"sequence_parallel={devices} is DeepSpeed's, and the strategy is {preset.strategy}: "
             "use strategy zero1, zero2 or zero3"

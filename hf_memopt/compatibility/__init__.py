@@ -1,7 +1,6 @@
 """Which optimizers, engines, devices and quantizations work together; if not, why and what to use instead."""
 
 from hf_memopt.compatibility.config_files import check_config_file
-from hf_memopt.compatibility.engine import Engine, deepspeed_strategy, split_strategy
 from hf_memopt.compatibility.launch import launched_config_file, launched_strategy, world_size
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import RULES, Rule
@@ -9,16 +8,13 @@ from hf_memopt.compatibility.setup import Setup, check, refusals
 
 __all__ = [
     "RULES",
-    "Engine",
     "Rule",
     "Setup",
     "check",
     "check_config_file",
-    "deepspeed_strategy",
     "launched_config_file",
     "launched_strategy",
     "refusals",
     "resolve_engine",
-    "split_strategy",
     "world_size",
 ]

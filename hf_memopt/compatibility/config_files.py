@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.deepspeed_values import Found, block_classes, wrong_values
-from hf_memopt.compatibility.engine import decode_inline, missing_batch_size
+from hf_memopt.engines.deepspeed import decode_inline, missing_batch_size
+from hf_memopt.engines.deepspeed_values import Found, block_classes, wrong_values
 from hf_memopt.errors import InputError, brief, closest, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.files import read_json

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.engine import BATCH_SIZES, Engine, deepspeed_config, is_true, missing_batch_size
+from hf_memopt.engines import FSDP, DeepSpeed, Engine
+from hf_memopt.engines.deepspeed import BATCH_SIZES, deepspeed_config, missing_batch_size
+from hf_memopt.engines.engine import is_true
 
 # Sizes of accelerate's ParallelismConfig; their product is the number of processes.
 PARALLEL = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -28,12 +30,12 @@ def launched_strategy() -> str | None:
 def launched_engine() -> Engine | None:
     """The engine that accelerate takes from the environment where nothing else names one; None without any."""
     if is_true(os.environ.get("ACCELERATE_USE_FSDP")):
-        version = int(os.environ.get("FSDP_VERSION", "1"))
-        settings = ("ACTIVATION_CHECKPOINTING", "RESHARD_AFTER_FORWARD", "OFFLOAD_PARAMS")
-        checkpointing, reshards, offloads = (os.environ.get(f"FSDP_{name}") for name in settings)
-        return Engine.of_fsdp(version, checkpointing, LAUNCHER, reshards, offloads)
+        names = ("activation_checkpointing", "reshard_after_forward", "offload_params")
+        settings = {name: os.environ.get(f"FSDP_{name.upper()}") for name in names}
+        version, offload = os.environ.get("FSDP_VERSION", "1"), settings["offload_params"]
+        return FSDP.of_settings(settings | {"version": version, "cpu_offload": offload}, LAUNCHER)
     if is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED")):
-        return Engine.of_deepspeed(_launched_zero(), LAUNCHER)
+        return DeepSpeed.of_config(_launched_zero(), LAUNCHER)
     return None
 
 
@@ -44,7 +46,7 @@ def chosen_by_launcher() -> Engine | None:
     TrainingArguments (transformers 5.23, `_setup_devices`) delete the former; what only a launcher sets stays.
     """
     if _zero_file() or "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ:
-        return Engine.of_deepspeed(_launched_zero(), LAUNCHER)
+        return DeepSpeed.of_config(_launched_zero(), LAUNCHER)
     if is_true(os.environ.get("ACCELERATE_USE_FSDP")) and "FSDP_VERSION" in os.environ:
         return launched_engine()
     return None

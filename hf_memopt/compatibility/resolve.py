@@ -5,15 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_memopt.compatibility.engine import (
-    Engine,
-    deepspeed_config,
-    is_true,
-    read_fsdp_version,
-    read_settings,
-    refuse_differing,
-)
 from hf_memopt.compatibility.launch import chosen_by_launcher, launched_engine, parallel_sizes, world_size
+from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, MeshEngine
+from hf_memopt.engines.deepspeed import deepspeed_config
+from hf_memopt.engines.engine import is_true
+from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError
 
 
@@ -29,13 +25,19 @@ def resolve_engine(args: Any, state: Any = None, mesh: str | None = None) -> Eng
         InputError: two of them ask for engines that differ, or a file cannot be read.
     """
     get = args.get if isinstance(args, Mapping) else lambda name: getattr(args, name, None)
-    sharded = [Engine(mesh, "the model's DistributedConfig")] if mesh else []
+    sharded = [MeshEngine(mesh, "the model's DistributedConfig")] if mesh else []
     plugins = _from_plugins(get, _configured_state(get) if state is None else state)
     arguments = _from_arguments(get)
     launcher = [engine] if (engine := chosen_by_launcher()) else []
-    refuse_differing(sharded + arguments + plugins + launcher)
+    asked = sharded + arguments + plugins + launcher
+    for other in asked[1:]:  # only one engine can run
+        if (other.name, other.offload) != (asked[0].name, asked[0].offload):
+            raise InputError(
+                f"{asked[0].source} asks for {asked[0].label} and {other.source} for {other.label}: "
+                "leave one of the two out"
+            )
     processes = get("world_size") or world_size()
-    default = launched_engine() or Engine("ddp" if processes > 1 else "none")
+    default = launched_engine() or (DDP() if processes > 1 else NO_ENGINE)
     running = next(iter(sharded + plugins + arguments + launcher), default)
     return replace(running, tp_size=_tp_size(get("parallelism_config")))
 
@@ -46,7 +48,7 @@ def _from_plugins(get, state: Any) -> list[Engine]:
     if deepspeed is None:
         deepspeed = get("deepspeed_plugin")  # which TrainingArguments made, or the user
     if deepspeed is not None:
-        return [Engine.of_deepspeed(deepspeed.hf_ds_config.config, "accelerate's DeepSpeedPlugin")]
+        return [DeepSpeed.of_config(deepspeed.hf_ds_config.config, "accelerate's DeepSpeedPlugin")]
     fsdp = getattr(state, "fsdp_plugin", None)
     source = "accelerate's FullyShardedDataParallelPlugin"
     if fsdp is None:
@@ -54,8 +56,9 @@ def _from_plugins(get, state: Any) -> list[Engine]:
     # A plugin makes a policy of what it was given (accelerate 1.15): FSDP2's has no switch, only a class.
     offload = fsdp.cpu_offload
     offloads = getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy" or offload is True)
-    version, checkpointing = fsdp.fsdp_version, fsdp.activation_checkpointing
-    return [Engine.of_fsdp(version, checkpointing, source, fsdp.reshard_after_forward, offloads)]
+    settings = {"version": fsdp.fsdp_version, "activation_checkpointing": fsdp.activation_checkpointing}
+    settings |= {"reshard_after_forward": fsdp.reshard_after_forward, "cpu_offload": offloads}
+    return [FSDP.of_settings(settings, source)]
 
 
 def _from_arguments(get) -> list[Engine]:
@@ -63,9 +66,11 @@ def _from_arguments(get) -> list[Engine]:
     engines = []
     if deepspeed := get("deepspeed"):
         source = f"deepspeed={deepspeed}" if isinstance(deepspeed, str) else "deepspeed"
-        engines.append(Engine.of_deepspeed(deepspeed_config(deepspeed), source))
+        engines.append(DeepSpeed.of_config(deepspeed_config(deepspeed), source))
     if fsdp := get("fsdp"):
-        engines.append(_of_fsdp_fields(fsdp_settings(fsdp, get("fsdp_config")), f"fsdp={fsdp}"))
+        # accelerate takes what is left out from the environment.
+        launched = {"activation_checkpointing": os.environ.get("FSDP_ACTIVATION_CHECKPOINTING")}
+        engines.append(FSDP.of_settings(launched | fsdp_settings(fsdp, get("fsdp_config")), f"fsdp={fsdp}"))
     return engines
 
 
@@ -79,27 +84,6 @@ def _tp_size(config: Any) -> int:
                 "leave one of the two out"
             )
     return asked["tp"]
-
-
-def fsdp_settings(fsdp: Any, config: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """`fsdp_config`, which may be a file, under keys without fsdp_, with what the old words in `fsdp` add to it
-    (transformers 5.23, TrainingArguments._apply_legacy_fsdp_to_config)."""
-    settings = read_settings(config or {}, "fsdp_config")
-    settings = {key.removeprefix("fsdp_"): value for key, value in settings.items()}
-    for word in fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else ():
-        word = getattr(word, "value", word)
-        if word == "offload":
-            settings.setdefault("cpu_offload", True)
-        elif word not in ("auto_wrap", "true", "True"):
-            settings.setdefault("reshard_after_forward", word)
-    return settings
-
-
-def _of_fsdp_fields(given: Mapping[str, Any], source: str) -> Engine:
-    """accelerate takes what is left out from the environment."""
-    checkpointing = given.get("activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
-    reshards, offloads = given.get("reshard_after_forward"), given.get("cpu_offload")
-    return Engine.of_fsdp(read_fsdp_version(given), checkpointing, source, reshards, offloads)
 
 
 def _configured_state(get) -> Any:

@@ -15,7 +15,7 @@ class Setup:
     Attributes:
         optim: as in TrainingArguments.
         method: full | lora | qlora.
-        strategy: none | ddp | zero0 | zero1 | zero2 | zero3 | fsdp1 | fsdp2 | hsdp | tp (Engine.name).
+        strategy: none | ddp | zero0 | zero1 | zero2 | zero3 | fsdp1 | fsdp2 | hsdp | tp (engines.Engine.name).
         offload: where the optimizer states are: none | cpu | nvme.
         device: cuda | rocm | mps | xpu | cpu.
         precision: bf16 | fp16 | fp32, of the computation.

@@ -5,6 +5,7 @@ by huggingface_hub's own function. Both sides speak JSON: the parent unpickles n
 """
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -87,14 +88,15 @@ def _in_cache(url: str, headers: dict[str, str]) -> str | None:
 @contextlib.contextmanager
 def through_parent(connection: Connection) -> Iterator[None]:
     """Let huggingface_hub ask the parent."""
-    import httpx2
     from huggingface_hub import constants, set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
+    # huggingface_hub 2 asks with httpx2, 1 with httpx, which has the same names.
+    httpx = importlib.import_module(type(default_client_factory()).__module__.partition(".")[0])
     lock = threading.Lock()
 
-    class Parent(httpx2.BaseTransport):
-        def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+    class Parent(httpx.BaseTransport):
+        def handle_request(self, request):
             fields = {
                 "method": request.method,
                 "url": str(request.url),
@@ -105,10 +107,10 @@ def through_parent(connection: Connection) -> Iterator[None]:
                 connection.send_bytes(json.dumps(fields).encode())
                 answer = json.loads(connection.recv_bytes())
             if "error" in answer:
-                raise httpx2.ConnectError(answer["error"], request=request)
-            return httpx2.Response(answer["status"], headers=answer["headers"], stream=Body(answer["file"]))
+                raise httpx.ConnectError(answer["error"], request=request)
+            return httpx.Response(answer["status"], headers=answer["headers"], stream=Body(answer["file"]))
 
-    class Body(httpx2.SyncByteStream):
+    class Body(httpx.SyncByteStream):
         def __init__(self, path: str) -> None:
             self.file = open(path, "rb")  # noqa: SIM115
 
@@ -119,9 +121,9 @@ def through_parent(connection: Connection) -> Iterator[None]:
         def close(self) -> None:
             self.file.close()
 
-    def client() -> httpx2.Client:
+    def client():
         usual = default_client_factory()
-        return httpx2.Client(
+        return httpx.Client(
             transport=Parent(), event_hooks=usual.event_hooks, follow_redirects=True, timeout=usual.timeout
         )
 

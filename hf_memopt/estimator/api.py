@@ -59,7 +59,7 @@ def estimate(
         quantization_config: any of transformers' quantization configurations that can be trained on; by default the
             checkpoint's own. {"dequantize": True}: its weights are dequantized while they are loaded.
         world_size: processes that train together, one device each; by default those of `args`, else 1.
-        strategy: ddp, fsdp2, tpN, hsdpN, tpN_hsdpM (compatibility.mesh), or a DeepSpeed JSON as for `args`; by default
+        strategy: ddp, fsdp2, tpN, hsdpN, tpN_hsdpM (engines.mesh), or a DeepSpeed JSON as for `args`; by default
             what `args` says.
         task: causal-lm, masked-lm, image-classification, ctc, … (tracing.tasks.TASKS), the name of a pipeline or of an
             auto class; sft, dpo, kto, reward, grpo or rloo for TRL's trainers, `args` with the fields of their

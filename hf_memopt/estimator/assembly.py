@@ -10,7 +10,6 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.physical import check_physics
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
-from hf_memopt.estimator.training_fields import zero_limit, zero_stage
 from hf_memopt.stack.vocabulary import spelled
 
 _PHASES = ("load", WEIGHT_SYNC, *ROLLOUT_PHASES, "forward", "backward", "optimizer", "eval", "between", "save")
@@ -27,7 +26,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     Raises:
         ImpossibleEstimate: what comes out contradicts itself, or the model.
     """
-    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
+    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], not job.engine.flat_buffers)
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)
     logits = traces[-1].kept_logits
@@ -83,10 +82,10 @@ def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job,
         trace: the deepest.
         depth: of that trace.
     """
-    if job.engine != "deepspeed" or zero_stage(job.fields) < 3 or depth == count_layers(job.config):
+    if job.engine.step_group is None or depth == count_layers(job.config):
         return
     rest, layer = job.elements(trained=True)
-    group = zero_limit(job.fields, "sub_group_size") * job.world_size
+    group = job.engine.step_group * job.world_size
     if rest + layer * count_layers(job.config) <= group:
         return
     traced_group = min(group, rest + layer * depth)
@@ -99,7 +98,7 @@ def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job,
 def _replay(trace: TraceResult, period: int, added: int, job: Job, peak: int) -> Replay:
     """The job's allocations in the allocator's model. DeepSpeed's flat buffers grow with the model instead of getting
     more, so the shallow model's own replay is scaled to the peak."""
-    if job.engine != "deepspeed":
+    if not job.engine.flat_buffers:
         return replay(trace, period, added, job.device)
     shallow = replay(trace, period, 0, job.device)
     scale = peak / max(1, shallow.allocated)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.engine import deepspeed_strategy
-from hf_memopt.compatibility.mesh import Mesh, mesh_of, mesh_strategy
+from hf_memopt.engines import NO_ENGINE, Engine
+from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job_checks import check_combination, check_length, own_attention, positions_of
@@ -16,13 +16,7 @@ from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.quantized_checkpoints import check_quantized_training, resolve_quantization
 from hf_memopt.estimator.tracing.adapters import adapter_at_depth, adapts_layers_alike, check_adapter
-from hf_memopt.estimator.tracing.extrapolate import (
-    FEWEST,
-    FEWEST_IN_PARTITIONS,
-    count_layers,
-    shallow_depths,
-    with_depth,
-)
+from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths, with_depth
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
     count_weights,
@@ -34,20 +28,11 @@ from hf_memopt.estimator.tracing.quantization import quantization_method
 from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
-    check_fields,
     check_fsdp,
     checkpointing_period,
-    engine_name,
     evaluates,
-    fsdp_checkpoints,
-    fsdp_reshards,
-    fsdp_version,
-    peak_rank,
     read_fields,
-    traceable_fields,
-    with_strategy,
-    zero_limit,
-    zero_stage,
+    settle_engine,
 )
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
@@ -84,9 +69,9 @@ class Job(ModelSettings):
         padded: samples are padded, so that there is an attention mask.
         packed: several rows per sample, separated by their `position_ids`.
         video: the clips of a batch; None for text.
-        engine: none, ddp, fsdp2, mesh or deepspeed.
+        engine: of all processes, as the fields configure it; FSDP1 is traced as FSDP2.
         world_size: processes, one device each.
-        mesh: how the processes share the model; None for other engines than "mesh".
+        mesh: how the processes share the model; None where transformers does not shard it.
         rank: the process that is estimated.
         dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
@@ -100,7 +85,7 @@ class Job(ModelSettings):
     padded: bool = False
     packed: bool = False
     video: VideoInputs | None = None
-    engine: str = "none"
+    engine: Engine = NO_ENGINE
     world_size: int = 1
     mesh: Mesh | None = None
     rank: int = 0
@@ -153,11 +138,6 @@ class Job(ModelSettings):
             micro = samples_within(budget, self.video.longest(self.config))
         return self.video.batch(self.config, micro)
 
-    @property
-    def engine_label(self) -> str:
-        """The engine as people read it: FSDP1 is traced as FSDP2."""
-        return f"fsdp{fsdp_version(self.fields)}" if self.engine == "fsdp2" else self.engine
-
     def in_words(self, attention: str) -> str:
         """The job in one line: dtype, optimizer, checkpointing, attention, loss, engine, other memory features, and
         micro-batch × accumulation × processes.
@@ -174,13 +154,7 @@ class Job(ModelSettings):
         )
         chunk = levers.pop("loss_chunk_size", None)
         fused = fields.get("use_liger_kernel") or self.fuses_head
-        engine = self.engine_label
-        if self.engine == "deepspeed":
-            engine = deepspeed_strategy(fields["deepspeed"])
-        elif self.mesh is not None:
-            engine = str(
-                mesh_strategy(*(size if size > 1 else None for size in (self.mesh.tp_size, self.mesh.fsdp_size)))
-            )
+        engine = str(self.mesh.strategy) if self.engine.by_transformers else self.engine.label
         budget = levers.pop("max_tokens_per_batch", None)
         micro = f"{budget} tokens" if budget else fields["per_device_train_batch_size"]
         return ", ".join(
@@ -191,7 +165,7 @@ class Job(ModelSettings):
                 checkpointing,
                 attention or "no attention",
                 f"loss in chunks of {chunk}" if chunk else "fused loss" if fused else "plain loss",
-                *([engine] if engine != "none" else []),
+                *([] if self.engine.alone else [engine]),
                 *(name if value is True else f"{name}={value}" for name, value in levers.items()),
                 f"{micro} × {fields['gradient_accumulation_steps']} × {self.world_size}",
             ]
@@ -199,7 +173,7 @@ class Job(ModelSettings):
 
     def _checkpointing_in_words(self, ratio: float, keeps: str) -> str:
         every = checkpointing_period(self.fields)
-        if not (self.fields.get("activation_checkpointing") or fsdp_checkpoints(self.fields) or ratio or keeps):
+        if not (self.fields.get("activation_checkpointing") or self.engine.checkpointing or ratio or keeps):
             return "no checkpointing"
         share = f" of {ratio:.0%}" if ratio else f" every {every} layers" if every > 1 else ""
         return f"checkpointing{share}" + (f" but {keeps}" if keeps else "")
@@ -271,16 +245,14 @@ class Job(ModelSettings):
 
     def _fewest_layers(self) -> int:
         """Layers that a shallow model of this job needs, at least."""
-        if self.engine != "deepspeed":
-            return FEWEST[self.engine]
-        if zero_stage(self.fields) < 3:
-            return FEWEST_IN_PARTITIONS
+        fewest, live = self.engine.fewest_layers, self.engine.live_weights
+        if live is None:
+            return fewest
         # ZeRO-3 keeps gathered weights up to a limit. Where the whole model exceeds it, the shallow one must too, or
         # the extrapolation would keep every layer gathered; at most 16 layers, with fewer the estimate is too high.
-        live = max(zero_limit(self.fields, f"stage3_max_{name}") for name in ("live_parameters", "reuse_distance"))
         _, layer = self.elements()
         needed = int(2 * live / layer) + 2 if layer * count_layers(self.config) > live else 0
-        return max(FEWEST["deepspeed"], min(needed, _MOST_LAYERS))
+        return max(fewest, min(needed, _MOST_LAYERS))
 
     def at_depth(self, depth: int) -> TracedJob:
         """What is traced: the job on a model with so many layers."""
@@ -300,7 +272,7 @@ class Job(ModelSettings):
     def _trace_settings(self) -> dict[str, Any]:
         """The fields of a TracedJob that follow from the settings, whatever the model is."""
         return {
-            "fields": traceable_fields(self.fields, self.engine),
+            "fields": self.engine.traceable(self.fields),
             "backend": self.device.backend,
             "discrete_memory": self.device.discrete_memory,
             "flex": runs_flex(self.device),
@@ -311,7 +283,6 @@ class Job(ModelSettings):
             "engine": self.engine,
             "memory_args": self.memory_args,
             "rank": self.rank,
-            "reshards": fsdp_reshards(self.fields),
         }
 
 
@@ -351,9 +322,8 @@ def describe(
     fields = read_fields(args, config_class)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
-    fields = with_strategy(fields, strategy)
-    engine = engine_name(fields, strategy, world_size)
-    check_fields(fields, engine, world_size)
+    fields, engine = settle_engine(fields, strategy, world_size)
+    engine.check(fields, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     task = find_task(task, config) if task else infer_task(config)
     check_length(config, task, seq_len if video is None else video.longest(config))
@@ -365,23 +335,22 @@ def describe(
         engine=engine,
         world_size=world_size,
         task=task,
-        rank=peak_rank(fields, engine, world_size) if rank is None else _checked_rank(rank, world_size),
-        mesh=mesh_of(strategy, world_size) if engine == "mesh" else None,
+        rank=engine.peak_rank(world_size) if rank is None else _checked_rank(rank, world_size),
+        mesh=engine.mesh(world_size),
         **settings,
     )
-    check_combination(job, strategy)
+    check_combination(job)
     return job
 
 
-def _resolve_model(config, settings: dict[str, Any], fields: dict[str, Any], engine: str, device: Hardware):
+def _resolve_model(config, settings: dict[str, Any], fields: dict[str, Any], engine: Engine, device: Hardware):
     """The configuration of what is loaded. Quantization and attention are put into the settings; adapter, quantization
     and kernels are checked."""
     adapter = settings.get("peft_config")
     check_adapter(adapter)
     config, quantization, dequantized = resolve_quantization(config, settings.get("quantization_config"), device)
     settings |= {"quantization_config": quantization, "dequantized": dequantized}
-    sharded = engine in ("fsdp2", "mesh") or (engine == "deepspeed" and zero_stage(fields) == 3)
-    check_quantized_training(quantization, adapter, engine, sharded)
+    check_quantized_training(quantization, adapter, engine)
     settings["attn_implementation"] = settings.get("attn_implementation") or own_attention(config)
     check_attention(settings["attn_implementation"], device)
     check_liger(fields, device)

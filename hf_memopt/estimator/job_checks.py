@@ -1,11 +1,9 @@
 """What a job is refused for before it is traced: lengths beyond the model's positions, settings that cannot train."""
 
-from hf_memopt.compatibility.engine import Engine
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import has_table
 from hf_memopt.estimator.tracing.optimizers import check_traceable
-from hf_memopt.estimator.training_fields import fsdp_checkpoints, fsdp_version, zero_stage
 from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.levers.refusals import check_levers
 
@@ -48,23 +46,19 @@ def check_length(config, task: str, seq_len: int) -> None:
         )
 
 
-def check_combination(job, strategy: str | None) -> None:
+def check_combination(job) -> None:
     """Refuse what the Trainer or compatibility would refuse before training: only jobs that can run are estimated."""
-    fields, engine = job.fields, job.engine
+    fields = job.fields
     if fields.get("bf16") and fields.get("fp16"):
         raise InputError("bf16 and fp16 exclude each other: set one of them")
     if job.memory_args is not None:
-        stage = zero_stage(fields) if engine == "deepspeed" else 0
-        check_levers(job.memory_args, fields, job.engine_label, stage, job.device.backend)
-    running = Engine(strategy if job.mesh else engine)
-    if engine == "deepspeed":
-        running = Engine.of_deepspeed(fields["deepspeed"])
-    elif engine == "fsdp2":
-        running = Engine.of_fsdp(fsdp_version(fields), fsdp_checkpoints(fields))
+        check_levers(job.memory_args, fields, job.engine, job.device.backend)
+    # The table's rows on sharding on a CPU are about how accelerate starts it: the job itself runs there over gloo.
+    device = "cuda" if job.device.backend == "cpu" and job.engine.accelerator_only else job.device.backend
     setup = Setup(
-        **running.setup(),
+        **job.engine.setup(),
         optim=fields.get("optim", "adamw_torch_fused"),
-        device=_checked_device(job),
+        device=device,
         method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
         precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
         dtype=job.dtype,
@@ -78,9 +72,3 @@ def check_combination(job, strategy: str | None) -> None:
     for refusal in refusals(setup):
         raise InputError(refusal)
     check_traceable(setup.optim, job.device.backend != "cpu")
-
-
-def _checked_device(job) -> str:
-    """The device in terms of the compatibility table. Its rows on sharding on a CPU are about how accelerate starts
-    it: the job itself runs there over gloo, and can be estimated."""
-    return "cuda" if job.device.backend == "cpu" and job.engine in ("fsdp2", "mesh") else job.device.backend

@@ -59,14 +59,14 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     if not alone:  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
         grow(fetching, "other", accumulation * batch)
-        if job.engine in ("none", "ddp"):  # gradients are gone by then
+        if job.engine.plain:  # gradients are gone by then
             grow(fetching, "gradients", -fetching.by_kind.get("gradients", 0))
 
 
 def _one_at_a_time(job) -> bool:
     """Whether a MemoryTrainer keeps the batches of a step in host memory until they run."""
     recovers = getattr(job.memory_args, "oom_recovery", False)
-    return recovers and job.device.discrete_memory and job.engine in ("none", "ddp")
+    return recovers and job.device.discrete_memory and job.engine.plain
 
 
 def _joins(job) -> bool:
@@ -190,8 +190,8 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
             # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
             said.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
     if job.world_size > 1:
-        said.append(f"predicted for one of {job.world_size} devices, {job.engine_label}")
-    if job.engine_label == "fsdp1":
+        said.append(f"predicted for one of {job.world_size} devices, {job.engine.family}")
+    if job.engine.fsdp_version == 1:
         said.append(
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )

@@ -70,7 +70,7 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     sizes = job.trained_sizes()
     spare = _BLOCKS * len(sizes)
     streamed = getattr(job.memory_args, "weight_streaming", False)  # fetched after they were loaded
-    if job.engine in ("none", "ddp") and not streamed:  # whose gradients have the weights' types
+    if job.engine.plain and not streamed:  # whose gradients have the weights' types
         yield from _beyond(breakdown, "parameters", loaded, spare, "what is loaded")
         yield from _beyond(breakdown, "gradients", loaded, spare, "what is loaded")
     if isinstance(job, TrainerJob) and not isinstance(job, TrlJob):
@@ -78,7 +78,7 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     trained = sum(sizes)
     width = max(_FP32, getattr(torch, job.dtype).itemsize)
     # DeepSpeed has fp32 master weights, and gradients of those beside the weights' own.
-    beside = job.engine == "deepspeed"
+    beside = job.engine.flat_buffers
     optim = job.fields.get("optim", "adamw_torch_fused")
     states = _MOST_STATES + 1 if optim in PROJECTED else _STATES.get(optim, _MOST_STATES)
     weights = f"{trained:,} trained weights"
@@ -96,7 +96,10 @@ def _beyond(breakdown: dict[str, int], kind: str, bound: int, spare: int, reason
 
 def _fewest_loaded(job: Job) -> int:
     """Bytes of the configuration's weights that are on one device at least: all that no engine converts or shards."""
-    whole = job.engine in ("none", "ddp")
-    if not whole or getattr(job.memory_args, "weight_streaming", False) or job.quantization_config is not None:
+    if (
+        not job.engine.plain
+        or getattr(job.memory_args, "weight_streaming", False)
+        or job.quantization_config is not None
+    ):
         return 0
     return count_weights(job.config, job.task, job.dtype) * getattr(torch, job.dtype).itemsize

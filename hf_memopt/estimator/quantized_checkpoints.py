@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from hf_memopt.engines import Engine
 from hf_memopt.errors import InputError, MethodRefused, as_input_error
 from hf_memopt.estimator.tracing.process_state import quiet
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantization_method
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES
-from hf_memopt.estimator.training_fields import zero_stage
 from hf_memopt.hardware import Hardware
 
 _AS_CONFIG = "quantization_config"
@@ -71,11 +71,8 @@ def resolve_quantization(config, quantization, device: Hardware | None = None) -
     return config, quantization, ""
 
 
-def check_quantized_training(quantization, peft_config, engine: str, sharded: bool) -> None:
+def check_quantized_training(quantization, peft_config, engine: Engine) -> None:
     """Refuse what transformers' Trainer and peft refuse, and sharded weights that are not modelled.
-
-    Args:
-        sharded: the engine shards weights.
 
     Raises:
         InputError: full fine-tuning, an adapter that these layers cannot have, or an engine that cannot hold them.
@@ -88,9 +85,9 @@ def check_quantized_training(quantization, peft_config, engine: str, sharded: bo
             f"{_AS_CONFIG}: quantized models are not fine-tuned as they are (transformers' Trainer: attach trainable "
             f"adapters): set peft_config, --method lora, or load {method} weights dequantized"
         )
-    if sharded and method != "bitsandbytes_4bit":
+    if engine.shards_weights and method != "bitsandbytes_4bit":
         raise MethodRefused(f"{_AS_CONFIG}: weights quantized with {method} are not sharded: strategy ddp or zero2")
-    if engine == "deepspeed" and method == "torchao":
+    if engine.flat_buffers and method == "torchao":
         raise MethodRefused(f"{_AS_CONFIG}: torchao's weights lack operators that DeepSpeed calls: strategy ddp")
     if method in SCHEMES:
         _check_adapter_of_stand_ins(peft_config, method)
@@ -115,7 +112,7 @@ def quantization_notes(job) -> Iterator[str]:
         targets = getattr(job.peft_config, "target_modules", None)
         if targets == "all-linear":
             yield f"target_modules=all-linear counts {method} layers, none of which peft finds: name them to train"
-    elif method == "bitsandbytes_4bit" and zero_stage(job.fields) == 3:
+    elif method == "bitsandbytes_4bit" and job.engine.zero_stage == 3:
         # transformers 5.23, modeling_utils: needs_zero3_init and not quantized; bitsandbytes 0.50.2, MatMul4Bit.
         yield (
             "every process loads the 4-bit weights whole, and bitsandbytes keeps each gathered layer until its "

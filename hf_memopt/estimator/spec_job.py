@@ -4,10 +4,9 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from hf_memopt.compatibility.engine import deepspeed_config
-from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.compatibility.resolve import fsdp_settings
 from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.engines.deepspeed import batch_of, deepspeed_config
+from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
@@ -16,7 +15,6 @@ from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
-from hf_memopt.estimator.training_fields import batch_of
 from hf_memopt.estimator.trl_job import describe_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.hardware import Hardware
@@ -87,7 +85,7 @@ def spec_job(spec: JobSpec) -> Job:
     resolved = resolve(preset, world_size, fields, row and row.config_class)
     if deepspeed:
         resolved["deepspeed"] = deepspeed
-    if preset.strategy == "fsdp2" and world_size > 1:
+    if preset.engine.fsdp_version and world_size > 1:
         # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
         checkpoints = fields.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
         changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
@@ -155,7 +153,7 @@ def _strategy(preset: Preset, world_size: int, by_fields: bool) -> str | None:
     """The preset's, which on one process shards nothing; None where fields start the engine."""
     if by_fields:
         return None
-    return "none" if world_size == 1 and preset.strategy == "fsdp2" else preset.strategy
+    return "none" if world_size == 1 and preset.engine.fsdp_version else preset.strategy
 
 
 def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
@@ -171,11 +169,7 @@ def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
 
 def _refuse_second_engine(preset: Preset, fields: dict) -> None:
     """As the run would: Preset.training_arguments() refuses an engine beside the preset's."""
-    strategy = preset.strategy
-    if fields.get("fsdp") and strategy not in ("none", "fsdp2"):
-        name = "fsdp"
-    elif fields.get("deepspeed") and (strategy == "fsdp2" or is_mesh(strategy)):
-        name = "deepspeed"
-    else:
-        return
-    raise InputError(f"{name}={brief(fields[name])} beside strategy {strategy}: leave one of the two out")
+    for name in ("fsdp", "deepspeed"):
+        if fields.get(name) and name not in preset.engine.beside:
+            value, strategy = brief(fields[name]), preset.strategy
+            raise InputError(f"{name}={value} beside strategy {strategy}: leave one of the two out")

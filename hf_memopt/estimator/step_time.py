@@ -6,7 +6,7 @@ Estimates and plans ask the same functions. benchmarks/speed_published.py compar
 import functools
 from dataclasses import dataclass
 
-from hf_memopt.compatibility.engine import split_strategy
+from hf_memopt.engines import Engine
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
 from hf_memopt.hardware.measured import constant, measured_value
@@ -31,7 +31,6 @@ class Step:
     """What an optimizer step computes.
 
     Attributes:
-        strategy: none, ddp, fsdp2, or a DeepSpeed configuration's name (zero3_offload_cpu).
         accumulation: micro-batches.
         micro_seconds: of a micro-batch's kernels and of the waits for what it offloads.
         micro_matmuls: the number of matmuls among them.
@@ -39,17 +38,12 @@ class Step:
         optimizer_offloaded: its states are in host memory without an engine.
     """
 
-    strategy: str
+    engine: Engine
     accumulation: int
     micro_seconds: float
     micro_matmuls: float
     optimizer_seconds: float
     optimizer_offloaded: bool = False
-
-    @property
-    def zero_stage(self) -> int:
-        """DeepSpeed's; 0 under other engines."""
-        return int(self.strategy[4]) if self.strategy.startswith("zero") else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +71,22 @@ class StepTime:
 
     def exchanged(self, step: Step) -> tuple[float, float]:
         """Seconds that devices exchange weights and gradients, per micro-batch and per step."""
-        ranks, strategy = self.world_size, step.strategy
+        ranks, engine, weights = self.world_size, step.engine, self.loaded
         if ranks == 1:
             return 0.0, 0.0
-        link, gradients, weights = self._link, 2.0 * self.trained, self.loaded
-        kept = (ranks - 1) / ranks
-        host = self._summed_on_host(step)
-        if strategy == "ddp":
-            return 0.0, 2 * 2 * gradients * kept / link  # fp32, reduced and spread
-        if strategy == "fsdp2":
-            return (2 * weights + 2 * gradients) * kept / link, 0.0
-        if step.zero_stage == 3:
-            moved = (2 * weights + gradients) * kept / link
-            if "offload" in strategy:
-                moved += 2 * weights / ranks / self._host_link
-            if strategy.endswith("nvme"):
-                moved += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
-            return moved + host, 0.0
-        if step.zero_stage == 2:  # gradients go to their owner after every micro-batch
-            return gradients * kept / link + host, gradients * kept / link
-        return 0.0, 2 * gradients * kept / link
+        sent = (ranks - 1) / ranks
+        micro, once = (size * sent / self._link for size in engine.exchanged(weights, 2.0 * self.trained))
+        if not engine.offloads or not engine.shards_gradients:
+            return micro, once
+        if engine.shards_weights:
+            micro += 2 * weights / ranks / self._host_link
+            if engine.offload == "nvme":
+                micro += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
+        return micro + self._summed_on_host(step), once
 
     def _gathering(self, step: Step) -> float:
         """Seconds a micro-batch that sharding adds around matmuls: hooks, launches and waits for gathered weights."""
-        sharded = step.strategy == "fsdp2" or step.zero_stage == 3
-        return step.micro_matmuls * self._sharded_matmul if sharded else 0.0
+        return step.micro_matmuls * self._sharded_matmul if step.engine.shards_weights else 0.0
 
     def _summed_on_host(self, step: Step) -> float:
         """Seconds a micro-batch in which gradients come from the host, are added to and go back.
@@ -109,21 +94,18 @@ class StepTime:
         DeepSpeed keeps a process's part of them where its states are (stage3.py, partition_grads; stage_1_and_2.py
         likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's.
         """
-        if "offload" not in step.strategy:
-            return 0.0
         later = (step.accumulation - 1) / step.accumulation
         return later * 4 * self.trained / self.world_size / self._host_link
 
     def _optimizer(self, step: Step) -> float:
-        ranks, strategy = self.world_size, step.strategy
-        if step.optimizer_offloaded or split_strategy(strategy)[1] != "none":
+        ranks, engine = self.world_size, step.engine
+        if step.optimizer_offloaded or engine.offloads:
             there_and_back = 2 * 2 * self.trained / ranks / self._host_link
             adam = self.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
-            if strategy.endswith("nvme"):
+            if engine.offload == "nvme":
                 adam = self._overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))
             return there_and_back + adam
-        sharded = strategy == "fsdp2" or strategy.startswith("zero")
-        return step.optimizer_seconds / (ranks if sharded else 1)
+        return step.optimizer_seconds / (1 if engine.plain else ranks)
 
     def _disk(self, read: float, written: float) -> float:
         """Seconds for the machines to read and write so many bytes of the whole job, each its share."""

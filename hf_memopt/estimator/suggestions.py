@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine
 from hf_memopt.compatibility.setup import Setup, quant_storage
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_jobs
@@ -13,7 +12,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
-from hf_memopt.estimator.training_fields import engine_name, fsdp_checkpoints, peak_rank, with_strategy
+from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
 from hf_memopt.presets import preset_by_name
@@ -79,14 +78,9 @@ def _changed_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 
 def job_facts(job: Job) -> JobFacts:
     """The job in the terms of the table of changes, on its own device."""
-    engine = Engine(job.engine if job.engine != "mesh" else "hsdp1")
-    if job.engine == "deepspeed":
-        engine = Engine.of_deepspeed(job.fields["deepspeed"])
-    elif job.engine == "fsdp2":
-        engine = Engine.of_fsdp(2, fsdp_checkpoints(job.fields))
     fields = job.fields
     setup = Setup(
-        **engine.setup(),
+        **job.engine.setup(),
         optim=str(fields.get("optim", "adamw_torch_fused")),
         method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
         device=job.device.backend,
@@ -118,9 +112,8 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
     if "max_frames" in settings:
         changed["video"] = job.video.halved()
     if "strategy" in settings:
-        fields = with_strategy(changed["fields"], settings["strategy"])
-        engine = engine_name(fields, settings["strategy"], job.world_size)
-        changed |= {"fields": fields, "engine": engine, "rank": peak_rank(fields, engine, job.world_size)}
+        fields, engine = settle_engine(changed["fields"], settings["strategy"], job.world_size)
+        changed |= {"fields": fields, "engine": engine, "rank": engine.peak_rank(job.world_size)}
     if "method" in settings:
         changed |= _of_method(job, changed["fields"], settings["method"])
     return dataclasses.replace(job, **changed)

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_memopt.compatibility.engine import deepspeed_strategy
 from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
@@ -13,12 +12,11 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.speed import has_rates, kernel_seconds, matmuls, peak_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
-from hf_memopt.estimator.training_fields import traceable_fields
+from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.constants import SPEEDS, show
 from hf_memopt.hardware.measured import constant, measured_on
 
-_PLAIN = ("none", "ddp")  # engines whose own trace has the kernels of one device
 _FORWARD = 1 / 3  # of a micro-batch's time; backward has twice its matmuls
 
 
@@ -47,12 +45,11 @@ def counted_job(job: Job) -> Job | None:
     no speed is predicted."""
     if unknown_speed(job):
         return None
-    if job.engine in _PLAIN:
+    if job.engine.plain:  # its own trace has the kernels of one device
         return job
-    fields = {**traceable_fields(job.fields, job.engine), "gradient_accumulation_steps": 1}
-    for engine in ("deepspeed", "fsdp", "fsdp_config"):
-        fields.pop(engine, None)
-    return dataclasses.replace(job, fields=fields, engine="none", world_size=1, rank=0)
+    fields, engine = settle_engine(job.engine.traceable(job.fields), "none", 1)
+    fields |= {"gradient_accumulation_steps": 1}
+    return dataclasses.replace(job, fields=fields, engine=engine, world_size=1, rank=0)
 
 
 def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> Throughput:
@@ -68,11 +65,11 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
     micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
     micro, optimizer = kernel_seconds(kernels, job.device)
     again, _ = kernel_seconds(Counter({one: count for one, count in kernels.items() if one.recomputed}), job.device)
-    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], job.engine != "deepspeed")
+    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], not job.engine.flat_buffers)
     micro_seconds = micro / micro_batches
     accumulation = job.fields["gradient_accumulation_steps"]
     step = Step(
-        strategy=deepspeed_strategy(job.fields["deepspeed"]) if job.engine == "deepspeed" else job.engine,
+        engine=job.engine,
         accumulation=accumulation,
         micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / micro_batches),
         micro_matmuls=matmuls(kernels) / micro_batches,
@@ -135,7 +132,7 @@ def unknown_speed(job: Job) -> str | None:
         return reason
     if job.generates:
         return "not predicted for trainers that generate text"
-    if job.engine == "mesh":
+    if job.engine.by_transformers:
         return "not predicted for tensor parallelism and HSDP"
     bf16 = fields.get("bf16") or (job.dtype == "bfloat16" and not fields.get("fp16"))
     if bf16 and not device.native_bf16:

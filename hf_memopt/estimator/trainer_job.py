@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_memopt.engines import Engine
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.job import Job
@@ -19,14 +20,9 @@ from hf_memopt.estimator.tracing.segments import repeated_layers
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (
-    check_fields,
-    engine_name,
     evaluates,
-    fsdp_version,
-    peak_rank,
     read_trainer_fields,
-    with_strategy,
-    zero_stage,
+    settle_engine,
 )
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import expands_segments
@@ -154,14 +150,11 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     for name in attention_names(read_config(model)):
         check_attention(name, device)
-    fields = with_strategy(read_trainer_fields(trainer), strategy)
-    check_liger(fields, device)
     world_size = world_size or trainer.args.world_size
-    engine = engine_name(fields, strategy, world_size)
-    check_fields(fields, engine, world_size)
-    check_held(trainer, engine, fields)
-    if generates(trainer):
-        check_sharded_generation(trainer, engine, fields)
+    fields, engine = settle_engine(read_trainer_fields(trainer), strategy, world_size)
+    check_liger(fields, device)
+    engine.check(fields, world_size)
+    check_held(trainer, engine)
     layer_lists = _layer_lists(model)
     inputs = largest_batch(trainer)
     tensors = list(tensors_in(inputs))
@@ -181,7 +174,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         video=VideoInputs(sample=inputs) if sees else None,
         engine=engine,
         world_size=world_size,
-        rank=peak_rank(fields, engine, world_size),
+        rank=engine.peak_rank(world_size),
         trainer=trainer,
         inputs=inputs,
         eval_inputs=largest_eval_batch(trainer) if evaluates(fields) else None,
@@ -199,31 +192,22 @@ def _check_trainer(trainer) -> None:
         check_rollouts(trainer)
 
 
-def check_held(trainer, engine: str, fields: dict[str, Any]) -> None:
-    """Refuse engines that would shard reference and teacher models: how is decided by each Trainer."""
+def check_held(trainer, engine: Engine) -> None:
+    """Refuse engines that would shard reference and teacher models, which each Trainer does its own way, and those
+    under which TRL gathers weights itself before it generates."""
     from transformers import PreTrainedModel
 
-    shards = engine in ("fsdp2", "mesh") or (engine == "deepspeed" and zero_stage(fields) == 3)
     held = [name for name, value in vars(trainer).items() if isinstance(value, PreTrainedModel)]
     held = [name for name in held if name not in ("model", "model_wrapped")]
-    if shards and held:
+    if engine.shards_weights and held:
         raise InputError(
             f"trainer.{held[0]} beside the trained model is not modelled where the model is sharded: "
             "precompute what it returns (precompute_ref_log_probs), or estimate with strategy=ddp"
         )
-
-
-def check_sharded_generation(trainer, engine: str, fields: dict[str, Any]) -> None:
-    """Refuse engines under which TRL gathers weights itself before it generates (trl 1.16, models/utils.py)."""
-    sharded = {
-        "deepspeed": "ZeRO-3" if zero_stage(fields) == 3 else None,
-        "fsdp2": "FSDP1" if engine == "fsdp2" and fsdp_version(fields) == 1 else None,
-        "mesh": "sharding by transformers",
-    }.get(engine)
-    if sharded:
+    if engine.gathers_to_generate and generates(trainer):
         raise InputError(
-            f"{type(trainer).__name__} under {sharded}: what it gathers to generate is not modelled; estimate it with "
-            "strategy=ddp, zero2 or fsdp2"
+            f"{type(trainer).__name__} under {engine.gathers_to_generate}: what it gathers to generate is not "
+            "modelled; estimate it with strategy=ddp, zero2 or fsdp2"
         )
 
 

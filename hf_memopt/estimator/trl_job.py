@@ -15,7 +15,7 @@ from hf_memopt.estimator.patches.trl_trainers import without_engine, without_pre
 from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_model
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
 from hf_memopt.estimator.tracing.trace import TracedJob
-from hf_memopt.estimator.trainer_job import TrainerJob, check_held, check_sharded_generation, describe_trainer
+from hf_memopt.estimator.trainer_job import TrainerJob, check_held, describe_trainer
 from hf_memopt.estimator.trl_tasks import END, TRL_TASKS, WORD, TrlTask, unscored
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.apply import apply_levers
@@ -103,9 +103,7 @@ def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
         as_input_error(f"{row.trainer}", ValueError, TypeError, NotImplementedError),
     ):
         trainer = _make_trainer(row, job, folder)
-        check_held(trainer, job.engine, job.fields)
-        if row.generates:
-            check_sharded_generation(trainer, job.engine, job.fields)
+        check_held(trainer, job.engine)
         made = describe_trainer(trainer, job.device, 1, None)
     own = {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}
     if row.generates:

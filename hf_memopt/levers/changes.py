@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hf_memopt.compatibility.engine import split_strategy
 from hf_memopt.compatibility.setup import Setup
 from hf_memopt.compatibility.setup import refusals as setup_refusals
+from hf_memopt.engines import Engine, engine_named, engine_of_table
 from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.change import Change
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
@@ -46,19 +46,21 @@ class JobFacts:
         """A job of which nothing but its kind of device is known: cuda, rocm, mps, xpu or cpu."""
         return cls(setup=Setup(device=device), discrete_memory=device not in ("mps", "cpu"))
 
+    @property
+    def engine(self) -> Engine:
+        return engine_of_table(self.setup.strategy)
+
     def refusals(self) -> set[str]:
         """Every reason why the job cannot run."""
-        strategy = self.setup.strategy
-        zero_stage = int(strategy[4:]) if strategy.startswith("zero") else 0
-        engine = "deepspeed" if strategy.startswith("zero") else "mesh" if strategy in ("hsdp", "tp") else strategy
-        levers = lever_refusals(self.memory_args, dict(self.training or {}), engine, zero_stage, self.setup.device)
+        levers = lever_refusals(self.memory_args, dict(self.training or {}), self.engine, self.setup.device)
         return {*setup_refusals(self.setup), *levers}
 
     def changed(self, settings: Mapping[str, Any]) -> "JobFacts":
         """The job with other settings."""
         in_setup = {name: settings[name] for name in _SETUP_FIELDS & settings.keys()}
         if "strategy" in settings:
-            in_setup["strategy"], in_setup["offload"] = split_strategy(settings["strategy"])
+            engine = engine_named(settings["strategy"])
+            in_setup |= {"strategy": engine.name, "offload": engine.offload}
         memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
         return replace(
             self,
@@ -165,16 +167,16 @@ QLORA = Change(
 SMALLER_MODEL = Change(label="a smaller model")
 
 # Several devices
-FSDP2 = Change(settings={"strategy": "fsdp2"}, applies=lambda job: job.setup.strategy == "ddp")
+FSDP2 = Change(settings={"strategy": "fsdp2"}, applies=lambda job: job.engine.replicates)
 ZERO2 = Change(
     settings={"strategy": "zero2"},
-    applies=lambda job: job.setup.strategy in ("none", "ddp"),
+    applies=lambda job: job.engine.plain,
     label="strategy zero2 on several devices",
     effect="each holds a part of gradients and optimizer states",
 )
 ZERO3 = Change(
     settings={"strategy": "zero3"},
-    applies=lambda job: job.setup.strategy in ("none", "ddp"),
+    applies=lambda job: job.engine.plain,
     label="strategy zero3 or fsdp2 on several devices",
     effect="each holds a part of the weights",
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.levers.change import Change
 
 
@@ -13,20 +14,12 @@ class Around:
 
     Attributes:
         fields: TrainingArguments fields that differ from their defaults.
-        engine: none, ddp, fsdp1, fsdp2, mesh or deepspeed.
-        zero_stage: DeepSpeed's.
         device: cuda, rocm, mps, xpu or cpu.
     """
 
     fields: dict[str, Any]
-    engine: str = "none"
-    zero_stage: int = 0
+    engine: Engine = NO_ENGINE
     device: str = "cuda"
-
-    @property
-    def shards(self) -> bool:
-        """Whether processes hold parts of weights, gradients or optimizer states."""
-        return self.engine in ("fsdp1", "fsdp2", "mesh", "deepspeed")
 
 
 @dataclass

@@ -5,31 +5,24 @@ from typing import Any
 
 from hf_memopt.compatibility.rules import CUDA_GRAPHS
 from hf_memopt.compatibility.setup import compile_mode
+from hf_memopt.engines import Engine
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.feature import Around
 
 
-def check_levers(
-    memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0, device: str = "cuda"
-) -> None:
-    """Raise for the first incompatible pair of settings.
-
-    Args:
-        fields: TrainingArguments fields that differ from their defaults.
-        engine: none, ddp, fsdp1, fsdp2, mesh or deepspeed.
-        zero_stage: DeepSpeed's.
-        device: cuda, rocm, mps, xpu or cpu.
+def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: Engine, device: str = "cuda") -> None:
+    """Raise for the first incompatible pair of settings (Around).
 
     Raises:
         InputError: the reason, and which setting to leave out.
     """
-    for reason in refusals(memory_args, fields, engine, zero_stage, device):
+    for reason in refusals(memory_args, fields, engine, device):
         raise InputError(reason)
 
 
 def refusals(
-    memory_args: MemoryArguments, fields: dict[str, Any], engine: str, zero_stage: int = 0, device: str = "cuda"
+    memory_args: MemoryArguments, fields: dict[str, Any], engine: Engine, device: str = "cuda"
 ) -> Iterator[str]:
     """One sentence for each incompatibility of a job's settings."""
     mode = compile_mode(fields.get)
@@ -40,7 +33,7 @@ def refusals(
             f"torch_compile_mode={mode} records CUDA graphs, which do not free the memory of a step that failed: use "
             "max-autotune-no-cudagraphs, or set oom_recovery=False"
         )
-    around = Around(fields=fields, engine=engine, zero_stage=zero_stage, device=device)
+    around = Around(fields=fields, engine=engine, device=device)
     for feature in FEATURES:
         yield from feature.refused(memory_args, around)
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_memopt.compatibility.engine import Engine, deepspeed_config, is_true
 from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.engines import Engine
+from hf_memopt.engines.deepspeed import deepspeed_config
+from hf_memopt.engines.engine import is_true
 from hf_memopt.errors import InputError, choose
 
 CHECKPOINTING = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
@@ -47,11 +49,6 @@ class Settings:
     @property
     def engine(self) -> Engine:
         return resolve_engine(self.fields)
-
-    @property
-    def shards(self) -> bool:
-        """ZeRO's stage 0 is DDP."""
-        return self.engine.shards and self.engine.name != "zero0"
 
     def changed(self, **fields: Any) -> "Settings":
         """With other fields; None takes one out."""
@@ -153,8 +150,7 @@ class Optimization:
 
 def _stage(settings: Settings) -> int:
     """The ZeRO stage to offload with: the current one, 3 for FSDP2, which shards as much, else 2."""
-    name = settings.engine.name
-    return int(name[4]) if name in ("zero1", "zero2", "zero3") else 3 if settings.shards else 2
+    return settings.engine.zero_stage or (3 if settings.engine.shards_states else 2)
 
 
 OPTIMIZATIONS = {
@@ -179,12 +175,12 @@ OPTIMIZATIONS = {
         lambda settings: settings.changed(optim="adamw_8bit"),
     ),
     "zero": Optimization(
-        lambda settings: settings.shards,
+        lambda settings: settings.engine.shards_states,
         lambda settings: settings.changed(deepspeed=None, fsdp=None, fsdp_config=None),
         lambda settings: settings.changed(deepspeed=_zero(2, False)),
     ),
     "cpu_offload": Optimization(
-        lambda settings: settings.engine.offload != "none",
+        lambda settings: settings.engine.offloads,
         lambda settings: settings.changed(deepspeed=_zero(_stage(settings), False)),
         lambda settings: settings.changed(
             deepspeed=_zero(_stage(settings), True), fsdp=None, fsdp_config=None, optim="adamw_torch"

@@ -34,7 +34,6 @@ from hf_memopt.presets.catalog import preset_for
 
 SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
 _MOST_ESTIMATES = 6
-_QUICK_ENGINES = ("none", "ddp")  # an estimate under the others takes several times as long
 _ROUNDS = 3
 _FAILURES = 3
 _ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as much
@@ -389,7 +388,7 @@ def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str
 def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_Candidate", Choice]]:
     """Settings that a full estimate may move over the limit, or under it; the most important first."""
     first = {method: rows[0] for method, rows in fits.items() if rows}
-    quick = [fit for rows in fits.values() for fit in rows if fit.choice.engine in _QUICK_ENGINES]
+    quick = [fit for rows in fits.values() for fit in rows if fit.choice.engine.plain]
     kinds: dict[tuple, Fit] = {}  # one of each that no estimate corrects yet
     for fit in quick:
         if not market.candidate(fit.device, fit.devices, fit.method).group.off:
@@ -400,7 +399,7 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
     for candidate in market.candidates:
         least, best = candidate.least, first.get(candidate.spec.preset.method)
         over = candidate.search.needs(least) * candidate.caution / candidate.spec.memory_budget
-        if not 1 < over <= 1 + NEAR or least.engine not in _QUICK_ENGINES or least in candidate.search.found:
+        if not 1 < over <= 1 + NEAR or not least.engine.plain or least in candidate.search.found:
             continue
         if best is None or candidate.memory < best.memory:  # it may be the answer
             yield candidate, least

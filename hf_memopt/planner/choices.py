@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
+from hf_memopt.engines import Engine, engine_named
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
 from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.tasks import infer_task
@@ -40,7 +41,7 @@ STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offl
 
 def available_strategies() -> list[str]:
     """Those of STRATEGIES whose package is installed: DeepSpeed is on Linux alone."""
-    return [name for name in STRATEGIES if is_installed("deepspeed") or not name.startswith("zero")]
+    return [name for name in STRATEGIES if is_installed(engine_named(name).package or "torch")]
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,8 @@ class Choice:
     trl: TrlChoice = NO_TRL
 
     @property
-    def engine(self) -> str:
-        """none, ddp, fsdp2 or deepspeed."""
-        return "deepspeed" if self.strategy.startswith("zero") else self.strategy
-
-    @property
-    def zero_stage(self) -> int:
-        """DeepSpeed's; 0 under other engines."""
-        return int(self.strategy[4]) if self.engine == "deepspeed" else 0
+    def engine(self) -> Engine:
+        return engine_named(self.strategy)
 
     @property
     def levers(self) -> int:
@@ -112,7 +107,7 @@ class Choice:
             + self.activations_offloaded
             + self.optimizer_offloaded
             + (self.streamed > 0)
-            + ("offload" in self.strategy)
+            + self.engine.offloads
         )
 
     @property
@@ -155,7 +150,7 @@ class Choice:
         training = {
             name: value for name, value in preset.training.items() if not name.startswith("activation_checkpointing")
         }
-        if self.checkpointed and self.engine != "fsdp2":
+        if self.checkpointed and not self.engine.checkpointing:
             kwargs: dict[str, Any] = {"use_reentrant": False}
             if number := self._every_n():
                 kwargs["every_n_layers"] = number
@@ -181,7 +176,7 @@ class Choice:
         fields |= self.trl.fields()
         if "steps_per_generation" in fields:  # TRL refuses it beside the batch that follows from it
             fields.pop("generation_batch_size", None)
-        if preset.strategy == "fsdp2":
+        if preset.engine.fsdp_version:
             fields["fsdp_config"] = {"activation_checkpointing": bool(self.checkpointed)}
         return fields
 
@@ -190,7 +185,7 @@ class Choice:
         if reasons := setup_refusals(preset.setup()):
             return reasons[0]
         fields = {**preset.training, **self.fields(preset, fixed)}
-        return next(lever_refusals(memory_args, fields, self.engine, self.zero_stage), None)
+        return next(lever_refusals(memory_args, fields, self.engine), None)
 
 
 def memory_arguments(memory_args: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:
@@ -274,7 +269,7 @@ class SearchSpace:
         if self.spec.preset.strategy != "none":
             return [self.spec.preset.strategy]
         offloads = self.spec.preset.hardware.discrete_memory
-        return [name for name in available_strategies() if offloads or "offload" not in name]
+        return [name for name in available_strategies() if offloads or not engine_named(name).offloads]
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""
@@ -284,22 +279,23 @@ class SearchSpace:
         ratio = memory_args.checkpoint_ratio
         if "activation_checkpointing" in fixed or ratio is not None or memory_args.checkpoint_keeps:
             return [(float(bool(fixed.get("activation_checkpointing", ratio or 1))), False)]
-        if strategy == "fsdp2":  # accelerate checkpoints every layer that it wraps, or none
+        engine = engine_named(strategy)
+        if engine.checkpointing:  # accelerate checkpoints every layer that it wraps, or none
             return [(0.0, False), (1.0, False)]
         layers, period = count_layers(self.spec.config), layer_period(self.spec.config)
-        shares = _SHARES if strategy in ("none", "ddp") and not self.spec.streaming else _SHARES_OF_ENGINES
+        shares = _SHARES if engine.plain and not self.spec.streaming else _SHARES_OF_ENGINES
         # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
         shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
         if layers <= _FEW_LAYERS and not self.spec.streaming:
             shares = [part / layers for part in range(layers + 1)]
-        offloads = self.spec.preset.hardware.discrete_memory and not strategy.startswith("zero3")
+        offloads = self.spec.preset.hardware.discrete_memory and engine.zero_stage != 3
         offloads = offloads and has("transformers", OFFLOADED_INPUTS)
         return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
 
     def _activations(self, strategy: str) -> list[tuple[bool, bool]]:
         """(compressed, offloaded), of activations between forward and backward."""
         fixed = self.spec.memory_args.activation_compression or self.spec.memory_args.activation_offload
-        if fixed or strategy.startswith("zero3") or strategy == "fsdp2":
+        if fixed or engine_named(strategy).shards_weights:
             return [(False, False)]
         return [(False, False), (True, False)] + ([(False, True)] if self.spec.preset.hardware.discrete_memory else [])
 
@@ -318,7 +314,7 @@ class SearchSpace:
         preset = self.spec.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
-        if "optim" in self.spec.training or preset.method != "full" or "offload" in strategy:
+        if "optim" in self.spec.training or preset.method != "full" or engine_named(strategy).offloads:
             return [(self.spec.training.get("optim", default), dtype, False, False)]
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)

@@ -102,7 +102,7 @@ class Cost:
         """
         kept, checkpointed = self._matmuls
         return Step(
-            strategy=choice.strategy,
+            engine=choice.engine,
             accumulation=choice.accumulation,
             micro_seconds=micro_seconds,
             micro_matmuls=kept + choice.checkpointed * (checkpointed - kept),
@@ -113,7 +113,7 @@ class Cost:
     def rank(self, choice: Choice) -> float:
         """The sort key: the step's time with penalties for rounding, offloading and, a little, for a sharding engine
         and every feature."""
-        engine = 1.0 if choice.strategy in ("none", "ddp") else ENGINE
+        engine = 1.0 if choice.engine.plain else ENGINE
         return self.step(choice) * engine * COMPLEXITY**choice.complexities * LEVER**choice.levers
 
     def _micro(self, choice: Choice) -> float:

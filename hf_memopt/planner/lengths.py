@@ -97,7 +97,7 @@ def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
     tiled = dataclasses.replace(spec, memory_args=memory_args)
     configured = choice.configured(spec.preset)
     fields = {**configured.training, **choice.fields(configured, spec.training)}
-    if spec.memory_args.mlp_tile_size is None and not any(refusals(memory_args, fields, choice.engine, 0)):
+    if spec.memory_args.mlp_tile_size is None and not any(refusals(memory_args, fields, choice.engine)):
         yield f"{settings}, MLP in tiles of {CHUNK} tokens", tiled, choice
 
 

@@ -55,7 +55,7 @@ class Combination:
     @property
     def certain(self) -> bool:
         """Whether it fits by so much that its sketch suffices, where an estimate takes long."""
-        if self.choice.engine != "deepspeed" or self.choice.offloads or self.sketched is None:
+        if not self.choice.engine.flat_buffers or self.choice.offloads or self.sketched is None:
             return False
         return self.sketched <= _CERTAIN * self.spec.memory_budget
 
@@ -237,7 +237,7 @@ def _needs(sketch: Sketch, choice: Choice, share: int) -> int:
     sketch leaves out. Here they count: DeepSpeed's estimates take ten times plain ones, too long for those that fail.
     """
     needed, _ = sketch.device_bytes(choice, 1 / share)
-    return needed + (2 * sketch.outside_layers if choice.zero_stage == 3 else 0)  # gathered in 16 bits
+    return needed + (2 * sketch.outside_layers if choice.engine.zero_stage == 3 else 0)  # gathered in 16 bits
 
 
 def _on_devices(spec: JobSpec, times: int):

@@ -70,7 +70,7 @@ class Search:
     def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
         """The plain choice that needs the least, where a profile does without a plain one because of its sketch."""
         least = min(filter(self.is_plain, self._traceable()), key=self.needs, default=None)
-        if least is None or least in self.found or least.engine == "deepspeed":  # whose estimates take long
+        if least is None or least in self.found or least.engine.flat_buffers:  # whose estimates take long
             return None
         without = [budget for pick, budget in zip(picks, budgets, strict=True) if not (pick and self.is_plain(pick))]
         return least if any(budget < self.needs(least) <= budget * _DOUBT for budget in without) else None

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_memopt.engines import NO_ENGINE
 from hf_memopt.estimator import overheads
 from hf_memopt.estimator.accounting.ledger import GENERATION, Peak, TraceResult
 from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.colocation import colocates, engine_share
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.tracing.extrapolate import FEWEST, count_layers, extrapolate_peaks, shallow_depths
+from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.change import CHUNK
@@ -64,10 +65,12 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
         InputError: a job that cannot be traced.
     """
     alone = [
-        dataclasses.replace(job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine="none", world_size=1)
+        dataclasses.replace(
+            job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine=NO_ENGINE, world_size=1
+        )
         for job in jobs
     ]
-    depths = shallow_depths(jobs[0].config, FEWEST["none"])
+    depths = shallow_depths(jobs[0].config)
     # Jobs with the same batch are neighbours, for parallel's shares: they have most shapes in common.
     order = sorted(range(len(alone)), key=lambda number: alone[number].fields["per_device_train_batch_size"])
     books = iter(on_all_cores(_counted, [(alone[number], depth) for number in order for depth in depths]))
@@ -166,7 +169,7 @@ class Sketch:
         if choice.optimizer_offloaded:
             moved += 8 * self.trained
         moved += self.streamed_bytes(choice)
-        if "offload" in choice.strategy:  # fp32 weights, states and gradients, and weights in 16 bits
+        if choice.engine.offloads:  # fp32 weights, states and gradients, and weights in 16 bits
             moved += (16 * self.trained + self.loaded) / self.job.world_size
         return int(moved)
 
@@ -230,13 +233,11 @@ class Sketch:
             kinds["optimizer_states"] = 0
         if choice.accumulation > 1 and name.startswith(("forward", "backward")):
             kinds["gradients"] = max(kinds.get("gradients", 0), self._gradients())
-        if choice.engine in ("deepspeed", "fsdp2"):
-            kinds |= self._sharded(choice)
+        if not choice.engine.plain:
+            kinds |= self._rank_bytes(choice)
             if name.startswith("optimizer"):  # a rank steps over its own part, or the host does
-                kinds["workspace"] = (
-                    kinds.get("workspace", 0) / self.job.world_size * ("offload" not in choice.strategy)
-                )
-        elif choice.engine == "ddp":
+                kinds["workspace"] = kinds.get("workspace", 0) / self.job.world_size * (not choice.engine.offloads)
+        elif choice.engine.replicates:
             wider = 2 if choice.dtype == "float32" != self.job.dtype else 1
             for kind in ("parameters", "gradients", "optimizer_states"):
                 kinds[kind] = wider * kinds.get(kind, 0)
@@ -245,33 +246,10 @@ class Sketch:
     def _gradients(self) -> float:
         return max(peak.by_kind.get("gradients", 0) for peak in self.kept[0].peaks.values())
 
-    def _sharded(self, choice: Choice) -> dict[str, float]:
-        """One rank's share, by ZeRO's arithmetic (Rajbhandari et al. 2020, figure 1): 2 bytes a weight and a gradient
-        and 12 of fp32 master weight and states; FSDP2 trains in fp32 and holds frozen weights as they are loaded."""
-        ranks = self.job.world_size
-        loaded = self.loaded - self._reference(choice)
-        if choice.engine == "fsdp2":
-            # accelerate.utils.fsdp_utils.fsdp2_prepare_model widens what has gradients, and nothing else.
-            widened = max(0.0, 4 * self.trained - self._gradients())
-            return {
-                "parameters": (loaded + widened) / ranks,
-                "gradients": 4 * self.trained / ranks,
-                "optimizer_states": 8 * self.trained / ranks,
-                "communication": self._gathered(loaded),
-            }
-        stage = choice.zero_stage
-        on_host = "offload" in choice.strategy
-        return {
-            "parameters": 0 if stage == 3 and on_host else loaded / (ranks if stage == 3 else 1),
-            "gradients": 2 * self.trained / (ranks if stage > 1 else 1) * (not on_host),
-            "optimizer_states": 12 * self.trained / ranks * (not on_host),
-            "communication": 2e9 if stage == 3 else 1e9,  # live weights and buckets, as the shipped JSONs bound them
-        }
-
-    def _gathered(self, loaded: int) -> float:
-        """Bytes of weights that FSDP2 holds whole: the embeddings, which stay until backward, a layer and the next."""
-        outside = 2 * self.outside_layers
-        return outside + 2 * max(0, loaded - outside) / count_layers(self.job.config)
+    def _rank_bytes(self, choice: Choice) -> dict[str, float]:
+        loaded, outside = self.loaded - self._reference(choice), 2 * self.outside_layers
+        gathered = outside + 2 * max(0, loaded - outside) / count_layers(self.job.config)
+        return choice.engine.rank_bytes(self.job.world_size, loaded, self.trained, self._gradients(), gathered)
 
     def activations(self, choice: Choice) -> float:
         """Bytes of a micro-batch that are kept between forward and backward, in all layers."""

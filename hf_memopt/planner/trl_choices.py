@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
+from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.colocation import cache_bytes, colocates
 from hf_memopt.estimator.job import Job
@@ -143,10 +144,10 @@ class TrlSpace:
 
     def refused(self, strategy: str) -> str | None:
         """Why a strategy cannot be planned, as estimator.trainer_job refuses it; None where it can."""
-        if self.row.generates and strategy.startswith("zero3"):
+        if self.row.generates and engine_named(strategy).gathers_to_generate:
             return f"what {self.row.trainer} gathers to generate is not modelled: plan it with ddp, zero2 or fsdp2"
         precomputes = not self.row.generates and self.fixed.get("precompute_ref_log_probs", True)
-        if _shards(strategy) and self.keeps_reference and not precomputes:
+        if engine_named(strategy).shards_weights and self.keeps_reference and not precomputes:
             remedy = "set beta=0" if self.row.generates else "set precompute_ref_log_probs=true"
             return f"a reference model beside a sharded one is not modelled: {remedy}, or plan it with ddp or zero2"
         return None
@@ -154,7 +155,7 @@ class TrlSpace:
     def _precomputed(self, strategy: str) -> list[bool]:
         if not self.keeps_reference or self.fixed.get("precompute_ref_log_probs"):
             return [False]
-        if _shards(strategy):
+        if engine_named(strategy).shards_weights:
             return [True]
         return [False] if "precompute_ref_log_probs" in self.fixed else [False, True]
 
@@ -281,10 +282,6 @@ def fewest_samples(spec: JobSpec) -> int:
     """Of a micro-batch."""
     space = trl_space(spec)
     return 1 if space is None else space.fewest_samples
-
-
-def _shards(strategy: str) -> bool:
-    return strategy == "fsdp2" or strategy.startswith("zero3")
 
 
 def _rounded_up(share: float) -> float:

@@ -3,12 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from hf_memopt.compatibility.engine import split_strategy
-from hf_memopt.compatibility.mesh import is_mesh
-from hf_memopt.files import shipped
 
 
 def accelerate_config(preset, deepspeed_file: str) -> dict:
@@ -18,20 +13,21 @@ def accelerate_config(preset, deepspeed_file: str) -> dict:
         deepspeed_file: the DeepSpeed JSON: its path, which accelerate resolves against the working directory
             instead of the YAML's folder, or the JSON itself as `inline` writes it; "" without DeepSpeed.
     """
-    strategy, precision, shared = preset.strategy, preset.precision, preset.sequence_parallel
-    config: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _distributed_type(strategy)}
-    if strategy.startswith("zero"):
+    engine, precision, shared = preset.engine, preset.precision, preset.sequence_parallel
+    # Several CPU processes are started as MULTI_GPU with use_cpu: accelerate starts MULTI_CPU through mpirun only.
+    config: dict = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine.distributed_type}
+    if deepspeed_file:
         # No mixed_precision here: accelerate refuses it beside a JSON, which takes it from the Trainer ("auto").
         config["deepspeed_config"] = {
             "deepspeed_config_file": deepspeed_file,
-            "zero3_init_flag": split_strategy(strategy)[0] == "zero3",
+            "zero3_init_flag": engine.shards_weights,
             "deepspeed_multinode_launcher": "standard",
         }
     else:
         config["mixed_precision"] = "no" if precision == "fp32" else precision
     if precision == "fp8":
         config["fp8_config"] = {"backend": "AO"}
-    if strategy == "fsdp2":
+    if engine.fsdp_version:
         # accelerate refuses the efficient loading together with torchao's fp8.
         config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
     if shared > 1:
@@ -65,15 +61,6 @@ FSDP2 = {
 }
 
 
-def _distributed_type(strategy: str) -> str:
-    if strategy.startswith("zero"):
-        return "DEEPSPEED"
-    if is_mesh(strategy):  # the recipe shards the model by its own arguments; accelerate only starts the processes
-        return "MULTI_GPU"
-    # Several CPU processes are started as MULTI_GPU with use_cpu: accelerate starts MULTI_CPU through mpirun only.
-    return {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}[strategy]
-
-
 def inline(deepspeed: Mapping[str, Any]) -> str:
     """A DeepSpeed configuration as one string, so that a YAML that holds it can be copied anywhere.
 
@@ -89,8 +76,3 @@ def yaml_text(config: dict, comment: str) -> str:
     import yaml
 
     return f"# {comment}\n" + yaml.safe_dump(config, sort_keys=False)
-
-
-def deepspeed_files() -> list[Path]:
-    """The shipped DeepSpeed configurations."""
-    return sorted((shipped("accelerate_configs") / "deepspeed").glob("*.json"))

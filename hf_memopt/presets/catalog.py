@@ -5,13 +5,13 @@ import os
 from dataclasses import replace
 
 from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_size, world_size
-from hf_memopt.compatibility.mesh import is_mesh
 from hf_memopt.compatibility.setup import check
+from hf_memopt.engines.deepspeed import deepspeed_files
+from hf_memopt.engines.mesh import is_mesh
 from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
-from hf_memopt.presets.accelerate_config import deepspeed_files
 from hf_memopt.presets.build import build_preset, preset_names
 from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import METHODS, Preset, retrained, with_strategy
@@ -123,7 +123,7 @@ def _adapted(preset: Preset, strategy: str | None, precision: str | None, proces
                 f"preset {preset.name} is for {preset.processes} devices: strategy none cannot connect them"
             )
         preset = with_strategy(preset, strategy)
-        if is_mesh(strategy) and processes:
+        if processes and preset.engine.mesh(processes):
             preset = replace(preset, processes=processes)
         check(preset.setup())
     if precision not in (None, "fp8"):

@@ -26,7 +26,7 @@ def in_fp8(preset: Preset) -> Preset:
         raise InputError(f"precision=fp8: {preset.hardware.label} has no fast fp8 matmuls; leave it out")
     if preset.method != "full":
         raise InputError(f"precision=fp8 converts trained linear layers: use method=full, not {preset.method}")
-    if preset.strategy.startswith("zero"):
+    if preset.deepspeed_config():
         raise InputError(
             f"precision=fp8 under {preset.strategy}: accelerate always computes in bf16 under DeepSpeed; use fsdp2"
         )

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.compatibility.engine import split_strategy
-from hf_memopt.compatibility.mesh import Mesh, is_mesh, mesh_of
-from hf_memopt.compatibility.rules import BITSANDBYTES, DTENSOR, MESH, SHARDED
+from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check
+from hf_memopt.engines import Engine, engine_named
+from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.files import read_json, shipped
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.detection import counterpart
@@ -33,7 +32,7 @@ class Preset:
 
     Attributes:
         name, hardware, method: as asked for.
-        strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM (compatibility.mesh) | a name in
+        strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM (engines.mesh) | a name in
             accelerate_configs/deepspeed.
         processes: the number of devices.
         machines: the number of machines that they are in.
@@ -65,9 +64,13 @@ class Preset:
     sequence_parallel: int = 1
 
     @property
+    def engine(self) -> Engine:
+        return engine_named(self.strategy)
+
+    @property
     def mesh(self) -> Mesh | None:
         """The device mesh of its strategy, where transformers shards the model (tpN, hsdpN)."""
-        return mesh_of(self.strategy, self.processes) if is_mesh(self.strategy) else None
+        return self.engine.mesh(self.processes)
 
     def batches(self, world_size: int) -> int:
         """The data-parallel processes of a world size: tensor- and sequence-parallel ones share a batch.
@@ -75,8 +78,8 @@ class Preset:
         Raises:
             InputError: the strategy's sizes do not divide the world size.
         """
-        if is_mesh(self.strategy):
-            return mesh_of(self.strategy, world_size).batches
+        if mesh := self.engine.mesh(world_size):
+            return mesh.batches
         if world_size % self.sequence_parallel:
             raise InputError(f"sequence_parallel={self.sequence_parallel} does not divide the {world_size} processes")
         return world_size // self.sequence_parallel
@@ -171,7 +174,7 @@ class Preset:
             "bnb_4bit_compute_dtype": compute,
         }
         # FSDP shards float tensors only, so the 4-bit weights are stored as one (accelerate.utils.fsdp_utils).
-        return values | ({"bnb_4bit_quant_storage": "bfloat16"} if self.strategy == "fsdp2" else {})
+        return values | ({"bnb_4bit_quant_storage": "bfloat16"} if self.engine.fsdp_version else {})
 
     def lora(self) -> dict[str, Any]:
         """The LoraConfig fields: every linear layer but the head, as in QLoRA; no dropout, whose masks cost memory."""
@@ -213,25 +216,20 @@ class Preset:
                 its YAML works wherever it is copied.
         """
         deepspeed = self.deepspeed_config()
-        file = deepspeed_file or (inline(deepspeed) if deepspeed else "")
-        return accelerate_config(self, file)
+        return accelerate_config(self, (deepspeed_file or inline(deepspeed)) if deepspeed else "")
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
-        if not self.strategy.startswith("zero"):
-            return None
-        return read_json(shipped("accelerate_configs") / "deepspeed" / f"{self.strategy}.json")
+        return self.engine.shipped_config()
 
     def setup(self, **changes) -> Setup:
         """The preset in the terms of the compatibility table."""
-        engine, offload = split_strategy(self.strategy)
         storage = self.quantization().get("bnb_4bit_quant_storage", "uint8")
         return replace(
             Setup(
+                **self.engine.setup(),
                 optim=self.training.get("optim", "adamw_torch_fused"),
                 method=self.method,
-                strategy=engine,
-                offload=offload,
                 device=self.hardware.backend,
                 precision=self.precision,
                 dtype=self.dtype,
@@ -241,7 +239,6 @@ class Preset:
                 activation_checkpointing=bool(self.training.get("activation_checkpointing")),
                 accumulates=self.gradient_accumulation_steps > 1,
                 replicated=self.mesh is not None and self.mesh.dp_replicate_size > 1,
-                engine_checkpointing=engine == "fsdp2",  # accelerate_config.FSDP2
             ),
             **changes,
         )
@@ -254,19 +251,17 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
     shards a model (tpN, hsdpN), the loaded weights are trained. FSDP2 does its own activation checkpointing. Offloaded
     optimizer states need an optimizer that DeepSpeed has on the CPU, and sharded weights one that supports DTensor.
     """
-    engine, offload = split_strategy(strategy)
+    engine = engine_named(strategy)
     training = dict(preset.training)
     dtype = preset.dtype
-    if engine == "fsdp2":
+    if engine.checkpointing:
         training.pop("activation_checkpointing", None)
         training.pop("activation_checkpointing_kwargs", None)
-    if training.get("optim") in BITSANDBYTES and (engine in DTENSOR or offload != "none"):
-        training["optim"] = "adamw_torch" if offload != "none" else "adamw_torch_fused"
-    if engine in MESH and preset.method == "full":
-        dtype = "float32"
-    elif engine in SHARDED:
-        dtype = _WEIGHT_DTYPES[preset.precision]
-    if engine in SHARDED:
+    if training.get("optim") in BITSANDBYTES and (engine.dtensor or engine.offloads):
+        training["optim"] = "adamw_torch" if engine.offloads else "adamw_torch_fused"
+    if engine.shards_states:
+        loaded = engine.master_weights or preset.method != "full"
+        dtype = _WEIGHT_DTYPES[preset.precision] if loaded else "float32"
         # torch.compile has not been tried under the sharding engines.
         training.pop("torch_compile", None)
     return replace(preset, strategy=strategy, training=MappingProxyType(training), dtype=dtype)
@@ -280,7 +275,7 @@ def on_machines(preset: Preset, machines: int) -> Preset:
     """
     if machines < 1:
         raise InputError(f"machines={machines} must be at least 1")
-    if machines > 1 and preset.strategy == "none":
+    if machines > 1 and preset.engine.alone:
         raise InputError(f"preset {preset.name} is for one device: machines={machines} needs a preset of several")
     if preset.machines > 1:
         raise InputError(f"preset {preset.name} is for {preset.machines} machines already: leave machines out")

@@ -1,6 +1,6 @@
 """The files accelerate_configs/*.yaml, made from the presets; `make configs` writes them."""
 
-from hf_memopt.compatibility.mesh import mesh_words
+from hf_memopt.engines.mesh import mesh_words
 from hf_memopt.files import shipped, write_whole
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.presets.catalog import list_presets, preset_by_name
@@ -50,7 +50,7 @@ def config_name(preset: Preset) -> str:
     base = preset.name
     for name in _SAME_AS_BASE:
         base = "l40s_x4" if base == name else base
-    suffix = "" if preset.strategy in ("none", "ddp") else f"_{preset.strategy}"
+    suffix = "" if preset.engine.plain else f"_{preset.strategy}"
     return f"{base}{suffix}.yaml"
 
 
@@ -59,7 +59,7 @@ def _comment(preset: Preset) -> str:
     machines = f" in {preset.machines} machines" if preset.machines > 1 else ""
     engine = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}.get(preset.strategy, f", DeepSpeed {preset.strategy}")
     more = ""
-    if preset.strategy.startswith("zero"):
+    if preset.deepspeed_config():
         more = _EMBEDDED.format(file=f"deepspeed/{preset.strategy}.json")
     if preset.mesh:
         engine, more = f", {preset.strategy}", f"; with the recipe's argument {' '.join(mesh_words(preset.strategy))}"

@@ -11,10 +11,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 from hf_memopt.compatibility import check_config_file, launched_config_file, resolve_engine, world_size
-from hf_memopt.compatibility.engine import Engine
 from hf_memopt.compatibility.launch import LAUNCHER, chosen_by_launcher
-from hf_memopt.compatibility.mesh import is_mesh, mesh_of, mesh_strategy
 from hf_memopt.disk import check_writable
+from hf_memopt.engines import Engine
+from hf_memopt.engines.mesh import mesh_strategy
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.estimator.architectures import read_config
 from hf_memopt.estimator.tracing.tasks import infer_task
@@ -130,8 +130,8 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
 
     engine = resolve_engine(training)
     require(("datasets", "matplotlib"), "a recipe", "train")
-    if engine.name.startswith("zero"):
-        require("deepspeed", f"strategy={engine.name}")
+    if engine.package:
+        require(engine.package, f"strategy={engine.name}")
     unchanged, preset = _resolve_preset(parsed, recipe, engine)
     peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()
@@ -141,7 +141,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv)
     if hasattr(defaults.arguments, "prepare"):
         training |= defaults.arguments.prepare(job, training, parsed, own_model)
-    elif own_model and not engine.shards and plans_here(recipe.preset):
+    elif own_model and engine.plain and plans_here(recipe.preset):
         job.planned = _plan(job, training, parsed.lora, defaults.task)
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
@@ -161,7 +161,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
 def _resolve_preset(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
     """The preset under the job's engine, and the same with what the arguments change of it."""
     preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
-    if engine.shards and preset.strategy != engine.strategy:  # asked for by --deepspeed or --fsdp: as if launched so
+    if not engine.plain and preset.strategy != engine.strategy:  # by --deepspeed or --fsdp: as if launched so
         preset = with_strategy(preset, engine.strategy)
     changed = _with_batch(preset, parsed.profile)
     if recipe.dtype:
@@ -236,7 +236,7 @@ def _mesh_strategy(recipe: RecipeArguments, engine: Engine) -> str | None:
         InputError: an engine that shards was asked for too.
     """
     strategy = mesh_strategy(recipe.tp_size, recipe.fsdp_size)
-    if strategy and engine.shards:
+    if strategy and not engine.plain:
         where = "was launched" if engine.source == LAUNCHER else f"is asked for by {engine.source}"
         raise InputError(
             f"tp_size and fsdp_size have transformers shard the model, and {engine.label} {where}: use "
@@ -255,7 +255,7 @@ def _distributed_config(job: Job):
 
     if job.from_scratch:
         raise InputError("tp_size and fsdp_size shard weights while they are loaded: pass model_name_or_path")
-    mesh = mesh_of(job.preset.strategy, job.args.world_size)
+    mesh = job.preset.engine.mesh(job.args.world_size)
     return DistributedConfig(**asdict(mesh), fsdp_mixed_precision=job.args.bf16 and mesh.batches > 1)
 
 
@@ -361,12 +361,12 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
     auto = auto or AutoModelForCausalLM
-    if resolve_engine(job.args).shards:
+    if not resolve_engine(job.args).plain:
         adapted = job.peft_config is not None
         preflight.check(preflight.launch_of(job.args, config, infer_task(config), job.preset.dtype, adapted))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
-    if is_mesh(job.preset.strategy):
+    if job.preset.mesh:
         kwargs["distributed_config"] = _distributed_config(job)
     if job.quantization and "quantization_config" not in kwargs:
         raise InputError("quantization.* applies to method=qlora only")

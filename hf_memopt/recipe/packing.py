@@ -33,7 +33,7 @@ def keep_samples_apart(trainer) -> None:
     kind = model.config.model_type
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise InputError(f"packing: {kind} takes no position_ids, which keep the samples of a row apart; leave it out")
-    if resolve_engine(args).shards:
+    if not resolve_engine(args).plain:
         return
     with trainer.compute_loss_context_manager():
         leaks = getattr(model, "_is_stateful", False) or _depends_on_the_sample_before(trainer)

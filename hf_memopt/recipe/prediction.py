@@ -60,7 +60,7 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
     if trl_trainer(trainer) and job.preset.mesh:
         print("  memory  not predicted: TRL's trainers are not traced where transformers shards the model")
         return None
-    if trl_trainer(trainer) and job.preset.strategy.startswith("zero3"):  # its weights are parts once they are loaded
+    if trl_trainer(trainer) and job.preset.engine.zero_stage == 3:  # its weights are parts once they are loaded
         print("  memory  not predicted here: `hf-memopt estimate` with --task and --strategy zero3 predicts it")
         return None
     try:

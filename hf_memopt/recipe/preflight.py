@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.engine import is_true
 from hf_memopt.compatibility.launch import cannot_start, parallel_sizes
 from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.engines.engine import is_true
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.units import gib

@@ -311,7 +311,7 @@ def sample(job: Job, trainer) -> None:
     args, held_out = job.args, trainer.eval_dataset
     if args.process_index or held_out is None or not job.recipe.samples:
         return
-    if resolve_engine(args).shards or job.preset.mesh:
+    if not resolve_engine(args).plain or job.preset.mesh:
         print("no samples: one process cannot generate with sharded weights")
         return
     tokenizer = trainer.processing_class

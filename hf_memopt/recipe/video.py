@@ -318,7 +318,7 @@ def real_inputs(sample: dict[str, Any]) -> VideoInputs:
 def show_answers(job: Job, trainer) -> None:
     """Print answers to a few held-out videos beside the true ones, on the first process."""
     args, held_out = job.args, trainer.eval_dataset
-    sharded = resolve_engine(args).shards
+    sharded = not resolve_engine(args).plain
     if args.process_index or held_out is None or not job.recipe.samples or sharded:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()

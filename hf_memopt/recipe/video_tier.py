@@ -173,7 +173,7 @@ def _not_chosen(job: Job, config, asked: _Asked) -> str | None:
         return f"{asked.unbounded} none leaves no largest clip to predict"
     if None not in given and not plans_here(job.recipe.preset):
         return "all of it is given"
-    if job.preset.strategy != "none" or world_size() > 1 or launched_strategy() is not None:
+    if not job.preset.engine.alone or world_size() > 1 or launched_strategy() is not None:
         return "that is predicted for one device alone"
     if config.model_type not in FAMILIES:
         return f"models of the type {config.model_type} are not predicted"

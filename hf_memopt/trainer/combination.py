@@ -7,10 +7,10 @@ import torch
 from transformers import TrainingArguments
 
 from hf_memopt.compatibility.launch import cannot_start
-from hf_memopt.compatibility.mesh import Mesh, mesh_strategy
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check, compile_mode, quant_storage
+from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.detection import detect
 from hf_memopt.stack.vocabulary import checkpoints_activations
@@ -49,7 +49,7 @@ def check_combination(model, args, state=None, optimizer=None, own_optimizer: bo
 def describe_setup(model, args, state=None, optimizer=None, own_optimizer: bool = False) -> Setup:
     """A Trainer's job in the terms of the compatibility table; arguments as for check_combination()."""
     sizes = _mesh(model)
-    engine = resolve_engine(args, state, mesh_strategy(*_sizes_over_one(sizes)))
+    engine = resolve_engine(args, state, sizes.strategy)
     if optimizer is not None or own_optimizer:
         optim = _name_optim(optimizer)
     else:
@@ -93,10 +93,6 @@ def _mesh(model) -> Mesh:
         return Mesh()
     config = model.config.distributed_config
     return Mesh(*(getattr(config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")))
-
-
-def _sizes_over_one(sizes: Mesh) -> list[int | None]:
-    return [size if size > 1 else None for size in (sizes.tp_size, sizes.fsdp_size)]
 
 
 def _device(args) -> dict[str, Any]:

@@ -34,10 +34,13 @@ class SafeLoad:
                 super()._load_best_model()
 
     def _prepare_for_training(self, *args, **kwargs):
-        from transformers import trainer
+        with self._deepspeed_loads_safely():
+            return super()._prepare_for_training(*args, **kwargs)
 
-        # The Trainer calls transformers.trainer.deepspeed_load_checkpoint() in the middle of this method, with no hook
-        # around it. Can go together with safe_load.py.
+    def _deepspeed_loads_safely(self):
+        """The Trainer calls transformers.trainer.deepspeed_load_checkpoint() in the middle of a method, with no hook
+        around it. Can go together with safe_load.py."""
+        from transformers import trainer
 
         load = trainer.deepspeed_load_checkpoint
 
@@ -45,8 +48,7 @@ class SafeLoad:
             with _loading(checkpoint):
                 return load(engine, checkpoint, *args, **kwargs)
 
-        with mock.patch.object(trainer, "deepspeed_load_checkpoint", load_safely):
-            return super()._prepare_for_training(*args, **kwargs)
+        return mock.patch.object(trainer, "deepspeed_load_checkpoint", load_safely)
 
     def _issue_warnings_after_load(self, load_result):
         """Refuse a checkpoint that lacks weights: transformers only warns, and trains their initial values.

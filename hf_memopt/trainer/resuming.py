@@ -123,11 +123,14 @@ class SafeResume:
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is not None:
-            before = {name: getattr(self.state, name) for name in _INTERVALS}
-            self.state.compute_steps(self.args, max_steps)
-            if self.args.process_index == 0:
-                self._announce_resume(resume_from_checkpoint, before)
+            self._keep_own_intervals(resume_from_checkpoint, max_steps)
         return position
+
+    def _keep_own_intervals(self, checkpoint, max_steps: int) -> None:
+        before = {name: getattr(self.state, name) for name in _INTERVALS}
+        self.state.compute_steps(self.args, max_steps)
+        if self.args.process_index == 0:
+            self._announce_resume(checkpoint, before)
 
     def _announce_resume(self, checkpoint, before: dict[str, int]) -> None:
         state = self.state

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_memopt.disk import claimed
+from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, MeshEngine
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
@@ -31,6 +32,7 @@ from hf_memopt.trainer.evaluation import EvalRecovery
 from hf_memopt.trainer.generation import GenerationRecovery
 from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.load_states import SafeLoad
+from hf_memopt.trainer.older_loop import OlderLoop
 from hf_memopt.trainer.pressure import Pressure
 from hf_memopt.trainer.probe import try_worst_batch
 from hf_memopt.trainer.process import settings_of_run
@@ -46,7 +48,7 @@ from hf_memopt.trainer.window import MicroBatch
 logger = logging.getLogger(__name__)
 
 
-class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad, SafeCheckpoints):
+class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad, SafeCheckpoints, OlderLoop):
     """Lets a Trainer subclass survive running out of memory: `class MyTrainer(MemoryTrainerMixin, SomeTrainer)`.
 
     Steps, schedule, optimizer, sample order and effective batch stay those of an uninterrupted run; a micro-batch that
@@ -65,6 +67,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
     packing: int | None = None
     _runner: StepRunner | None = None
     _train_loader = None
+    is_distributed_loading_by_transformers = False  # Trainer's; older versions have no such models
 
     def __init__(self, *args, memory_args: MemoryArguments | None = None, **kwargs) -> None:
         """Args:
@@ -137,9 +140,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         Raises:
             InputError: one of them does not work with the model, or with another setting.
         """
-        plugin = self.args.deepspeed_plugin
-        stage = plugin.zero_stage if plugin else 0
-        check_levers(self.memory_args, read_trainer_fields(self), self._engine(), stage, self.args.device.type)
+        check_levers(self.memory_args, read_trainer_fields(self), self._engine(), self.args.device.type)
         if (kind := trl_trainer(self)) is not None:
             check_with_trl(self.memory_args, kind.__name__)
         if model is None:
@@ -157,14 +158,15 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
             return  # _apply_levers() does it, once what is streamed lies in host memory
         super()._move_model_to_device(model, device)
 
-    def _engine(self) -> str:
-        """none, ddp, fsdp1, fsdp2, mesh or deepspeed."""
+    def _engine(self) -> Engine:
         if self.is_distributed_loading_by_transformers:
-            return "mesh"
-        kind = self.accelerator.distributed_type.value
+            return MeshEngine()
+        kind, plugin = self.accelerator.distributed_type.value, self.args.deepspeed_plugin
         if kind == "FSDP":
-            return f"fsdp{self.accelerator.state.fsdp_plugin.fsdp_version}"
-        return {"NO": "none", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
+            return FSDP(fsdp_version=self.accelerator.state.fsdp_plugin.fsdp_version)
+        if kind == "DEEPSPEED":
+            return DeepSpeed(f"zero{plugin.zero_stage if plugin else 0}")
+        return NO_ENGINE if kind == "NO" else DDP()
 
     @property
     def batches(self) -> int:
@@ -283,6 +285,10 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
 
     def _prepare_for_training(self, *args, **kwargs):
         model, loader = super()._prepare_for_training(*args, **kwargs)  # makes the optimizer
+        self._training_begins(model, loader)
+        return model, loader
+
+    def _training_begins(self, model, loader) -> None:
         self._updates.guard_optimizer()
         if self.args.world_size > 1 and self._runner.recovers:
             # Of the DDP model, not of the one within: a user's own hook that fails there would come before ours.
@@ -291,7 +297,6 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
             samples = try_worst_batch(self, model, loader)
             if samples is not None and self.when_probed is not None:
                 self.when_probed(samples)
-        return model, loader
 
     def _probes_worst_batch(self) -> bool:
         """Whether to try the largest batch first.

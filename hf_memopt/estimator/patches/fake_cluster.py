@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import get_origin
 from unittest import mock
@@ -17,7 +17,8 @@ import torch
 from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_memopt.compatibility.mesh import Mesh
+from hf_memopt.engines import DDP, FSDP, DeepSpeed, Engine, MeshEngine
+from hf_memopt.engines.mesh import Mesh
 from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
@@ -33,37 +34,24 @@ _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_
 
 
 @contextmanager
-def fake_cluster(world_size: int, engine: str, ledger, rank: int = 0) -> Iterator[None]:
+def fake_cluster(world_size: int, engine: Engine, ledger, rank: int = 0) -> Iterator[None]:
     """Act as one of `world_size` processes.
 
     Args:
-        engine: none, ddp, fsdp2, mesh or deepspeed.
         ledger: follows memory that FSDP frees by resizing storages.
         rank: of this process.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
     # Cleared for one process too: the traced Trainer must not join the job that this process is part of.
     with mock.patch.dict(os.environ, environment, clear=True):
-        if engine == "none":
+        if engine.alone:
             yield
             return
         ranks = {"WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in ranks.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # accelerate sets it otherwise
-        with _process_group(world_size, rank), ExitStack() as patches:
-            if engine == "deepspeed":
-                os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-                # DeepSpeed 0.19's CPU accelerator runs numactl to count devices, for every bucket of gradients.
-                os.environ["LOCAL_SIZE"] = "1"
-                patches.enter_context(_deepspeed(ledger))
-            elif engine in ("fsdp2", "mesh"):
-                patches.enter_context(following_fsdp(ledger))
-                patches.enter_context(_meshes())
-            else:
-                # The name is in the error of a script that asks the wrapper for what its model has: model.config.
-                replica = type("DistributedDataParallel", (Replica,), {"ledger": ledger})
-                patches.enter_context(replaced("torch.nn.parallel:DistributedDataParallel", replica))
+        with _process_group(world_size, rank), _FAKES[type(engine)](ledger):
             yield
 
 
@@ -101,6 +89,9 @@ def _own_world(kind: type):
 @contextmanager
 def _deepspeed(ledger) -> Iterator[None]:
     """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no checks across ranks."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # DeepSpeed 0.19's CPU accelerator runs numactl to count devices, for every bucket of gradients.
+    os.environ["LOCAL_SIZE"] = "1"
     require("deepspeed", "an estimate of ZeRO")
     import deepspeed
 
@@ -213,6 +204,21 @@ def _meshes() -> Iterator[None]:
         }
     ):
         yield
+
+
+@contextmanager
+def _sharding(ledger) -> Iterator[None]:
+    with following_fsdp(ledger), _meshes():
+        yield
+
+
+def _replicas(ledger):
+    # The name is in the error of a script that asks the wrapper for what its model has: model.config.
+    replica = type("DistributedDataParallel", (Replica,), {"ledger": ledger})
+    return replaced("torch.nn.parallel:DistributedDataParallel", replica)
+
+
+_FAKES = {DDP: _replicas, DeepSpeed: _deepspeed, FSDP: _sharding, MeshEngine: _sharding}
 
 
 class Replica(torch.nn.Module):

@@ -4,14 +4,11 @@ import copy
 from collections.abc import Iterator, Sequence
 from math import lcm
 
+from hf_memopt.engines import NO_ENGINE
 from hf_memopt.errors import as_input_error
 from hf_memopt.estimator.accounting.ledger import STACK, Moment, Peak, highest
 
 _TRACED_WHOLE = 6  # layers; models up to this depth are not made shallower
-# Layers of the shallower model, at least: first, last and one between; a second one for engines that prefetch.
-FEWEST = {"none": 3, "ddp": 3, "fsdp2": 4, "mesh": 4, "deepspeed": 4}
-# ZeRO-1 and 2 split all weights into flat partitions, of which the embeddings must not take most.
-FEWEST_IN_PARTITIONS = 10
 # Fields of transformers' configurations that make every n-th layer of another kind, and those that say how many come
 # before the first such.
 _EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period")
@@ -33,7 +30,7 @@ def count_layers(config) -> int:
     return depth if isinstance(depth, int) and depth > 0 else 1
 
 
-def shallow_depths(config, fewest: int = FEWEST["none"], every: int = 1) -> tuple[int, ...]:
+def shallow_depths(config, fewest: int = NO_ENGINE.fewest_layers, every: int = 1) -> tuple[int, ...]:
     """The depths to trace: the model's own, or two that are whole periods of its pattern apart from it and each other.
 
     With whole periods added, the shallow models end in the same kinds of layers as the deep one.

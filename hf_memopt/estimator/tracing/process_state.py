@@ -11,6 +11,7 @@ import warnings
 import numpy
 import torch
 
+from hf_memopt.engines import Engine
 from hf_memopt.estimator.patches.replacement import replaced
 from hf_memopt.estimator.tracing.model import outside_zero3
 
@@ -108,9 +109,9 @@ def _determinism_kept():
 
 
 @contextlib.contextmanager
-def without_deepspeed(engine: str):
+def without_deepspeed(engine: Engine):
     """Keep accelerate from importing DeepSpeed, which takes a second, only to ask whether a model is its engine."""
-    if engine == "deepspeed" or "deepspeed" in sys.modules:
+    if engine.deepspeed is not None or "deepspeed" in sys.modules:
         yield
         return
     with replaced("accelerate.utils.other:is_deepspeed_available", lambda: False):

@@ -10,8 +10,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from hf_memopt.compatibility.rules import PACKAGES
+from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
@@ -53,7 +55,6 @@ class TracedJob:
         batch: the tensors of one micro-batch: name -> (shape, dtype).
         backend: the device's: cuda | rocm | mps | xpu | cpu.
         padded: batches hold padding, or several rows per sample.
-        engine: none, ddp, fsdp2, mesh (transformers' DistributedConfig) or deepspeed.
         evaluated: the job evaluates while it trains.
         kept_logits: evaluation batches whose logits stay on the device until metrics are computed.
         trainer: makes the copy of the user's own that is traced; None for transformers' Trainer.
@@ -68,7 +69,6 @@ class TracedJob:
         attention: the `attn_implementation` of the model and of its parts, where they were chosen.
         capability: CUDA compute capability of the device.
         fp8: weights are FP8.
-        reshards: FSDP frees a layer's gathered weights after its forward pass.
         real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
 
@@ -78,7 +78,7 @@ class TracedJob:
     backend: str
     padded: bool = False
     world_size: int = 1
-    engine: str = "none"
+    engine: Engine = NO_ENGINE
     evaluated: bool = False
     kept_logits: int = 0
     trainer: TrainerCopy | None = None
@@ -93,7 +93,6 @@ class TracedJob:
     attention: tuple[str, ...] = ()
     capability: float = 0.0
     fp8: bool = False
-    reshards: bool = True
     real_states: bool = False
 
     @property
@@ -112,7 +111,7 @@ def trace(job: TracedJob) -> TraceResult:
     if job.memory_args is not None:
         check(Part.LEVERS)
     result, without_gradient = _followed(job)
-    if without_gradient and job.engine in ("none", "ddp"):
+    if without_gradient and job.engine.plain:
         # Nothing of the batch reaches them, as text does not reach a vision tower: they get no states.
         result, _ = _followed(dataclasses.replace(job, real_states=True))
     return result
@@ -129,7 +128,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
         without_deepspeed(job.engine),
         fake_cluster(job.world_size, job.engine, ledger, job.rank),
     ):
-        mesh = _mesh(job)
+        mesh = init_device_mesh("cpu", (job.world_size,)) if job.engine.fsdp_version else None
         args = make_arguments(job, folder)
         paged = functools.partial(ledger.booking, PAGED)
         with fake_world(job.backend, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
@@ -256,19 +255,11 @@ def _kernels(job: TracedJob):
         yield
 
 
-def _mesh(job: TracedJob):
-    if job.engine != "fsdp2":
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (job.world_size,))
-
-
 @contextlib.contextmanager
 def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
     """Shard the model for FSDP2, which accelerate (1.15) starts on accelerators only: on a CPU it wraps the model in
     DistributedDataParallel, so sharding takes that class's place."""
-    if job.engine != "fsdp2":
+    if not job.engine.fsdp_version:
         yield
         return
 
@@ -276,7 +267,7 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
         def __new__(cls, model, **_):
             layers = [layer for stack in stacks for layer in stack]
             halves = job.fields.get("bf16"), job.fields.get("fp16")
-            fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, job.reshards)
+            fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, job.engine.reshards)
             for weight in model.parameters():
                 ledger.classify(weight, "parameters")
             for layer in layers:
@@ -348,7 +339,7 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     elif not job.values:  # with values, the batch cannot be resized: pixel tensors do not say what belongs to a sample
         batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
         job = dataclasses.replace(job, batch=batch)
-    model = trainer.model if job.engine in ("none", "ddp") else trainer.model_wrapped
+    model = trainer.model if job.engine.plain else trainer.model_wrapped
     model.eval()
     reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
     kept = []

@@ -9,9 +9,6 @@ from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.stack.vocabulary import spelled
 
-# The first step creates the optimizer's states, the second is like every further one. Without an engine one step is
-# traced: the optimizer's states are created from empty gradients (segments), without the first forward and backward.
-_STEPS = {"none": 1, "ddp": 1, "fsdp2": 2, "mesh": 2, "deepspeed": 2}
 _MICRO_BATCHES = 2  # further ones change only the number of prefetched batches (overheads.add_prefetched)
 # What a trace has in place of a field that has no effect on a step's memory there, or is counted elsewhere.
 NEUTRAL: dict[str, Any] = {
@@ -68,8 +65,10 @@ def make_arguments(job, folder: str):
     fields = {**job.fields, **{name: value for name, value in NEUTRAL.items() if name in known}}
     in_backward = fields.get("optim") in STEPS_IN_BACKWARD or getattr(job.memory_args, "optimizer_in_backward", False)
     two = job.real_states or in_backward  # whose gradients never exist together
-    fields["max_steps"] = 2 if two else _STEPS[job.engine]
-    fields["deepspeed"] = _traceable(fields["deepspeed"], folder) if job.engine == "deepspeed" else None
+    # The first step creates the optimizer's states, the second is like every further one. Without an engine, one step
+    # is traced: the states are created from empty gradients (segments), without the first forward and backward.
+    fields["max_steps"] = 2 if two or not job.engine.plain else 1
+    fields["deepspeed"] = _traceable(fields["deepspeed"], folder) if job.engine.deepspeed else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
         fields["bf16"] = True
     accumulation, micro_batches = fields.get("gradient_accumulation_steps", 1), _MICRO_BATCHES

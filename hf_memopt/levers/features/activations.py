@@ -38,7 +38,7 @@ class Activations(Feature):
                 continue
             if around.fields.get("torch_compile"):
                 yield f"torch_compile decides which activations to save: leave {name} out"
-            if around.zero_stage == 3:
+            if around.engine.zero_stage == 3:
                 # Saved weights are recognized by their storage, and ZeRO-3 allocates another one at every gather.
                 yield f"{name} would store the weights that ZeRO-3 gathers: leave it out, or use fsdp2 or zero2"
 

@@ -22,8 +22,8 @@ class Experts(Feature):
             return
         if around.fields.get("torch_compile"):
             yield "quantized_experts chooses which tensors to save, as torch_compile does: use one of them"
-        if around.engine in ("fsdp1", "fsdp2", "mesh") or around.zero_stage == 3:
-            name = "ZeRO-3" if around.zero_stage == 3 else around.engine
+        if around.engine.shards_weights:
+            name = "ZeRO-3" if around.engine.zero_stage else around.engine.family
             yield f"quantized_experts needs whole weights, and {name} shards them: leave it out"
 
     @staticmethod

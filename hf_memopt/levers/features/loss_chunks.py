@@ -36,7 +36,7 @@ class LossChunks(Feature):
             return
         if around.fields.get("use_liger_kernel"):
             yield "use_liger_kernel and loss_chunk_size both replace the loss: use one of them"
-        if around.engine == "mesh":
+        if around.engine.by_transformers:
             yield (
                 "loss_chunk_size calls the head a second time, which crashes when transformers shards the model: "
                 "leave it out, or use fsdp2 or zero3"

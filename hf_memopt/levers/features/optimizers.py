@@ -23,8 +23,8 @@ class AdamMiniStates(Feature):
 
     @staticmethod
     def refused(on, around):
-        if on.adam_mini and around.shards:
-            yield f"adam_mini needs unsharded weights, and {around.engine} shards them: leave it out"
+        if on.adam_mini and not around.engine.plain:
+            yield f"adam_mini needs unsharded weights, and {around.engine.family} shards them: leave it out"
 
 
 @dataclass
@@ -38,9 +38,9 @@ class OptimizerOffload(Feature):
     def refused(on, around):
         if not on.optimizer_cpu_offload:
             return
-        if around.engine != "none":
+        if not around.engine.alone:
             yield (
-                f"optimizer_cpu_offload supports a single device: leave it out under {around.engine}, "
+                f"optimizer_cpu_offload supports a single device: leave it out under {around.engine.family}, "
                 "and use strategy zero2_offload_cpu"
             )
         if on.optimizer_in_backward:
@@ -75,8 +75,9 @@ class OptimizerInBackward(Feature):
         if not on.optimizer_in_backward:
             return
         fields = around.fields
-        if around.engine != "none":
-            yield f"optimizer_in_backward would use gradients before {around.engine} has reduced them: leave it out"
+        if not around.engine.alone:
+            name = around.engine.family
+            yield f"optimizer_in_backward would use gradients before {name} has reduced them: leave it out"
         if fields.get("gradient_accumulation_steps", 1) > 1:
             yield (
                 "optimizer_in_backward updates weights in every backward pass: set gradient_accumulation_steps=1, "

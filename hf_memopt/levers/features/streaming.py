@@ -37,10 +37,10 @@ class Streaming(Feature):
                     "out"
                 )
             return
-        if around.engine not in ("none", "ddp"):
+        if not around.engine.plain:
             yield (
-                f"weight_streaming needs whole weights on every process: leave it out under {around.engine}, or use "
-                "ddp, or strategy zero3_offload_cpu without it"
+                f"weight_streaming needs whole weights on every process: leave it out under {around.engine.family}, "
+                "or use ddp, or strategy zero3_offload_cpu without it"
             )
         if around.fields.get("torch_compile"):
             yield "torch_compile would compile weights that are not on the device: leave weight_streaming out"

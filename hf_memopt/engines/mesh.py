@@ -7,7 +7,9 @@ between them.
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
+from hf_memopt.engines.engine import Engine
 from hf_memopt.errors import InputError
 
 _STRATEGY = re.compile(r"(?=.)(?:tp(?P<tp>[1-9]\d*))?(?:(?(tp)_)hsdp(?P<fsdp>[1-9]\d*))?")
@@ -30,6 +32,39 @@ class Mesh:
         """Processes that take a batch of their own."""
         return self.fsdp_size * self.dp_replicate_size
 
+    @property
+    def strategy(self) -> str | None:
+        """The strategy's name; None of one device."""
+        return mesh_strategy(*(size if size > 1 else None for size in (self.tp_size, self.fsdp_size)))
+
+
+@dataclass(frozen=True)
+class MeshEngine(Engine):
+    strategy: str = "hsdp1"
+
+    family: ClassVar = "mesh"
+    plain: ClassVar = False
+    distributed_type: ClassVar = "MULTI_GPU"  # accelerate starts the processes, and no more
+    beside: ClassVar = ()
+    by_transformers: ClassVar = True
+    dtensor: ClassVar = True
+    accelerator_only: ClassVar = True
+    gathers_to_generate: ClassVar = "sharding by transformers"
+
+    @property
+    def name(self) -> str:
+        return "tp" if self.tp_size > 1 or self.strategy.startswith("tp") else "hsdp"
+
+    def mesh(self, world_size):
+        found = _STRATEGY.fullmatch(self.strategy)
+        tp, fsdp = int(found["tp"] or 1), int(found["fsdp"] or 0)
+        if world_size % (tp * (fsdp or 1)):
+            sizes = (("tp_size", found["tp"]), ("fsdp_size", fsdp))
+            asked = " × ".join(f"{name}={size}" for name, size in sizes if size)
+            raise InputError(f"{asked} does not divide the {world_size} processes: choose sizes whose product does")
+        rest = world_size // tp
+        return Mesh(tp, fsdp, rest // fsdp) if fsdp else Mesh(tp, rest, 1)
+
 
 def is_mesh(strategy: str | None) -> bool:
     """Whether a strategy is of this kind."""
@@ -46,18 +81,3 @@ def mesh_words(strategy: str) -> list[str]:
     found = _STRATEGY.fullmatch(strategy)
     sizes = {"--tp_size": found["tp"], "--fsdp_size": found["fsdp"]} if found else {}
     return [word for name, size in sizes.items() if size for word in (name, size)]
-
-
-def mesh_of(strategy: str, world_size: int) -> Mesh:
-    """The sizes that a strategy has on a number of processes.
-
-    Raises:
-        InputError: the processes cannot be shared so.
-    """
-    found = _STRATEGY.fullmatch(strategy)
-    tp, fsdp = int(found["tp"] or 1), int(found["fsdp"] or 0)
-    if world_size % (tp * (fsdp or 1)):
-        sizes = " × ".join(f"{name}={size}" for name, size in (("tp_size", found["tp"]), ("fsdp_size", fsdp)) if size)
-        raise InputError(f"{sizes} does not divide the {world_size} processes: choose sizes whose product does")
-    rest = world_size // tp
-    return Mesh(tp, fsdp, rest // fsdp) if fsdp else Mesh(tp, rest, 1)

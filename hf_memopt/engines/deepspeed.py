@@ -1,0 +1,195 @@
+"""DeepSpeed's ZeRO: gradients, optimizer states and weights in flat buffers, each process its part."""
+
+import base64
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hf_memopt.engines.deepspeed_values import check_deepspeed
+from hf_memopt.engines.engine import Engine, given_as_json, read_settings
+from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.files import read_json, shipped
+
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+# DeepSpeed's batch sizes, and the TrainingArguments fields that say the same.
+_SIZES = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+_UNLIMITED = 1e9  # elements: DeepSpeed's default of every limit of ZeRO-3 (deepspeed.runtime.zero.config)
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Engine):
+    """Its strategy names the stage and where states are; `deepspeed` is None where no more than that is known."""
+
+    strategy: str = "zero0"
+    deepspeed: Mapping[str, Any] | None = None
+
+    family: ClassVar = "deepspeed"
+    plain: ClassVar = False
+    distributed_type: ClassVar = "DEEPSPEED"
+    beside: ClassVar = ("deepspeed",)
+    package: ClassVar = "deepspeed"
+    master_weights: ClassVar = True
+    flat_buffers: ClassVar = True
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], source: str = "deepspeed") -> "DeepSpeed":
+        """The engine of a configuration, whose strategy is named zero2, zero3_offload_nvme, zero3_plus_plus, …"""
+        zero, device = config.get("zero_optimization") or {}, _offload(config)
+        offloads = "" if device == "none" else f"_offload_{device}"
+        suffix = "_plus_plus" if zero.get("zero_quantized_weights") else offloads
+        return cls(f"zero{zero.get('stage', 0)}{suffix}", source, deepspeed=config)
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.zero_stage}"
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.strategy[4])
+
+    @property
+    def offload(self) -> str:
+        if self.deepspeed is not None:
+            return _offload(self.deepspeed)
+        return self.strategy.partition("_offload_")[2] or "none"
+
+    shards_weights = property(lambda self: self.zero_stage == 3)
+    shards_gradients = property(lambda self: self.zero_stage >= 2)
+    shards_states = property(lambda self: self.zero_stage >= 1)
+    gathers_to_generate = property(lambda self: "ZeRO-3" if self.zero_stage == 3 else "")
+
+    @property
+    def fewest_layers(self) -> int:
+        """ZeRO-1 and 2 split all weights into flat partitions, of which the embeddings must not take most."""
+        return 4 if self.zero_stage == 3 else 10
+
+    @property
+    def live_weights(self) -> float | None:
+        if self.zero_stage < 3:
+            return None
+        return max(self._limit(f"stage3_max_{name}") for name in ("live_parameters", "reuse_distance"))
+
+    @property
+    def step_group(self) -> float | None:
+        return self._limit("sub_group_size") if self.zero_stage == 3 else None
+
+    def _limit(self, name: str) -> float:
+        """A limit of ZeRO-3 in elements."""
+        value = self.deepspeed.get("zero_optimization", {}).get(name, _UNLIMITED)
+        return _UNLIMITED if value == "auto" else float(value)
+
+    def shipped_config(self):
+        return read_json(shipped("accelerate_configs") / "deepspeed" / f"{self.strategy}.json")
+
+    def fields(self, before):
+        return {"deepspeed": deepspeed_config(self.strategy)}
+
+    def check(self, fields, world_size):
+        for name, size in batch_of(self.deepspeed).items():
+            if size != fields[name]:
+                raise InputError(
+                    f"the DeepSpeed JSON has {brief(size)} and TrainingArguments {fields[name]} for {name}: leave one "
+                    'out, or write "auto" in the JSON'
+                )
+        whole = self.deepspeed.get("train_batch_size", "auto")
+        batch = world_size * fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]
+        if whole not in ("auto", batch):
+            raise InputError(
+                f"the DeepSpeed JSON has train_batch_size={brief(whole)}, and micro-batch × accumulation × processes "
+                f'is {batch}: write "auto" in the JSON'
+            )
+
+    def traceable(self, fields):
+        """Batch sizes become "auto", because fewer micro-batches are traced than run."""
+        config = copy.deepcopy(fields["deepspeed"])
+        for name in (*BATCH_SIZES, "gradient_accumulation_steps"):
+            config[name] = "auto"
+        return {**fields, "deepspeed": config}
+
+    def peak_rank(self, world_size):
+        """Under ZeRO-1 and 2 the last: it owns the gradients that backward computes first, and holds them from then
+        on."""
+        return world_size - 1 if self.zero_stage < 3 else 0
+
+    def rank_bytes(self, ranks, loaded, trained, gradients, gathered):
+        """By ZeRO's arithmetic (Rajbhandari et al. 2020, figure 1): 2 bytes a weight and a gradient and 12 of fp32
+        master weight and states."""
+        on_device = not self.offloads
+        return {
+            "parameters": (loaded / ranks * on_device) if self.shards_weights else loaded,
+            "gradients": 2 * trained / (ranks if self.shards_gradients else 1) * on_device,
+            "optimizer_states": 12 * trained / ranks * on_device,
+            # Live weights and buckets, as the shipped JSONs bound them.
+            "communication": 2e9 if self.shards_weights else 1e9,
+        }
+
+    def exchanged(self, weights, gradients):
+        if self.shards_weights:
+            return 2 * weights + gradients, 0.0
+        if self.shards_gradients:  # they go to their owner after every micro-batch
+            return gradients, gradients
+        return super().exchanged(weights, gradients)
+
+
+def batch_of(deepspeed: Mapping[str, Any]) -> dict[str, int]:
+    """The batch sizes that a configuration has as numbers, as TrainingArguments fields."""
+    return {name: deepspeed[key] for key, name in _SIZES.items() if deepspeed.get(key, "auto") != "auto"}
+
+
+def _offload(config: Mapping[str, Any]) -> str:
+    zero = config.get("zero_optimization") or {}
+    return (zero.get("offload_optimizer") or {}).get("device") or "none"
+
+
+def deepspeed_files() -> list[Path]:
+    """The shipped DeepSpeed configurations."""
+    return sorted((shipped("accelerate_configs") / "deepspeed").glob("*.json"))
+
+
+def shipped_deepspeed(name: str) -> Path | None:
+    """The shipped DeepSpeed JSON of that name; None where there is none."""
+    return next((file for file in deepspeed_files() if file.stem == name), None)
+
+
+def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """A DeepSpeed configuration from itself, its JSON, that in base64, a file, or a shipped file's name (zero2, …).
+
+    Raises:
+        InputError: there is no such file or name, it is not JSON, or DeepSpeed cannot read a value of it.
+    """
+    if isinstance(given, Mapping) or given_as_json(given) or os.path.isfile(given):  # Path.is_file: not of a long text
+        return check_deepspeed(read_settings(given, "deepspeed"))
+    if (inline := decode_inline(str(given))) is not None:
+        return check_deepspeed(inline)
+    if file := shipped_deepspeed(str(given)):
+        return read_json(file)
+    if "/" not in str(given) and not str(given).endswith(".json"):
+        raise choose("deepspeed configuration", str(given), (file.stem for file in deepspeed_files()))
+    return check_deepspeed(read_json(given))
+
+
+def missing_batch_size(config: Mapping[str, Any]) -> str | None:
+    """What to add where a DeepSpeed configuration has no batch size, which DeepSpeed refuses; None where it has."""
+    if any(config.get(name) is not None for name in BATCH_SIZES):
+        return None
+    return (
+        "the DeepSpeed configuration has neither train_batch_size nor train_micro_batch_size_per_gpu: add "
+        '"train_micro_batch_size_per_gpu": "auto", and "auto" for gradient_accumulation_steps, gradient_clipping and '
+        "the enabled of bf16 and fp16, so that TrainingArguments decide them"
+    )
+
+
+def decode_inline(text: str) -> dict[str, Any] | None:
+    """A DeepSpeed configuration that is written as base64, as in the shipped YAMLs; None where the text is none."""
+    try:
+        content = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+    except (ValueError, RecursionError):  # binascii.Error and UnicodeDecodeError are ValueErrors
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,166 @@
+"""What engines have in common. The base is one process without an engine; DDP differs in little."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hf_memopt.errors import as_input_error
+from hf_memopt.files import read_json
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and those of its settings that decide what works with it and what it takes.
+
+    Attributes:
+        strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM | a name like those in accelerate_configs/deepspeed.
+        source: the setting that asks for it, as a refusal names it.
+        tp_size: processes that share every layer, by accelerate's ParallelismConfig.
+    """
+
+    strategy: str = "none"
+    source: str = ""
+    tp_size: int = 1
+
+    distributed_type: ClassVar[str] = "NO"  # accelerate's
+    beside: ClassVar[tuple[str, ...]] = ("fsdp", "deepspeed")  # fields that may configure a preset's engine
+    package: ClassVar[str | None] = None  # that it needs beside torch, transformers and accelerate
+    replicates: ClassVar[bool] = False  # several processes hold the model whole
+    by_transformers: ClassVar[bool] = False  # from_pretrained shards the model (DistributedConfig)
+    dtensor: ClassVar[bool] = False  # weights are DTensors
+    master_weights: ClassVar[bool] = False  # it trains fp32 weights, whatever is loaded
+    flat_buffers: ClassVar[bool] = False  # these and all gradients are in flat buffers, beside the model's tensors
+    accelerator_only: ClassVar[bool] = False  # accelerate does not start it on a CPU
+    deepspeed: ClassVar[Mapping[str, Any] | None] = None  # DeepSpeed's configuration
+    zero_stage: ClassVar[int] = 0  # DeepSpeed's
+    fsdp_version: ClassVar[int | None] = None
+    offload: ClassVar[str] = "none"  # where the optimizer's states are: none, cpu or nvme
+    checkpointing: ClassVar[bool] = False  # it checkpoints activations itself (fsdp_activation_checkpointing)
+    reshards: ClassVar[bool] = True  # FSDP frees gathered weights after forward (fsdp_reshard_after_forward)
+    gathers_to_generate: ClassVar[str] = ""  # by what TRL gathers weights to generate (trl 1.16, models/utils.py)
+    live_weights: ClassVar[float | None] = None  # elements that may stay gathered, however deep the model is
+    step_group: ClassVar[float | None] = None  # elements that the optimizer steps over at once, on each process
+
+    offloads = property(lambda self: self.offload != "none")
+    # Whether each process has a part of them; tensor parallelism divides all three.
+    shards_weights = property(lambda self: not self.plain)
+    shards_gradients = property(lambda self: self.shards_weights)
+    shards_states = property(lambda self: self.shards_gradients)
+
+    @property
+    def family(self) -> str:
+        """none, ddp, fsdp1, fsdp2, mesh or deepspeed."""
+        return self.strategy
+
+    @property
+    def name(self) -> str:
+        """The engine in the terms of the compatibility table."""
+        # FSDP2 may shard what tensor parallelism leaves; the table's rows are the latter's.
+        return "tp" if self.tp_size > 1 else self.family
+
+    @property
+    def label(self) -> str:
+        """The engine as a refusal names it."""
+        return self.strategy
+
+    @property
+    def plain(self) -> bool:
+        """True if weights, gradients and states are whole, and held by the model and the optimizer alone."""
+        return self.tp_size == 1
+
+    @property
+    def alone(self) -> bool:
+        """True of one process without an engine."""
+        return self.plain and not self.replicates
+
+    @property
+    def fewest_layers(self) -> int:
+        """Of a shallow model that is traced: first, last and one between; a second for engines that prefetch."""
+        return 3 if self.plain else 4
+
+    def setup(self) -> dict[str, Any]:
+        """The fields of a compatibility Setup that it decides."""
+        return {
+            "strategy": self.name,
+            "offload": self.offload,
+            "engine_checkpointing": self.checkpointing,
+            "engine_optimizer": "optimizer" in (self.deepspeed or {}),
+        }
+
+    def mesh(self, world_size: int):
+        """How processes share a model that transformers shards, a mesh.Mesh; None under other engines."""
+
+    def shipped_config(self) -> dict[str, Any] | None:
+        """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
+
+    def fields(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """The TrainingArguments fields that start the engine in place of the one that others ask for."""
+        return {}
+
+    def check(self, fields: Mapping[str, Any], world_size: int) -> None:
+        """Raise an InputError for settings that contradict TrainingArguments, or that a trace would leave out."""
+
+    def traceable(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields whose job is the same in memory and can be traced."""
+        return fields
+
+    def peak_rank(self, world_size: int) -> int:
+        """The process that needs the most memory: the first gets FSDP2's remainder of what does not divide evenly."""
+        return 0
+
+    def rank_bytes(self, ranks: int, loaded: int, trained: int, gradients: float, gathered: float) -> dict[str, float]:
+        """What one rank holds by kind of memory, by arithmetic; empty where it is what one process alone holds.
+
+        Args:
+            loaded, gradients, gathered: bytes of all weights, of all gradients, and of the weights that are whole at a
+                time: the embeddings, which stay until backward, a layer and the next.
+            trained: number of weights that are trained.
+        """
+        return {}
+
+    def exchanged(self, weights: float, gradients: float) -> tuple[float, float]:
+        """Bytes that pass between devices in a micro-batch and once a step.
+
+        Args:
+            weights, gradients: bytes of all of them, in 16 bits.
+        """
+        return 0.0, 2 * gradients  # reduced and spread
+
+
+NO_ENGINE = Engine()
+
+
+@dataclass(frozen=True)
+class DDP(Engine):
+    """Whole models that exchange gradients."""
+
+    strategy: str = "ddp"
+
+    distributed_type: ClassVar = "MULTI_GPU"
+    beside: ClassVar = ("deepspeed",)
+    replicates: ClassVar = True
+
+    def exchanged(self, weights, gradients):
+        return 0.0, 2 * 2 * gradients  # fp32
+
+
+def is_true(value: object) -> bool:
+    """A switch, written as a bool or as YAML, JSON and environment variables write one (accelerate's str_to_bool)."""
+    return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def given_as_json(given: Any) -> bool:
+    """Whether transformers would read a field as JSON instead of as a path."""
+    return isinstance(given, str) and given.startswith("{")
+
+
+def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:
+    """A field of TrainingArguments that may be a dict, its JSON (as on a command line) or a file's path."""
+    if isinstance(given, Mapping):
+        return given
+    if not given_as_json(given):
+        return read_json(given)
+    with as_input_error(field, ValueError):
+        return json.loads(given)
