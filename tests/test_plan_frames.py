@@ -14,7 +14,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.planner import frames
+from hf_memopt.planner import first_fit, frames
 from hf_memopt.planner.frames import most_frames
 from hf_memopt.video.inputs import VideoInputs, parse_frame_size
 
@@ -71,7 +71,7 @@ def test_a_second_size_of_frame_starts_where_the_first_ended(job, monkeypatch):
         kinds = {"parameters": 10**6, "activations": 1000 * job.seq_len}
         return Estimate(size, size, size, 0, "backward", kinds, {"backward": size}, None, {}, ())
 
-    monkeypatch.setattr(frames, "estimate_job", linear)
+    monkeypatch.setattr(first_fit, "estimate_job", linear)
     notes = []
     budget = 10**6 + 1000 * frames._tokens(large, 40)
     first, *others = most_frames(large, budget, notes.append)
