@@ -20,9 +20,8 @@ from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.streaming import lacks_memory, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import lacks_memory, streaming_spec, weights_alone, what_lacks, with_host_memory
 from hf_memopt.units import GIB
 
 QLORA = ("rtx_3060", "qlora")
@@ -111,7 +110,7 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
 
     monkeypatch.setattr(Search, "estimate", by_sketch)
     # Of a large model the weights alone say so; beside a small one's CUDA's context takes more.
-    monkeypatch.setattr("hf_memopt.planner.plan.weights_alone", lambda spec: (2**62, "weights"))
+    monkeypatch.setattr("hf_memopt.planner.plan.excessive_weights", lambda spec: (2**62, "weights"))
     deep = config(12, hidden_size=512, intermediate_size=2048, vocab_size=200)
     weights = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
     memory = int((context(get_hardware("rtx_3060")) + 0.9 * weights) / 0.94)

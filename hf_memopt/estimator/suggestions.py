@@ -1,7 +1,7 @@
-"""Which changes save the most memory: the job estimated again with each."""
+"""Changes to propose to a job: which save the most memory, and which together make it fit, by estimates of each."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,41 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.training_fields import engine_name, fsdp_checkpoints, peak_rank, with_strategy
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
+from hf_memopt.levers.change import Change
+from hf_memopt.levers.changes import (
+    ADAM_8BIT,
+    CHECKPOINTING,
+    ESTIMATED,
+    EVAL_BATCH,
+    LORA,
+    QLORA,
+    SHORTER,
+    ZERO3,
+    ZERO3_OFFLOAD,
+    JobFacts,
+    proposals,
+    training_fields,
+)
+from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
+from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 from hf_memopt.presets import preset_by_name
 
 _LEAST_SAVING = 0.01  # of the peak; less is no advice
+
+
+def _single_sample(job: JobFacts) -> dict[str, int] | None:
+    micro = (job.training or {}).get("per_device_train_batch_size", 1)
+    if micro == 1 or job.memory_args.max_tokens_per_batch is not None:
+        return None
+    accumulation = job.training.get("gradient_accumulation_steps", 1)
+    return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation * micro}
+
+
+# What costs least comes first: time alone, then precision, the host, the method, the samples.
+_ORDER = (
+    *(CHECKPOINTING, LOSS_CHUNKS, Change(compute=_single_sample), EVAL_BATCH, ZERO3, ADAM_8BIT, OPTIMIZER_OFFLOAD),
+    *(ZERO3_OFFLOAD, LORA, QLORA, SHORTER, SHORTER, SHORTER),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +75,11 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one
     Args:
         map_fn: as for estimate_jobs().
     """
-    savings = _estimated(list(_changed_jobs(job)), found, map_fn)
+    changes = [
+        (change.written(settings), changed_job(job, settings))
+        for change, settings in proposals(job_facts(job), ESTIMATED)
+    ]
+    savings = _estimated(changes, found, map_fn)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
 
@@ -60,6 +95,51 @@ def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]
     return _estimated(changes, found, map_fn)
 
 
+def smallest_combination(job: Job, found: Estimate, map_fn=one_by_one) -> Saving | None:
+    """The fewest and least costly changes with which a job fits; None where all of them do not suffice.
+
+    All are estimated together, then without each of them, the costliest first: some ten estimates.
+
+    Args:
+        found: the job's estimate.
+        map_fn: as for estimate_jobs().
+    """
+    kept = list(_ORDER)
+    best = _fitting(_changed(job, kept)[0], map_fn)
+    if best is None:
+        return None
+    for place in reversed(range(len(_ORDER))):
+        fewer = kept[:place] + kept[place + 1 :]
+        smaller = _changed(job, fewer)[0]
+        if smaller == _changed(job, kept)[0]:  # it changed nothing here
+            kept = fewer
+        elif estimate := _fitting(smaller, map_fn):
+            kept, best = fewer, estimate
+    return Saving(", ".join(_changed(job, kept)[1]), found.device_bytes - best.device_bytes, True)
+
+
+def _fitting(job: Job, map_fn) -> Estimate | None:
+    """A job's estimate if it fits."""
+    (estimate,) = estimate_jobs([job], map_fn, speed=False)
+    return None if isinstance(estimate, InputError) or not estimate.fits else estimate
+
+
+def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
+    """A job with changes, one after the other, and their texts; of a setting that changes twice the last one."""
+    texts: dict[str, str] = {}
+    for change in changes:
+        settings = change.settings_for(job_facts(job))
+        if settings is None or ("strategy" in settings and job.world_size == 1):
+            continue
+        try:
+            job = changed_job(job, settings)
+        except InputError:  # a device that the catalog lacks has no presets
+            continue
+        name = next(iter(settings))
+        texts[name] = f"--strategy {settings['strategy']}" if name == "strategy" else change.written(settings)
+    return job, list(texts.values())
+
+
 def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[Saving]:
     savings = []
     estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
@@ -70,11 +150,6 @@ def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[
         if saved >= _LEAST_SAVING * found.peak_allocated_bytes:
             savings.append(Saving(change, saved, other.fits))
     return savings
-
-
-def _changed_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    for change, settings in proposals(job_facts(job), ESTIMATED):
-        yield change.written(settings), changed_job(job, settings)
 
 
 def job_facts(job: Job) -> JobFacts:

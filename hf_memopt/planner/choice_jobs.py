@@ -54,6 +54,12 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
     return baselines(build, {choice.checkpointed for choice in choices}, fewest_samples(spec))
 
 
+def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
+    """The sketch of all choices, from a few traces."""
+    jobs = baseline_jobs(spec, choices)
+    return sketch_of(jobs, traced_jobs(jobs))
+
+
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
     """The search over all choices; None where compatibility leaves none.
 
@@ -68,8 +74,7 @@ def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = Fal
         choices = [one for one in choices if (one.micro_batch, one.checkpointed) == (fewest, most)]
     how = "with" if smallest else "with and without"
     say(f"tracing {spec.preset.method} training {how} activation checkpointing")
-    jobs = baseline_jobs(spec, choices)
-    sketch = sketch_of(jobs, traced_jobs(jobs))
+    sketch = trace_sketch(spec, choices)
     if (space := trl_space(spec)) is not None and space.colocates:
         choices = _with_shares(spec, choices, sketch)
     return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory)

@@ -14,7 +14,7 @@ from hf_memopt.levers.refusals import refusals
 from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.first_fit import TRIES, FirstFit
-from hf_memopt.planner.lower_bound import weights_alone
+from hf_memopt.planner.streaming import excessive_weights
 
 _STEP = 256  # tokens: an answer is a multiple
 _MOST = 2**20  # tokens, of models that name no limit
@@ -53,7 +53,7 @@ def longest_sequences(spec: JobSpec, say: Callable[[str], None] = lambda text: N
         raise InputError("--seq-len max is found for one device: leave the number of devices out of --hardware")
     if spec.video is not None:
         raise InputError("--seq-len max is for text: the most frames of a video are found by --frames max")
-    if (alone := weights_alone(spec)) and alone[0] > spec.memory_budget:
+    if excessive_weights(spec):
         return
     first = _FIRST
     for settings, longer, choice in _features(spec):

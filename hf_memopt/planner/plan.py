@@ -14,12 +14,11 @@ from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArgument
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
-from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile, usual_profile
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import of_one_length, settle
-from hf_memopt.planner.streaming import lacks_memory, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.quantization import check_4bit, check_quantization
@@ -167,7 +166,7 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
             return streamed
         method = [*searches][-1]
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
-    # Of methods whose usual profiles lean on the host, one that has a safe profile without it.
+    # Of methods whose usual profiles use host memory, one that has a safe profile without it.
     method = min(
         profiles_by_method,
         key=lambda one: (
@@ -176,14 +175,19 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
         ),
     )
     (spec, search), profiles = searches[method], profiles_by_method[method]
+    made = _plan_of(spec, search, profiles, rejected)
     profile = usual_profile(profiles)
-    rejected += [*_safe_left_out(profiles), *left_out(spec, search, [profile.choice for profile in profiles])]
+    beside = _methods(asked, methods, searches, profile, say) if len(methods) > 1 else []
+    return replace(made, plain=plain_alternative(spec, search, profile), methods=beside)
+
+
+def _plan_of(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
+    """A plan with profiles, and why it has no others."""
+    rejected = [*rejected, *_safe_left_out(profiles)]
+    rejected += left_out(spec, search, [profile.choice for profile in profiles])
     if (space := trl_space(spec)) is not None:
         rejected += [Rejected(field, reason) for field, reason in space.left_out()]
-    plain = plain_alternative(spec, search, profile)
-    beside = _methods(asked, methods, searches, profile, say) if len(methods) > 1 else []
-    link = search.cost.link_bound(profile.choice)
-    return Plan(spec, profiles, rejected, plain=plain, methods=beside, link=link)
+    return Plan(spec, profiles, rejected, link=search.cost.link_bound(usual_profile(profiles).choice))
 
 
 def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
@@ -207,15 +211,12 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
             continue
         if search is None:
             continue
-        if not (profiles := _profiles(spec, search)):
-            lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
-            rejected.append(lacking)
-            resident.append(lacking)
-            nearest += filter(None, [with_host_memory(spec, search)])
-            continue
-        others = left_out(spec, search, [profile.choice for profile in profiles])
-        link = search.cost.link_bound(usual_profile(profiles).choice)
-        return Plan(spec, profiles, [*resident, *_safe_left_out(profiles), *others], link=link)
+        if profiles := _profiles(spec, search):
+            return _plan_of(spec, search, profiles, resident)
+        lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
+        rejected.append(lacking)
+        resident.append(lacking)
+        nearest += filter(None, [with_host_memory(spec, search)])
     return None
 
 
@@ -278,12 +279,11 @@ def _methods(asked: JobSpec, methods, searches, profile: Profile, say) -> list[A
 
 def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
     picks = search.fastest_for(int(spec.memory * share) for _, share in PLAN_PROFILES.values())
-    chosen = [
-        (profile, choice) for profile, choice in zip(PLAN_PROFILES.items(), picks, strict=True) if choice is not None
-    ]
-    fastest = min((search.seconds[choice] for _, choice in chosen), default=0)
+    fastest = min((search.seconds[choice] for choice in picks if choice is not None), default=0)
     profiles = []
-    for (name, (thresholds, share)), choice in chosen:
+    for (name, (thresholds, share)), choice in zip(PLAN_PROFILES.items(), picks, strict=True):
+        if choice is None:
+            continue
         memory_args = memory_arguments(
             spec.memory_args,
             choice,
@@ -291,18 +291,9 @@ def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
             target_memory_utilization=share,
             **dict.fromkeys(THRESHOLDS[1:]),  # the profile's
         )
-        profiles.append(
-            Profile(
-                name,
-                share,
-                choice,
-                choice.configured(spec.preset),
-                memory_args,
-                search.found[choice],
-                search.seconds[choice],
-                fastest / search.seconds[choice],
-            )
-        )
+        seconds, estimate = search.seconds[choice], search.found[choice]
+        preset = choice.configured(spec.preset)
+        profiles.append(Profile(name, share, choice, preset, memory_args, estimate, seconds, fastest / seconds))
     return profiles
 
 
@@ -311,8 +302,7 @@ _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 def _far_too_large(spec: JobSpec) -> Rejected | None:
     """Why a method need not be searched: without a trace, what it holds for certain exceeds the device."""
-    alone = weights_alone(spec)
-    if alone is None or alone[0] <= spec.memory_budget:
+    if (alone := excessive_weights(spec)) is None:
         return None
     method = _METHODS[spec.preset.method]
     return Rejected(method, f"{method} needs at least {gib(alone[0])} for {alone[1]} alone, and {_budget(spec)}")

@@ -30,6 +30,9 @@ class Search:
         host_memory: what a process may use on the host; None where that is not known. What is only assumed rules out
             choices that offload, and not a model on its way to the device.
         found: choice -> its estimate; None where the job cannot be traced.
+        sketch_bytes: choice -> its sketch's bytes, and those that grow with the micro-batch.
+        sketch_errors: what estimates exceed their sketches by, and the bytes that grow, by _keys(). Searches on other
+            cards may share all three.
     """
 
     choices: list[Choice]
@@ -38,14 +41,17 @@ class Search:
     say: Callable[[str], None]
     host_memory: HostMemory | None = None
     found: dict[Choice, Estimate | None] = field(default_factory=dict)
-    _off: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    sketch_bytes: dict[Choice, tuple[int, int]] = field(default_factory=dict)
+    sketch_errors: dict[tuple, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cost = self.cost = Cost(self.sketch)
         self.seconds = {choice: cost.step(choice) for choice in self.choices}
         self._rank = {choice: cost.rank(choice) for choice in self.choices}
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
-        self._sketched = {choice: self.sketch.device_bytes(choice) for choice in self.choices}
+        for choice in self.choices:
+            if choice not in self.sketch_bytes:
+                self.sketch_bytes[choice] = self.sketch.device_bytes(choice)
         enough = {one: self._host_suffices(one, self.sketch.host_bytes(one)) for one in self.choices}
         self.short_of_host = [choice for choice in self.choices if not enough[choice]]
         self.choices = [choice for choice in self.choices if enough[choice]]
@@ -191,15 +197,15 @@ class Search:
             if isinstance(found, InputError) and len(self.found) >= _FAILURES and not any(self.found.values()):
                 raise found
             if self.found[choice] is not None:
-                whole, moving = self._sketched[choice]
-                self._off |= dict.fromkeys(_keys(choice), (found.device_bytes - whole, max(1, moving)))
+                whole, moving = self.sketch_bytes[choice]
+                self.sketch_errors |= dict.fromkeys(_keys(choice), (found.device_bytes - whole, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
         if found := self.found.get(choice):
             return found.device_bytes
-        whole, moving = self._sketched[choice]
-        off, held = next((self._off[key] for key in _keys(choice) if key in self._off), (0, 1))
+        whole, moving = self.sketch_bytes[choice]
+        off, held = next((self.sketch_errors[key] for key in _keys(choice) if key in self.sketch_errors), (0, 1))
         # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
         grown = (1 + moving / held) / 2
         return whole + off * (grown if off > 0 else min(1.0, grown))
