@@ -1,5 +1,6 @@
 """plan --frames max: the inverse of the estimate."""
 
+import copy
 import dataclasses
 import json
 
@@ -140,3 +141,14 @@ def test_sizes_are_written_as_width_and_height(text):
     with pytest.raises(InputError, match="write width and height in pixels, as 640x360"):
         parse_frame_size(text)
     assert parse_frame_size("640x360") == parse_frame_size("640 × 360") == (640, 360)
+
+
+def test_a_model_with_few_positions_has_few_frames(job, monkeypatch):
+    """Fewer than the first estimate has."""
+    config = copy.deepcopy(job.config)
+    config.get_text_config().max_position_embeddings = frames._tokens(job, 10)
+    monkeypatch.setattr(
+        first_fit, "estimate_job", lambda job, map_fn: Estimate(1, 1, 1, 0, "backward", {}, {}, None, {}, ())
+    )
+    (fit,) = most_frames(dataclasses.replace(job, config=config), 10**9)
+    assert fit.max_frames == 10

@@ -87,7 +87,7 @@ def test_what_is_missing_is_host_memory():
         short_of_host=[all_layers, some],
         needs=lambda choice: 8 * GIB,
         host_bytes=host.get,
-        found=found,
+        estimates=found,
         estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
     )
     spec = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
@@ -106,7 +106,7 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     def by_sketch(search, new):
         for choice in new:
             size, host = int(search.needs(choice)), search.host_bytes(choice)
-            search.found[choice] = Estimate(size, size, size, host, "forward", {}, {}, 2**40, {}, ())
+            search.estimates[choice] = Estimate(size, size, size, host, "forward", {}, {}, 2**40, {}, ())
 
     monkeypatch.setattr(Search, "estimate", by_sketch)
     # Of a large model the weights alone say so; beside a small one's CUDA's context takes more.

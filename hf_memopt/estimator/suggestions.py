@@ -59,7 +59,7 @@ class Saving:
     Attributes:
         change: the setting, as a command line takes it.
         saved_bytes: of the device's peak.
-        fits: whether the job fits with it.
+        fits: True if the job fits with it.
     """
 
     change: str
@@ -67,7 +67,7 @@ class Saving:
     fits: bool | None
 
 
-def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
+def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
     """The changes that save most, best first; those that save less than 1 % are left out.
 
     Each is a whole estimate of its own, so this takes a few seconds.
@@ -79,11 +79,11 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one
         (change.written(settings), changed_job(job, settings))
         for change, settings in proposals(job_facts(job), ESTIMATED)
     ]
-    savings = _estimated(changes, found, map_fn)
+    savings = _estimated(changes, estimate, map_fn)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
 
-def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]:
+def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Saving]:
     """What fewer layers, half the width and half the experts save; empty for a model with trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
@@ -92,16 +92,16 @@ def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]
         text = ", ".join(f"{name}={size}" for name, size in sizes.items())
         smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
         changes.append((f"a smaller model, trained from scratch: {text}", smaller))
-    return _estimated(changes, found, map_fn)
+    return _estimated(changes, estimate, map_fn)
 
 
-def smallest_combination(job: Job, found: Estimate, map_fn=one_by_one) -> Saving | None:
+def smallest_combination(job: Job, estimate: Estimate, map_fn=one_by_one) -> Saving | None:
     """The fewest and least costly changes with which a job fits; None where all of them do not suffice.
 
     All are estimated together, then without each of them, the costliest first: some ten estimates.
 
     Args:
-        found: the job's estimate.
+        estimate: the job's.
         map_fn: as for estimate_jobs().
     """
     kept = list(_ORDER)
@@ -113,9 +113,9 @@ def smallest_combination(job: Job, found: Estimate, map_fn=one_by_one) -> Saving
         smaller = _changed(job, fewer)[0]
         if smaller == _changed(job, kept)[0]:  # it changed nothing here
             kept = fewer
-        elif estimate := _fitting(smaller, map_fn):
-            kept, best = fewer, estimate
-    return Saving(", ".join(_changed(job, kept)[1]), found.device_bytes - best.device_bytes, True)
+        elif fitting := _fitting(smaller, map_fn):
+            kept, best = fewer, fitting
+    return Saving(", ".join(_changed(job, kept)[1]), estimate.device_bytes - best.device_bytes, True)
 
 
 def _fitting(job: Job, map_fn) -> Estimate | None:
@@ -140,16 +140,15 @@ def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
     return job, list(texts.values())
 
 
-def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[Saving]:
-    savings = []
+def _estimated(changes: list[tuple[str, Job]], estimate: Estimate, map_fn) -> list[Saving]:
+    """What changes save, without those that cannot be traced or that save too little."""
     estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
-    for (change, _), other in zip(changes, estimates, strict=True):
-        if isinstance(other, InputError):
-            continue
-        saved = found.device_bytes - other.device_bytes
-        if saved >= _LEAST_SAVING * found.peak_allocated_bytes:
-            savings.append(Saving(change, saved, other.fits))
-    return savings
+    savings = [
+        Saving(change, estimate.device_bytes - changed.device_bytes, changed.fits)
+        for (change, _), changed in zip(changes, estimates, strict=True)
+        if not isinstance(changed, InputError)
+    ]
+    return [saving for saving in savings if saving.saved_bytes >= _LEAST_SAVING * estimate.peak_allocated_bytes]
 
 
 def job_facts(job: Job) -> JobFacts:

@@ -28,7 +28,7 @@ from hf_memopt.planner.plan import check_asked
 from hf_memopt.planner.prices import Prices, read_prices
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import settle
-from hf_memopt.planner.sketch import Sketch, caution
+from hf_memopt.planner.sketch import Sketch
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import preset_for
 
@@ -46,14 +46,14 @@ class _Group:
     """What cards with the same software settings share.
 
     Attributes:
-        sketch_bytes, sketch_errors, found: of all their searches.
+        estimates, sketch_bytes, sketch_errors: what all their searches know.
     """
 
     choices: list[Choice]
     job: Job
     sketch_bytes: dict[Choice, tuple[int, int]]
     sketch_errors: dict[tuple, tuple[int, int]]
-    found: dict[Choice, Any] = field(default_factory=dict)
+    estimates: dict[Choice, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class _Candidate:
 
     spec: JobSpec
     search: Search
-    group: _Group
 
     @property
     def name(self) -> str:
@@ -84,23 +83,14 @@ class _Candidate:
         plain = [choice for choice in self.search.choices if not choice.offloads]
         return min(plain or self.search.choices, key=self.search.needs)
 
-    @property
-    def caution(self) -> float:
-        """What sketches are multiplied by, as long as no estimate corrects them."""
-        return 1.0 if self.group.sketch_errors else caution(self.device)
-
-    def pick(self) -> tuple[Choice, float] | None:
-        """The settings and the share of the memory that they may fill."""
-        for share in (SHARES[BALANCED], SHARES[-1]):
-            if choice := self.search.sketched(int(self.spec.memory * share / self.caution)):
-                return choice, share
-        return None
-
     def fit(self, price: float | None, tokens: int | None) -> Fit | None:
-        """None where nothing fits."""
-        if (picked := self.pick()) is None:
+        """The settings that fit the balanced profile's share of the memory, else the largest; None where none do."""
+        shares = (SHARES[BALANCED], SHARES[-1])
+        budgets = {share: int(self.spec.memory * share / self.search.caution) for share in shares}
+        picks = ((self.search.sketched(budget), share) for share, budget in budgets.items())
+        choice, share = next(filter(all, picks), (None, None))
+        if choice is None:
             return None
-        choice, share = picked
         devices = self.spec.preset.processes
         trained = self.spec.effective_batch_size * self.search.sketch.job.seq_len
         return Fit(
@@ -109,9 +99,9 @@ class _Candidate:
             method=self.spec.preset.method,
             choice=choice,
             share=share,
-            device_bytes=int(self.search.needs(choice) * self.caution),
+            device_bytes=int(self.search.needs(choice) * self.search.caution),
             host_bytes=self.search.host_bytes(choice),
-            estimated=self.search.found.get(choice) is not None,
+            estimated=self.search.estimates.get(choice) is not None,
             tokens_per_second=trained / self.search.seconds[choice] if known_flops(self.device) else None,
             price=None if price is None else price * devices,
             tokens=tokens,
@@ -164,11 +154,11 @@ class _Market:
             partial(choice_job, spec),
             self.say,
             spec.host_memory,
-            group.found,
+            group.estimates,
             group.sketch_bytes,
             group.sketch_errors,
         )
-        return _Candidate(spec, search, group) if search.choices else None
+        return _Candidate(spec, search) if search.choices else None
 
     def _settled(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
@@ -367,7 +357,7 @@ def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str
     made = 0
     for _ in range(_ROUNDS):
         fits = {method: wish.fits(market, method) for method in methods}
-        doubtful = {(id(one.group), choice): one for one, choice in _doubtful(market, fits)}
+        doubtful = {(id(one.search.estimates), choice): one for one, choice in _doubtful(market, fits)}
         doubtful = list(doubtful.items())[: _MOST_ESTIMATES - made]
         if not doubtful:
             return fits
@@ -383,15 +373,15 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
     quick = [fit for rows in fits.values() for fit in rows if fit.choice.engine in _QUICK_ENGINES]
     kinds: dict[tuple, Fit] = {}  # one of each that no estimate corrects yet
     for fit in quick:
-        if not market.candidate(fit.device, fit.devices, fit.method).group.sketch_errors:
+        if not market.candidate(fit.device, fit.devices, fit.method).search.sketch_errors:
             kinds.setdefault((fit.method, fit.device.backend, fit.device.native_bf16), fit)
     for fit in (*first.values(), *kinds.values(), *(fit for fit in quick if fit.is_near)):
         if not fit.estimated:
             yield market.candidate(fit.device, fit.devices, fit.method), fit.choice
     for candidate in market.candidates:
         least, best = candidate.least, first.get(candidate.spec.preset.method)
-        over = candidate.search.needs(least) * candidate.caution / candidate.spec.memory_budget
-        if not 1 < over <= 1 + NEAR or least.engine not in _QUICK_ENGINES or least in candidate.search.found:
+        over = candidate.search.needs(least) * candidate.search.caution / candidate.spec.memory_budget
+        if not 1 < over <= 1 + NEAR or least.engine not in _QUICK_ENGINES or least in candidate.search.estimates:
             continue
         if best is None or candidate.memory < best.memory:  # it may be the answer
             yield candidate, least

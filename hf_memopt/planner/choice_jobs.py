@@ -60,6 +60,13 @@ def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
     return sketch_of(jobs, traced_jobs(jobs))
 
 
+def smallest_choices(choices: list[Choice]) -> list[Choice]:
+    """Those with the fewest samples and the most layers checkpointed: the others need more."""
+    fewest = min((choice.micro_batch for choice in choices), default=0)
+    most = max((choice.checkpointed for choice in choices), default=0)
+    return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, most)]
+
+
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
     """The search over all choices; None where compatibility leaves none.
 
@@ -69,9 +76,7 @@ def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = Fal
     choices = list_choices(spec)
     if not choices:
         return None
-    if smallest:
-        fewest, most = min(one.micro_batch for one in choices), max(one.checkpointed for one in choices)
-        choices = [one for one in choices if (one.micro_batch, one.checkpointed) == (fewest, most)]
+    choices = smallest_choices(choices) if smallest else choices
     how = "with" if smallest else "with and without"
     say(f"tracing {spec.preset.method} training {how} activation checkpointing")
     sketch = trace_sketch(spec, choices)

@@ -27,11 +27,12 @@ class FirstFit:
         limits: bytes of each that may be used.
         say: called with a candidate before it is estimated.
         guess: from the estimates so far, the tokens of the next one while there is no line.
-        enough: share of the limits; a candidate that fits and fills more of them is the answer.
+        enough: share of the limits; what fills less of them is no answer before the next larger candidate was
+            estimated, whatever the line says: allocators' memory grows in steps. None: the line suffices.
         near: share of a candidate's tokens; the line stands for an estimate so near another.
         slope: two (tokens, estimate) of another axis with the same memory per token.
         map_fn: as for estimate_job().
-        tried: candidate -> its estimate.
+        estimates: candidate -> its estimate.
     """
 
     candidates: Sequence[Any]
@@ -41,32 +42,32 @@ class FirstFit:
     limits: tuple[float, ...]
     say: Callable[[Any], None]
     guess: Callable[[dict[Any, Estimate]], float] | None = None
-    enough: float = 1.0
+    enough: float | None = None
     near: float = 0.0
     slope: list[tuple[float, Estimate]] = field(default_factory=list)
     map_fn: Callable = on_all_cores
-    tried: dict[Any, Estimate] = field(default_factory=dict)
+    estimates: dict[Any, Estimate] = field(default_factory=dict)
 
     def find(self) -> Any:
         """The first candidate that an estimate, or the line between two near ones, says fits; None where none does."""
         for _ in range(TRIES):
             pick = self._pick()
-            if pick is None or pick in self.tried or self._is_near(pick):
+            if pick is None or pick in self.estimates or self._is_near(pick):
                 return pick
             self.estimate(pick)
         return self._best()
 
     def estimate(self, candidate: Any) -> Estimate:
         """A candidate's estimate, made at most once."""
-        if candidate not in self.tried:
+        if candidate not in self.estimates:
             self.say(candidate)
-            self.tried[candidate] = estimate_job(self.build(candidate), self.map_fn)
-        return self.tried[candidate]
+            self.estimates[candidate] = estimate_job(self.build(candidate), self.map_fn)
+        return self.estimates[candidate]
 
     def needs(self, candidate: Any) -> tuple[float, ...]:
         """Bytes of each limit: estimated where that was done, else on the line."""
-        if candidate in self.tried:
-            return self.used(self.tried[candidate])
+        if candidate in self.estimates:
+            return self.used(self.estimates[candidate])
         tokens = self.tokens(candidate)
         (start, estimate), *_ = points = self.nearest(tokens)
         if len(points) == 1:
@@ -79,41 +80,48 @@ class FirstFit:
 
     def nearest(self, tokens: float) -> list[tuple[float, Estimate]]:
         """(tokens, estimate) where the line begins; then, where it is known, the two that its slope is of."""
-        own = {self.tokens(candidate): estimate for candidate, estimate in self.tried.items()}
+        own = {self.tokens(candidate): estimate for candidate, estimate in self.estimates.items()}
         nearest = sorted(own.items(), key=lambda point: abs(point[0] - tokens))[:2]
         return nearest + self.slope[-2:] if len(nearest) == 1 else nearest or self.slope
 
     def open_candidates(self) -> list[Any]:
         """Those that no estimate rules out: what does not fit, does not fit with more tokens either."""
-        too_many = [self.tokens(candidate) for candidate, estimate in self.tried.items() if not self.fits(estimate)]
+        too_many = [
+            self.tokens(candidate) for candidate, estimate in self.estimates.items() if not self.fits(estimate)
+        ]
         limit = min(too_many, default=float("inf"))
         return [candidate for candidate in self.candidates if self.tokens(candidate) < limit]
 
     def _pick(self) -> Any:
         best = self._best()
-        if best is not None and max(self.shares(self.tried[best])) > self.enough:
+        unsure = best is not None and self.enough is not None
+        if unsure and max(self.shares(self.estimates[best])) > self.enough:
             return best
         candidates = self.open_candidates()
         if len(self.nearest(0)) < 2 and self.guess is not None:
-            target = self.guess(self.tried)
+            target = self.guess(self.estimates)
             wanted = (candidate for candidate in candidates if self.tokens(candidate) <= target)
         else:
             wanted = filter(self._may_fit, candidates)
-        smallest = min(candidates, key=self.tokens, default=None)
-        return next(wanted, smallest)
+        pick = next(wanted, min(candidates, key=self.tokens, default=None))
+        if unsure and pick == best:
+            return min(
+                (one for one in candidates if self.tokens(one) > self.tokens(best)), key=self.tokens, default=best
+            )
+        return pick
 
     def _best(self) -> Any:
-        return next((one for one in self.candidates if one in self.tried and self.fits(self.tried[one])), None)
+        return next((one for one in self.candidates if one in self.estimates and self.fits(self.estimates[one])), None)
 
     def _is_near(self, candidate: Any) -> bool:
-        """Whether the line is known, and begins so near that it stands for the candidate's estimate."""
+        """True if the line is known, and begins so near that it stands for the candidate's estimate."""
         tokens = self.tokens(candidate)
         points = self.nearest(tokens)
-        near = bool(self.tried) and len(points) > 1 and abs(points[0][0] - tokens) <= self.near * tokens
+        near = bool(self.estimates) and len(points) > 1 and abs(points[0][0] - tokens) < self.near * tokens
         return near and self._may_fit(candidate)
 
     def fits(self, estimate: Estimate) -> bool:
-        """Whether an estimate keeps to all limits."""
+        """True if an estimate keeps to all limits."""
         return max(self.shares(estimate)) <= 1
 
     def shares(self, estimate: Estimate) -> list[float]:

@@ -66,7 +66,9 @@ def most_frames(
         search.slope = slope
         frames = search.find() or 0
         shown = frames or min(search.candidates, default=1)
-        estimate = _interpolated(search, shown) if frames and frames not in search.tried else search.estimate(shown)
+        estimate = (
+            _interpolated(search, shown) if frames and frames not in search.estimates else search.estimate(shown)
+        )
         points = search.nearest(search.tokens(shown))
         slope = points if len(points) > 1 else slope
         yield MostFrames(cap, frames, _tokens(dataclasses.replace(job, video=video), shown), estimate)
@@ -89,11 +91,11 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
     def tokens(frames: int) -> float:
         return two + (frames - 2) * per_frame
 
-    def guess(tried: dict[int, Estimate]) -> float:
+    def guess(estimates: dict[int, Estimate]) -> float:
         """Where the budget ends if all but the model grows with the tokens of the first estimate."""
-        if not tried:
+        if not estimates:
             return tokens(_FIRST)
-        ((frames, estimate),) = tried.items()
+        ((frames, estimate),) = estimates.items()
         growing = max(1, estimate.peak_allocated_bytes - sum(estimate.breakdown.get(kind, 0) for kind in _FIXED))
         times = 1 + (budget - estimate.device_bytes) / growing
         return tokens(frames) * min(_FURTHEST, max(1 / _FURTHEST, times))
@@ -104,7 +106,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
         build=lambda frames: _with_frames(job, frames),
         used=lambda estimate: (estimate.device_bytes,),
         limits=(budget,),
-        say=lambda frames: note(f"estimate {len(search.tried) + 1} of at most {TRIES}, {frames} frames"),
+        say=lambda frames: note(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {frames} frames"),
         guess=guess,
         near=_NEAR,
     )

@@ -65,7 +65,7 @@ def longest_sequences(spec: JobSpec, say: Callable[[str], None] = lambda text: N
                 raise
             continue  # a model whose MLPs are all routed experts has none to tile
         first = 2 * tokens or first
-        yield Length(settings, tokens, _limited_by(search, tokens), search.tried[tokens or min(search.tried)])
+        yield Length(settings, tokens, _limited_by(search, tokens), search.estimates[tokens or min(search.estimates)])
 
 
 def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: int) -> FirstFit:
@@ -78,10 +78,10 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
     positions = getattr(spec.config.get_text_config(), "max_position_embeddings", None)
     most = min(_MOST, positions or _MOST)
 
-    def guess(tried: dict[int, Estimate]) -> int:
-        if not tried:
+    def guess(estimates: dict[int, Estimate]) -> int:
+        if not estimates:
             return max(first, _STEP)
-        ((tokens, estimate),) = tried.items()
+        ((tokens, estimate),) = estimates.items()
         return 4 * tokens if search.fits(estimate) else tokens // 4
 
     search = FirstFit(
@@ -90,7 +90,7 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
         build=lambda tokens: choice_job(dataclasses.replace(spec, seq_len=tokens), choice),
         used=lambda estimate: (estimate.device_bytes, estimate.host_bytes if host else 0),
         limits=(spec.memory * PLAN_PROFILES["balanced"][1], host.bytes if host else 1),
-        say=lambda tokens: say(f"estimate {len(search.tried) + 1} of at most {TRIES}, {tokens} tokens"),
+        say=lambda tokens: say(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {tokens} tokens"),
         guess=guess,
         enough=_FULL,
     )
@@ -101,8 +101,8 @@ def _limited_by(search: FirstFit, tokens: int) -> str:
     """What keeps the longest sequence from being longer."""
     if tokens == search.candidates[0]:
         return "model"
-    too_long = [length for length in search.tried if not search.fits(search.tried[length])]
-    device, host = search.shares(search.tried[min(too_long)]) if too_long else (1, 0)
+    too_long = [length for length in search.estimates if not search.fits(search.estimates[length])]
+    device, host = search.shares(search.estimates[min(too_long)]) if too_long else (1, 0)
     return "device" if device >= host else "host"
 
 

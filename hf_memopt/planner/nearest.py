@@ -2,9 +2,10 @@
 
 A combination changes the method, the length of samples, the number of devices, the weights' dtype, a strategy that the
 user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed; of
-DeepSpeed, whose estimates take ten times plain ones, only what is near the limit or leans on the host.
+DeepSpeed, whose estimates take ten times plain ones, only what is near the limit or uses host memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
-from hf_memopt.planner.choice_jobs import choice_job, trace_sketch
+from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import preset_of
 from hf_memopt.planner.sketch import Sketch
@@ -54,7 +55,7 @@ class Combination:
 
     @property
     def certain(self) -> bool:
-        """Whether it fits by so much that its sketch suffices, where an estimate takes long."""
+        """True if it fits by so much that its sketch suffices, where an estimate takes long."""
         if self.choice.engine != "deepspeed" or self.choice.offloads or self.sketched is None:
             return False
         return self.sketched <= _CERTAIN * self.spec.memory_budget
@@ -65,7 +66,7 @@ class Combination:
         return len(self.levels), sum(_WEIGHTS.get(name, 1) * level for name, level in self.levels.items())
 
     def contains(self, other: "Combination") -> bool:
-        """Whether it changes everything that the other does, as far or further."""
+        """True if it changes everything that the other does, as far or further."""
         return all(self.levels.get(name, 0) >= level for name, level in other.levels.items())
 
 
@@ -80,33 +81,29 @@ def nearest_changes(spec: JobSpec, search, least: Choice, say: Callable[[str], N
     """
     say("looking for the smallest changes that would fit")
     combinations = sorted(_fitting(spec, search.sketch, least, say), key=lambda one: one.size)
-    sentences: dict[int, str] = {}
-    tried: dict[int, Combination] = {}
+    sentences: dict[int, str | None] = {}  # by place; None for what does not fit
     for _ in range(_ROUNDS):
-        standing = [one for one in combinations if id(one) not in tried or id(one) in sentences]
-        smallest = [one for one in standing if not any(one is not other and one.contains(other) for other in standing)]
-        new = [one for one in smallest[:_PROPOSED] if id(one) not in tried]
-        tried |= {id(one): one for one in new}
-        for one, text in zip(new, _confirmed(new), strict=True):
-            if text:
-                sentences[id(one)] = text
-        if not new:
-            break
-    found = [sentences[id(one)] for one in combinations if id(one) in sentences]
-    return found[:_PROPOSED] + _smaller_models(spec, least)
+        standing = {place: one for place, one in enumerate(combinations) if sentences.get(place, "untried")}
+        smallest = [
+            place
+            for place, one in standing.items()
+            if not any(one is not other and one.contains(other) for other in standing.values())
+        ]
+        new = [place for place in smallest[:_PROPOSED] if place not in sentences]
+        sentences |= zip(new, _confirmed([standing[place] for place in new]), strict=True)
+    proposed = [text for _, text in sorted(sentences.items()) if text]
+    return proposed[:_PROPOSED] + _smaller_models(spec, least)
 
 
 def _confirmed(combinations: list[Combination]) -> list[str | None]:
     """Each as a sentence with its estimate, or its sketch where that suffices; None where it does not fit."""
-    jobs = []
-    for one in combinations:
-        try:
-            jobs.append(None if one.certain else choice_job(one.spec, one.choice))
-        except InputError:
-            jobs.append(None)
-    estimates = iter(estimate_jobs([job for job in jobs if job], on_all_cores, speed=False))
-    by_job = [next(estimates) if job else None for job in jobs]
-    return [_sentence(one, estimate) for one, estimate in zip(combinations, by_job, strict=True)]
+    jobs = {}
+    for place, one in enumerate(combinations):
+        if not one.certain:
+            with contextlib.suppress(InputError):
+                jobs[place] = choice_job(one.spec, one.choice)
+    estimates = dict(zip(jobs, estimate_jobs([*jobs.values()], on_all_cores, speed=False), strict=True))
+    return [_sentence(one, estimates.get(place)) for place, one in enumerate(combinations)]
 
 
 def _sentence(one: Combination, estimate) -> str | None:
@@ -212,8 +209,7 @@ def _smallest_choices(spec: JobSpec) -> list[Choice]:
     if (fixed := spec.preset.strategy) != "none":  # others may be what fits
         opened = replace(spec, preset=replace(spec.preset, strategy="none"), training=fields)
         choices += [choice for choice in list_choices(opened) if choice.strategy != fixed]
-    most = max((choice.checkpointed for choice in choices), default=0)
-    return [choice for choice in choices if choice.checkpointed == most]  # the others need more
+    return smallest_choices(choices)
 
 
 def _weights_key(preset) -> tuple[str, bool]:
@@ -248,12 +244,12 @@ def _smaller_models(spec: JobSpec, least: Choice) -> list[str]:
             directions.append([(_as_config(sizes), _of_sizes(spec, sizes)) for sizes in steps])
     if (video := spec.video) and (fewer := video.halved()):
         directions.append([(f"max_frames={fewer.frames}", replace(spec, video=fewer))])
-    found: dict[int, str] = {}
+    sentences: dict[int, str] = {}  # by direction
     for step in range(_ROUNDS):
-        pending = {place: one[step] for place, one in enumerate(directions) if place not in found and step < len(one)}
-        texts = _confirmed([Combination({}, [text], changed, least) for text, changed in pending.values()])
-        found |= {place: text for place, text in zip(pending, texts, strict=True) if text}
-    return [found[place] for place in sorted(found)]
+        pending = [place for place, steps in enumerate(directions) if place not in sentences and step < len(steps)]
+        smaller = [Combination({}, [text], changed, least) for text, changed in (directions[n][step] for n in pending)]
+        sentences |= {place: text for place, text in zip(pending, _confirmed(smaller), strict=True) if text}
+    return [text for _, text in sorted(sentences.items())]
 
 
 def _as_config(sizes: dict[str, int]) -> str:

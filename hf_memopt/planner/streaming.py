@@ -87,7 +87,7 @@ def with_host_memory(spec: JobSpec, search: Search) -> str | None:
     shares = {choice.streamed: choice for choice in reversed(_fitting(spec, search))}
     for choice in sorted(shares.values(), key=search.host_bytes)[:_TRIES]:
         search.estimate([choice])
-        estimate = search.found[choice]
+        estimate = search.estimates[choice]
         if estimate is not None and estimate.device_bytes <= spec.memory_budget:
             memory = -(-estimate.host_bytes // GIB)
             return f"--host-memory {memory} (frozen weights are streamed from there): {gib(estimate.device_bytes)}"

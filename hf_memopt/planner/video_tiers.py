@@ -172,7 +172,7 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
         raise NothingFits(int(min((search.needs(clip)[0] for clip in wanted), default=least)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
     pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
-    return Tier(clip.frames, pixels, clip.micro_batch, search.tried[clip])
+    return Tier(clip.frames, pixels, clip.micro_batch, search.estimates[clip])
 
 
 def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
@@ -193,23 +193,21 @@ def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
 
 def with_clip(job: Job, clip: Clip, effective_batch_size: int) -> Job:
     """The job on such clips, with the micro-batch that an effective batch is divided into."""
-    video = replace(
-        job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
-    )
     batch = {
         "per_device_train_batch_size": clip.micro_batch,
         "per_device_eval_batch_size": _evaluated_at_once(job) or clip.micro_batch,
         "gradient_accumulation_steps": max(1, effective_batch_size // clip.micro_batch),
     }
-    return replace(job, video=video, fields={**job.fields, **batch}, seq_len=_tokens(job, clip))
+    return replace(job, video=_video(job, clip), fields={**job.fields, **batch}, seq_len=_tokens(job, clip))
+
+
+def _video(job: Job, clip: Clip) -> VideoInputs:
+    return replace(job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2)
 
 
 def _tokens(job: Job, clip: Clip) -> int:
     """Tokens of a sample."""
-    video = replace(
-        job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
-    )
-    return video.seq_len(job.config)
+    return _video(job, clip).seq_len(job.config)
 
 
 def _load(job: Job, clip: Clip) -> int:
