@@ -106,7 +106,7 @@ configs: $(INSTALLED)
 
 estimates: $(INSTALLED)
 	python -m hf_memopt.estimator.preset_estimates
-	python -m hf_memopt.planner.video_tiers
+	python benchmarks/video_tiers.py
 
 docs: $(INSTALLED)
 	python benchmarks/fill_docs.py

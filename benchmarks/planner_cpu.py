@@ -120,7 +120,7 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
     )
     search = start_search(spec, lambda text: None)
     least = search.smallest()
-    needed = search.found[least].device_bytes
+    needed = search.estimates[least].device_bytes
     budget = int(needed * multiple)
     began = time.perf_counter()
     found = plan(config, "cpu", BATCH, tokens, method, memory=budget, training=EVALUATED)

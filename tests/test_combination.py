@@ -7,9 +7,8 @@ from transformers import LlamaConfig
 
 from hf_memopt.engines import engine_named
 from hf_memopt.estimator.api import estimate_job
-from hf_memopt.estimator.combination import _changed, smallest_combination
 from hf_memopt.estimator.job import describe
-from hf_memopt.estimator.suggestions import _LEAST_SAVING, largest_savings
+from hf_memopt.estimator.suggestions import _LEAST_SAVING, _changed, largest_savings, smallest_combination
 from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.levers.changes import CHECKPOINTING, LORA, QLORA, ZERO3_OFFLOAD
 

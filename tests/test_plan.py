@@ -86,7 +86,7 @@ def planned(spec: JobSpec, memory: float, method: str | None = None):
 def least(spec: JobSpec) -> int:
     """Bytes that the smallest choice needs."""
     search = start_search(spec, lambda text: None)
-    return search.found[search.smallest()].device_bytes
+    return search.estimates[search.smallest()].device_bytes
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_profile_lives_within_its_budget_and_less_than_the_least_does_not():
     spec = dataclasses.replace(spec, training={**spec.training, **EVALUATED})
     search = start_search(spec, lambda text: None)
     smallest = search.smallest()
-    needed = search.found[smallest].device_bytes
+    needed = search.estimates[smallest].device_bytes
     budget = int(needed * 1.2)
     made = planned(spec, budget)
     profile = made.profiles[-1]
@@ -196,7 +196,7 @@ def test_a_lack_of_host_memory_rules_choices_out():
     plain = next(choice for choice in search.choices if not choice.offloads)
     search.estimate([choice, plain])
     for one in (choice, plain):
-        estimate = search.found[one]
+        estimate = search.estimates[one]
         search.host_memory = HostMemory(estimate.host_bytes, "asked", assumed=False)
         assert search.fits(one, estimate.device_bytes)
         search.host_memory = HostMemory(estimate.host_bytes - 1, "asked", assumed=False)
@@ -212,7 +212,7 @@ def test_a_job_that_cannot_be_estimated_says_why():
     search.build = lambda choice: dataclasses.replace(search.sketch.job, attn_implementation="flash_attention_9")
     with pytest.raises(InputError, match="flash_attention_9"):
         search.fastest_for([2**40])
-    assert len(search.found) <= 4  # a choice or two may fail where others work
+    assert len(search.estimates) <= 4  # a choice or two may fail where others work
 
 
 # ---- what may be chosen

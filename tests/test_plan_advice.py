@@ -83,21 +83,21 @@ def as_estimate(size: float) -> Estimate:
 def test_plain_settings_are_estimated_before_others_take_their_place(searched, monkeypatch):
     """A sketch that is a little too high must not be why a plan rounds."""
     _, search = searched
-    monkeypatch.setattr(search, "found", {})
-    monkeypatch.setattr(search, "_off", {})
+    monkeypatch.setattr(search, "estimates", {})
+    monkeypatch.setattr(search, "sketch_errors", {})
     plain = min(filter(search.is_plain, search.choices), key=search.needs)
     budget = int(search.needs(plain)) + 1
-    whole, moving = search._sketched[plain]
-    real = {choice: search._sketched[choice][0] for choice in search.choices}
-    monkeypatch.setattr(search, "_sketched", search._sketched | {plain: (int(1.03 * whole), moving)})
+    whole, moving = search.sketch_bytes[plain]
+    real = {choice: search.sketch_bytes[choice][0] for choice in search.choices}
+    monkeypatch.setattr(search, "sketch_bytes", search.sketch_bytes | {plain: (int(1.03 * whole), moving)})
     others = {choice for choice in search.choices if search.is_plain(choice) and choice != plain}
     monkeypatch.setattr(search, "choices", [choice for choice in search.choices if choice not in others])
     assert search.needs(plain) > 1.01 * budget
     monkeypatch.setattr(
-        search, "estimate", lambda new: search.found.update({one: as_estimate(real[one]) for one in new})
+        search, "estimate", lambda new: search.estimates.update({one: as_estimate(real[one]) for one in new})
     )
     search.fastest_for([budget] * 4)
-    assert search.found[plain].device_bytes <= budget
+    assert search.estimates[plain].device_bytes <= budget
 
 
 def test_a_sketch_stays_within_the_share(searched):

@@ -1,5 +1,6 @@
 """plan --frames max: the inverse of the estimate."""
 
+import copy
 import dataclasses
 import json
 
@@ -14,7 +15,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.planner import frames
+from hf_memopt.planner import first_fit, frames
 from hf_memopt.planner.frames import most_frames
 from hf_memopt.video.inputs import VideoInputs, parse_frame_size
 
@@ -71,7 +72,7 @@ def test_a_second_size_of_frame_starts_where_the_first_ended(job, monkeypatch):
         kinds = {"parameters": 10**6, "activations": 1000 * job.seq_len}
         return Estimate(size, size, size, 0, "backward", kinds, {"backward": size}, None, {}, ())
 
-    monkeypatch.setattr(frames, "estimate_job", linear)
+    monkeypatch.setattr(first_fit, "estimate_job", linear)
     notes = []
     budget = 10**6 + 1000 * frames._tokens(large, 40)
     first, *others = most_frames(large, budget, notes.append)
@@ -140,3 +141,14 @@ def test_sizes_are_written_as_width_and_height(text):
     with pytest.raises(InputError, match="write width and height in pixels, as 640x360"):
         parse_frame_size(text)
     assert parse_frame_size("640x360") == parse_frame_size("640 × 360") == (640, 360)
+
+
+def test_a_model_with_few_positions_has_few_frames(job, monkeypatch):
+    """Fewer than the first estimate has."""
+    config = copy.deepcopy(job.config)
+    config.get_text_config().max_position_embeddings = frames._tokens(job, 10)
+    monkeypatch.setattr(
+        first_fit, "estimate_job", lambda job, map_fn: Estimate(1, 1, 1, 0, "backward", {}, {}, None, {}, ())
+    )
+    (fit,) = most_frames(dataclasses.replace(job, config=config), 10**9)
+    assert fit.max_frames == 10

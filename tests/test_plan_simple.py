@@ -37,12 +37,12 @@ def spec_and_search():
     # The sketches stand for the estimates: what is tested here is the choice between them.
     for choice in search.choices:
         size = int(search.needs(choice))
-        search.found[choice] = Estimate(size, size, size, 0, "forward", {}, {}, 2**40, {}, ())
+        search.estimates[choice] = Estimate(size, size, size, 0, "forward", {}, {}, 2**40, {}, ())
     return spec, search
 
 
 def _budgets(search):
-    sizes = sorted({search.found[choice].device_bytes for choice in search.choices})
+    sizes = sorted({search.estimates[choice].device_bytes for choice in search.choices})
     step = max(1, len(sizes) // 40)
     for place in range(0, len(sizes), step):
         # Most of what so small a model needs is the context, so shares of a memory would hold all choices or none.
@@ -113,16 +113,16 @@ def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_sh
         next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1),
     )
     assert search.relative_time(plain, fast) == search.seconds[plain] / search.seconds[fast] > 1
-    before = dict(search.found)
-    search.found[fast] = replace(before[fast], step_seconds=2.0, tokens_per_second=100.0)
-    search.found[plain] = replace(before[plain], step_seconds=1.0, tokens_per_second=200.0)
+    before = dict(search.estimates)
+    search.estimates[fast] = replace(before[fast], step_seconds=2.0, tokens_per_second=100.0)
+    search.estimates[plain] = replace(before[plain], step_seconds=1.0, tokens_per_second=200.0)
     try:
         assert search.relative_time(plain, fast) == 0.5
         profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(spec.preset), tokens_per_second=100.0)
         search.fits = lambda choice, budget: choice == plain
         assert plain_alternative(spec, search, profile).tokens_per_second == 200
     finally:
-        search.found = before
+        search.estimates = before
         del search.fits
 
 

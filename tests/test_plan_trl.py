@@ -117,7 +117,7 @@ def test_sketches_are_near_estimates(task):
     search.estimate(some)
     for choice in some:
         sketched, _ = search.sketch.device_bytes(choice)
-        assert sketched == pytest.approx(search.found[choice].device_bytes, rel=0.35), choice
+        assert sketched == pytest.approx(search.estimates[choice].device_bytes, rel=0.35), choice
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.streaming import lacks_memory, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import lacks_memory, streaming_spec, weights_alone, what_lacks, with_host_memory
 from hf_memopt.units import GIB
 
 QLORA = ("rtx_3060", "qlora")
@@ -88,7 +87,7 @@ def test_what_is_missing_is_host_memory():
         short_of_host=[all_layers, some],
         needs=lambda choice: 8 * GIB,
         host_bytes=host.get,
-        found=found,
+        estimates=found,
         estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
     )
     spec = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
@@ -107,11 +106,11 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     def by_sketch(search, new):
         for choice in new:
             size, host = int(search.needs(choice)), search.host_bytes(choice)
-            search.found[choice] = Estimate(size, size, size, host, "forward", {}, {}, 2**40, {}, ())
+            search.estimates[choice] = Estimate(size, size, size, host, "forward", {}, {}, 2**40, {}, ())
 
     monkeypatch.setattr(Search, "estimate", by_sketch)
     # Of a large model the weights alone say so; beside a small one's CUDA's context takes more.
-    monkeypatch.setattr("hf_memopt.planner.plan.weights_alone", lambda spec: (2**62, "weights"))
+    monkeypatch.setattr("hf_memopt.planner.plan.excessive_weights", lambda spec: (2**62, "weights"))
     deep = config(12, hidden_size=512, intermediate_size=2048, vocab_size=200)
     weights = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
     memory = int((context(get_hardware("rtx_3060")) + 0.9 * weights) / 0.94)

@@ -1,7 +1,9 @@
 """The clips that are predicted to fit: the rule, the file of every preset, and what the video recipe makes of them."""
 
 import dataclasses
+import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,6 @@ from hf_memopt.estimator import architectures
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.video_tiers import (
-    COVERED_MODELS,
     Clip,
     Given,
     NothingFits,
@@ -25,10 +26,8 @@ from hf_memopt.planner.video_tiers import (
     bundled_video_models,
     candidates,
     choose_tier,
-    covered_presets,
     guide_row,
     tier_job,
-    tier_row,
     wanted_clips,
     with_clip,
 )
@@ -112,11 +111,18 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
 # ---- the file
 
 
-def test_the_file_has_a_row_for_every_preset_method_and_covered_model():
+@pytest.fixture
+def writer(monkeypatch):
+    """What writes the file."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    return importlib.import_module("video_tiers")
+
+
+def test_the_file_has_a_row_for_every_preset_method_and_covered_model(writer):
     singles = {name for name in list_presets() if get_preset(name).processes == 1} - {"cpu"}
-    assert set(covered_presets()) == singles and set(COVERED_MODELS) <= set(bundled_video_models())
+    assert set(writer.covered_presets()) == singles and set(writer.COVERED_MODELS) <= set(bundled_video_models())
     keys = [(row["preset"], row["method"], row["model"]) for row in all_tiers()]
-    known = {(name, method, model) for name in singles for method in METHODS for model in COVERED_MODELS}
+    known = {(name, method, model) for name in singles for method in METHODS for model in writer.COVERED_MODELS}
     assert len(keys) == len(set(keys)) and set(keys) == known
 
 
@@ -141,9 +147,9 @@ def test_the_guides_tiers_hold_for_the_3b_model_with_qlora():
 
 
 @pytest.mark.slow
-def test_a_row_is_what_the_estimator_says():
+def test_a_row_is_what_the_estimator_says(writer):
     preset = get_preset("rtx_3070", "qlora")
-    assert tier_row(preset, "qwen2.5-vl-3b") == tiers_of(preset)["qwen2.5-vl-3b"]
+    assert writer.tier_row(preset, "qwen2.5-vl-3b") == tiers_of(preset)["qwen2.5-vl-3b"]
 
 
 def test_show_prints_it(command):

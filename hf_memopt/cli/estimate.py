@@ -39,9 +39,8 @@ def run_estimate(spec: JobSpec, levers: bool, plot_file: str | None, as_json: bo
     import_libraries()
     amount.read()
     from hf_memopt.estimator.api import estimate_job
-    from hf_memopt.estimator.combination import smallest_combination
     from hf_memopt.estimator.spec_job import spec_job
-    from hf_memopt.estimator.suggestions import largest_savings
+    from hf_memopt.estimator.suggestions import largest_savings, smallest_combination
     from hf_memopt.estimator.tracing.parallel import on_all_cores
     from hf_memopt.estimator.trainer_job import TrainerJob
 

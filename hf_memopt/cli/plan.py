@@ -96,9 +96,7 @@ def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
             "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in made.rejected]
         )
     if made.profiles:
-        from hf_memopt.planner.profiles import usual_profile
-
-        _print_start(spec, usual_profile(made.profiles))
+        _print_start(spec, made.usual)
     else:
         _print_nearest(made)
     for note in made.notes:

@@ -1,7 +1,7 @@
-"""Which changes save the most memory: the job estimated again with each."""
+"""Changes to propose to a job: which save the most memory, and which together make it fit, by estimates of each."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,41 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.changes import ESTIMATED, JobFacts, proposals, training_fields
+from hf_memopt.levers.change import Change
+from hf_memopt.levers.changes import (
+    ADAM_8BIT,
+    CHECKPOINTING,
+    ESTIMATED,
+    EVAL_BATCH,
+    LORA,
+    QLORA,
+    SHORTER,
+    ZERO3,
+    ZERO3_OFFLOAD,
+    JobFacts,
+    proposals,
+    training_fields,
+)
+from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
+from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 from hf_memopt.presets import preset_by_name
 
 _LEAST_SAVING = 0.01  # of the peak; less is no advice
+
+
+def _single_sample(job: JobFacts) -> dict[str, int] | None:
+    micro = (job.training or {}).get("per_device_train_batch_size", 1)
+    if micro == 1 or job.memory_args.max_tokens_per_batch is not None:
+        return None
+    accumulation = job.training.get("gradient_accumulation_steps", 1)
+    return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation * micro}
+
+
+# What costs least comes first: time alone, then precision, the host, the method, the samples.
+_ORDER = (
+    *(CHECKPOINTING, LOSS_CHUNKS, Change(compute=_single_sample), EVAL_BATCH, ZERO3, ADAM_8BIT, OPTIMIZER_OFFLOAD),
+    *(ZERO3_OFFLOAD, LORA, QLORA, SHORTER, SHORTER, SHORTER),
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +58,7 @@ class Saving:
     Attributes:
         change: the setting, as a command line takes it.
         saved_bytes: of the device's peak.
-        fits: whether the job fits with it.
+        fits: True if the job fits with it.
     """
 
     change: str
@@ -35,7 +66,7 @@ class Saving:
     fits: bool | None
 
 
-def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
+def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_one) -> list[Saving]:
     """The changes that save most, best first; those that save less than 1 % are left out.
 
     Each is a whole estimate of its own, so this takes a few seconds.
@@ -43,11 +74,15 @@ def largest_savings(job: Job, found: Estimate, count: int = 3, map_fn=one_by_one
     Args:
         map_fn: as for estimate_jobs().
     """
-    savings = _estimated(list(_changed_jobs(job)), found, map_fn)
+    changes = [
+        (change.written(settings), changed_job(job, settings))
+        for change, settings in proposals(job_facts(job), ESTIMATED)
+    ]
+    savings = _estimated(changes, estimate, map_fn)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
 
-def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]:
+def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Saving]:
     """What fewer layers, half the width and half the experts save; empty for a model with trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
@@ -56,24 +91,63 @@ def smaller_models(job: Job, found: Estimate, map_fn=one_by_one) -> list[Saving]
         text = ", ".join(f"{name}={size}" for name, size in sizes.items())
         smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
         changes.append((f"a smaller model, trained from scratch: {text}", smaller))
-    return _estimated(changes, found, map_fn)
+    return _estimated(changes, estimate, map_fn)
 
 
-def _estimated(changes: list[tuple[str, Job]], found: Estimate, map_fn) -> list[Saving]:
-    savings = []
-    estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
-    for (change, _), other in zip(changes, estimates, strict=True):
-        if isinstance(other, InputError):
+def smallest_combination(job: Job, estimate: Estimate, map_fn=one_by_one) -> Saving | None:
+    """The fewest and least costly changes with which a job fits; None where all of them do not suffice.
+
+    All are estimated together, then without each of them, the costliest first: some ten estimates.
+
+    Args:
+        estimate: the job's.
+        map_fn: as for estimate_jobs().
+    """
+    kept = list(_ORDER)
+    best = _fitting(_changed(job, kept)[0], map_fn)
+    if best is None:
+        return None
+    for place in reversed(range(len(_ORDER))):
+        fewer = kept[:place] + kept[place + 1 :]
+        smaller = _changed(job, fewer)[0]
+        if smaller == _changed(job, kept)[0]:  # it changed nothing here
+            kept = fewer
+        elif fitting := _fitting(smaller, map_fn):
+            kept, best = fewer, fitting
+    return Saving(", ".join(_changed(job, kept)[1]), estimate.device_bytes - best.device_bytes, True)
+
+
+def _fitting(job: Job, map_fn) -> Estimate | None:
+    """A job's estimate if it fits."""
+    (estimate,) = estimate_jobs([job], map_fn, speed=False)
+    return None if isinstance(estimate, InputError) or not estimate.fits else estimate
+
+
+def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
+    """A job with changes, one after the other, and their texts; of a setting that changes twice the last one."""
+    texts: dict[str, str] = {}
+    for change in changes:
+        settings = change.settings_for(job_facts(job))
+        if settings is None or ("strategy" in settings and job.world_size == 1):
             continue
-        saved = found.device_bytes - other.device_bytes
-        if saved >= _LEAST_SAVING * found.peak_allocated_bytes:
-            savings.append(Saving(change, saved, other.fits))
-    return savings
+        try:
+            job = changed_job(job, settings)
+        except InputError:  # a device that the catalog lacks has no presets
+            continue
+        name = next(iter(settings))
+        texts[name] = f"--strategy {settings['strategy']}" if name == "strategy" else change.written(settings)
+    return job, list(texts.values())
 
 
-def _changed_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    for change, settings in proposals(job_facts(job), ESTIMATED):
-        yield change.written(settings), changed_job(job, settings)
+def _estimated(changes: list[tuple[str, Job]], estimate: Estimate, map_fn) -> list[Saving]:
+    """What changes save, without those that cannot be traced or that save too little."""
+    estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
+    savings = [
+        Saving(change, estimate.device_bytes - changed.device_bytes, changed.fits)
+        for (change, _), changed in zip(changes, estimates, strict=True)
+        if not isinstance(changed, InputError)
+    ]
+    return [saving for saving in savings if saving.saved_bytes >= _LEAST_SAVING * estimate.peak_allocated_bytes]
 
 
 def job_facts(job: Job) -> JobFacts:

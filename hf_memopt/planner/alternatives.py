@@ -85,7 +85,7 @@ def _alternative(spec, search: Search, choice: Choice, fits: bool, profile) -> A
         method=spec.preset.method,
         settings=summarize(choice),
         device_bytes=int(search.needs(choice) * search.caution),
-        estimated=bool(search.found.get(choice)),
+        estimated=bool(search.estimates.get(choice)),
         fits=fits,
         relative_time=relative_time,
         tokens_per_second=profile.tokens_per_second and profile.tokens_per_second / relative_time,
@@ -110,7 +110,7 @@ def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -
         best = fitting[0]  # the preferred variant, which lost, not the fastest with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
     least = min(members, key=search.needs)
-    about = "" if search.found.get(least) else "about "
+    about = "" if search.estimates.get(least) else "about "
     if search.needs(least) > budget:
         return f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}"
     least = min((one for one in members if search.needs(one) <= budget), key=search.host_bytes)

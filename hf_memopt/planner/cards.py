@@ -22,13 +22,13 @@ from hf_memopt.hardware.measured import constant
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.boxes import all_cards, box_name, boxes, known_flops, typical_cards
 from hf_memopt.planner.card_fits import BALANCED, NEAR, SHARES, CardChoice, Fit
-from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
+from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job, trace_sketch
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.plan import check_asked
 from hf_memopt.planner.prices import Prices, read_prices
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import settle
-from hf_memopt.planner.sketch import Sketch, caution, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import Sketch
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import preset_for
 
@@ -40,36 +40,19 @@ _ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as mu
 _REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits, an engine, discrete memory
 
 
-class _SharedSketch(Sketch):
-    """A sketch whose bytes are worked out once for all cards; they do not depend on the card's speed or memory."""
-
-    def sharing(self, job: Job, known: dict[Choice, tuple[int, int]]) -> "_SharedSketch":
-        """The sketch of a job, with the bytes that are known already."""
-        sketch = _SharedSketch(job, self.kept, self.checkpointed, self.trained)
-        sketch.__dict__["known"] = known
-        return sketch
-
-    def device_bytes(self, choice: Choice) -> tuple[int, int]:
-        known = self.__dict__["known"]
-        if choice not in known:
-            known[choice] = super().device_bytes(choice)
-        return known[choice]
-
-
 @dataclass(frozen=True)
 class _Group:
     """What cards with the same software settings share.
 
     Attributes:
-        known: sketched bytes.
-        off, found: what a Search knows of the sketch's errors, and its estimates.
+        estimates, sketch_bytes, sketch_errors: what all their searches know.
     """
 
     choices: list[Choice]
     job: Job
-    known: dict[Choice, tuple[int, int]]
-    off: dict[tuple, tuple[int, int]]
-    found: dict[Choice, Any] = field(default_factory=dict)
+    sketch_bytes: dict[Choice, tuple[int, int]]
+    sketch_errors: dict[tuple, tuple[int, int]]
+    estimates: dict[Choice, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,6 @@ class _Candidate:
 
     spec: JobSpec
     search: Search
-    group: _Group
 
     @property
     def name(self) -> str:
@@ -100,23 +82,14 @@ class _Candidate:
         plain = [choice for choice in self.search.choices if not choice.offloads]
         return min(plain or self.search.choices, key=self.search.needs)
 
-    @property
-    def caution(self) -> float:
-        """What sketches are multiplied by, as long as no estimate corrects them."""
-        return 1.0 if self.group.off else caution(self.device)
-
-    def pick(self) -> tuple[Choice, float] | None:
-        """The settings and the share of the memory that they may fill."""
-        for share in (SHARES[BALANCED], SHARES[-1]):
-            if choice := self.search.sketched(int(self.spec.memory * share / self.caution)):
-                return choice, share
-        return None
-
     def fit(self, price: float | None, tokens: int | None) -> Fit | None:
-        """None where nothing fits."""
-        if (picked := self.pick()) is None:
+        """The settings that fit the balanced profile's share of the memory, else the largest; None where none do."""
+        shares = (SHARES[BALANCED], SHARES[-1])
+        budgets = {share: int(self.spec.memory * share / self.search.caution) for share in shares}
+        picks = ((self.search.sketched(budget), share) for share, budget in budgets.items())
+        choice, share = next(filter(all, picks), (None, None))
+        if choice is None:
             return None
-        choice, share = picked
         devices = self.spec.preset.processes
         trained = self.spec.effective_batch_size * self.search.sketch.job.seq_len
         return Fit(
@@ -125,9 +98,9 @@ class _Candidate:
             method=self.spec.preset.method,
             choice=choice,
             share=share,
-            device_bytes=int(self.search.needs(choice) * self.caution),
+            device_bytes=int(self.search.needs(choice) * self.search.caution),
             host_bytes=self.search.host_bytes(choice),
-            estimated=self.search.found.get(choice) is not None,
+            estimated=self.search.estimates.get(choice) is not None,
             tokens_per_second=trained / self.search.seconds[choice] if known_flops(self.device) else None,
             price=None if price is None else price * devices,
             tokens=tokens,
@@ -145,9 +118,9 @@ class _Market:
     asked: JobSpec
     say: Callable[[str], None]
     refused: list[InputError] = field(default_factory=list)
-    _sketches: dict[tuple, _SharedSketch] = field(default_factory=dict)
-    _known: dict[tuple, dict] = field(default_factory=dict)
-    _off: dict[tuple, dict] = field(default_factory=dict)
+    _sketches: dict[tuple, Sketch] = field(default_factory=dict)
+    _sketch_bytes: dict[tuple, dict] = field(default_factory=dict)
+    _sketch_errors: dict[tuple, dict] = field(default_factory=dict)
     _groups: dict[tuple, _Group | None] = field(default_factory=dict)
     _candidates: dict[tuple, _Candidate | None] = field(default_factory=dict)
 
@@ -173,10 +146,18 @@ class _Market:
         spec = self._settled(device, devices, method)
         if (group := self._group(spec)) is None:
             return None
-        sketch = self._sketch(spec).sharing(replace(group.job, device=device), group.known)
-        build = partial(choice_job, spec)
-        search = Search(group.choices, sketch, build, self.say, spec.host_memory, group.found, group.off)
-        return _Candidate(spec, search, group) if search.choices else None
+        sketch = replace(self._sketch(spec), job=replace(group.job, device=device))
+        search = Search(
+            group.choices,
+            sketch,
+            partial(choice_job, spec),
+            self.say,
+            spec.host_memory,
+            group.estimates,
+            group.sketch_bytes,
+            group.sketch_errors,
+        )
+        return _Candidate(spec, search) if search.choices else None
 
     def _settled(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
@@ -192,9 +173,11 @@ class _Market:
         key = (*bytes_key, device.backend, device.discrete_memory, workspace, repr(sorted(training.items())))
         if key not in self._groups:
             choices = list_choices(spec)
-            known = self._known.setdefault(bytes_key, {})
-            off = self._off.setdefault((preset.method, preset.processes, device.backend, device.native_bf16), {})
-            self._groups[key] = _Group(choices, baseline_jobs(spec, choices)[0], known, off) if choices else None
+            errors_key = (preset.method, preset.processes, device.backend, device.native_bf16)
+            sketch_bytes = self._sketch_bytes.setdefault(bytes_key, {})
+            errors = self._sketch_errors.setdefault(errors_key, {})
+            job = baseline_jobs(spec, choices)[0] if choices else None
+            self._groups[key] = _Group(choices, job, sketch_bytes, errors) if choices else None
         return self._groups[key]
 
     def _architecture(self, device: Hardware) -> str:
@@ -205,7 +188,7 @@ class _Market:
         patterns = asked.memory_args.sliding_window or asked.memory_args.sparse_block_size
         return device.architecture if named or quantized or patterns else ""
 
-    def _sketch(self, spec: JobSpec) -> _SharedSketch:
+    def _sketch(self, spec: JobSpec) -> Sketch:
         """The traces of a method: of the reference card's settings, where it takes the job."""
         preset = spec.preset
         engines = preset.processes > 1 and preset.method == "full"
@@ -216,9 +199,7 @@ class _Market:
             if not key[-1]:
                 reference = self._settled(catalog()[_REFERENCE], preset.processes, preset.method)
                 spec = reference if list_choices(reference) else spec
-            jobs = baseline_jobs(spec, list_choices(spec))
-            sketch = sketch_of(jobs, traced_jobs(jobs))
-            self._sketches[key] = _SharedSketch(sketch.job, sketch.kept, sketch.checkpointed, sketch.trained)
+            self._sketches[key] = trace_sketch(spec, list_choices(spec))
         return self._sketches[key]
 
 
@@ -375,7 +356,7 @@ def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str
     made = 0
     for _ in range(_ROUNDS):
         fits = {method: wish.fits(market, method) for method in methods}
-        doubtful = {(id(one.group), choice): one for one, choice in _doubtful(market, fits)}
+        doubtful = {(id(one.search.estimates), choice): one for one, choice in _doubtful(market, fits)}
         doubtful = list(doubtful.items())[: _MOST_ESTIMATES - made]
         if not doubtful:
             return fits
@@ -391,15 +372,15 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
     quick = [fit for rows in fits.values() for fit in rows if fit.choice.engine.plain]
     kinds: dict[tuple, Fit] = {}  # one of each that no estimate corrects yet
     for fit in quick:
-        if not market.candidate(fit.device, fit.devices, fit.method).group.off:
+        if not market.candidate(fit.device, fit.devices, fit.method).search.sketch_errors:
             kinds.setdefault((fit.method, fit.device.backend, fit.device.native_bf16), fit)
     for fit in (*first.values(), *kinds.values(), *(fit for fit in quick if fit.is_near)):
         if not fit.estimated:
             yield market.candidate(fit.device, fit.devices, fit.method), fit.choice
     for candidate in market.candidates:
         least, best = candidate.least, first.get(candidate.spec.preset.method)
-        over = candidate.search.needs(least) * candidate.caution / candidate.spec.memory_budget
-        if not 1 < over <= 1 + NEAR or not least.engine.plain or least in candidate.search.found:
+        over = candidate.search.needs(least) * candidate.search.caution / candidate.spec.memory_budget
+        if not 1 < over <= 1 + NEAR or not least.engine.plain or least in candidate.search.estimates:
             continue
         if best is None or candidate.memory < best.memory:  # it may be the answer
             yield candidate, least

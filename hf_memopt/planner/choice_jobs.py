@@ -54,6 +54,19 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
     return baselines(build, {choice.checkpointed for choice in choices}, fewest_samples(spec))
 
 
+def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
+    """The sketch of all choices, from a few traces."""
+    jobs = baseline_jobs(spec, choices)
+    return sketch_of(jobs, traced_jobs(jobs))
+
+
+def smallest_choices(choices: list[Choice]) -> list[Choice]:
+    """Those with the fewest samples and the most layers checkpointed: the others need more."""
+    fewest = min((choice.micro_batch for choice in choices), default=0)
+    most = max((choice.checkpointed for choice in choices), default=0)
+    return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, most)]
+
+
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
     """The search over all choices; None where compatibility leaves none.
 
@@ -63,13 +76,10 @@ def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = Fal
     choices = list_choices(spec)
     if not choices:
         return None
-    if smallest:
-        fewest, most = min(one.micro_batch for one in choices), max(one.checkpointed for one in choices)
-        choices = [one for one in choices if (one.micro_batch, one.checkpointed) == (fewest, most)]
+    choices = smallest_choices(choices) if smallest else choices
     how = "with" if smallest else "with and without"
     say(f"tracing {spec.preset.method} training {how} activation checkpointing")
-    jobs = baseline_jobs(spec, choices)
-    sketch = sketch_of(jobs, traced_jobs(jobs))
+    sketch = trace_sketch(spec, choices)
     if (space := trl_space(spec)) is not None and space.colocates:
         choices = _with_shares(spec, choices, sketch)
     return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory)

@@ -2,11 +2,12 @@
 
 A combination changes the method, the length of samples, the number of devices, the weights' dtype, a strategy that the
 user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed; of
-DeepSpeed, whose estimates take ten times plain ones, only what is near the limit or leans on the host.
+DeepSpeed, whose estimates take ten times plain ones, only what is near the limit or uses host memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.api import estimate_jobs
@@ -15,11 +16,11 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
-from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
+from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import preset_of
-from hf_memopt.planner.lower_bound import weights_alone
-from hf_memopt.planner.sketch import Sketch, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import Sketch
+from hf_memopt.planner.streaming import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
 from hf_memopt.presets import METHODS
 from hf_memopt.units import GIB, gib
@@ -54,7 +55,7 @@ class Combination:
 
     @property
     def certain(self) -> bool:
-        """Whether it fits by so much that its sketch suffices, where an estimate takes long."""
+        """True if it fits by so much that its sketch suffices, where an estimate takes long."""
         if not self.choice.engine.flat_buffers or self.choice.offloads or self.sketched is None:
             return False
         return self.sketched <= _CERTAIN * self.spec.memory_budget
@@ -65,7 +66,7 @@ class Combination:
         return len(self.levels), sum(_WEIGHTS.get(name, 1) * level for name, level in self.levels.items())
 
     def contains(self, other: "Combination") -> bool:
-        """Whether it changes everything that the other does, as far or further."""
+        """True if it changes everything that the other does, as far or further."""
         return all(self.levels.get(name, 0) >= level for name, level in other.levels.items())
 
 
@@ -79,34 +80,30 @@ def nearest_changes(spec: JobSpec, search, least: Choice, say: Callable[[str], N
         say: called with a line for each thing that takes time.
     """
     say("looking for the smallest changes that would fit")
-    combinations = sorted(_Combinations(spec, search.sketch, least, say).fitting(), key=lambda one: one.size)
-    sentences: dict[int, str] = {}
-    tried: dict[int, Combination] = {}
+    combinations = sorted(_fitting(spec, search.sketch, least, say), key=lambda one: one.size)
+    sentences: dict[int, str | None] = {}  # by place; None for what does not fit
     for _ in range(_ROUNDS):
-        standing = [one for one in combinations if id(one) not in tried or id(one) in sentences]
-        smallest = [one for one in standing if not any(one is not other and one.contains(other) for other in standing)]
-        new = [one for one in smallest[:_PROPOSED] if id(one) not in tried]
-        tried |= {id(one): one for one in new}
-        for one, text in zip(new, _confirmed(new), strict=True):
-            if text:
-                sentences[id(one)] = text
-        if not new:
-            break
-    found = [sentences[id(one)] for one in combinations if id(one) in sentences]
-    return found[:_PROPOSED] + _smaller_models(spec, least)
+        standing = {place: one for place, one in enumerate(combinations) if sentences.get(place, "untried")}
+        smallest = [
+            place
+            for place, one in standing.items()
+            if not any(one is not other and one.contains(other) for other in standing.values())
+        ]
+        new = [place for place in smallest[:_PROPOSED] if place not in sentences]
+        sentences |= zip(new, _confirmed([standing[place] for place in new]), strict=True)
+    proposed = [text for _, text in sorted(sentences.items()) if text]
+    return proposed[:_PROPOSED] + _smaller_models(spec, least)
 
 
 def _confirmed(combinations: list[Combination]) -> list[str | None]:
     """Each as a sentence with its estimate, or its sketch where that suffices; None where it does not fit."""
-    jobs = []
-    for one in combinations:
-        try:
-            jobs.append(None if one.certain else choice_job(one.spec, one.choice))
-        except InputError:
-            jobs.append(None)
-    estimates = iter(estimate_jobs([job for job in jobs if job], on_all_cores, speed=False))
-    by_job = [next(estimates) if job else None for job in jobs]
-    return [_sentence(one, estimate) for one, estimate in zip(combinations, by_job, strict=True)]
+    jobs = {}
+    for place, one in enumerate(combinations):
+        if not one.certain:
+            with contextlib.suppress(InputError):
+                jobs[place] = choice_job(one.spec, one.choice)
+    estimates = dict(zip(jobs, estimate_jobs([*jobs.values()], on_all_cores, speed=False), strict=True))
+    return [_sentence(one, estimates.get(place)) for place, one in enumerate(combinations)]
 
 
 def _sentence(one: Combination, estimate) -> str | None:
@@ -125,109 +122,99 @@ def _sentence(one: Combination, estimate) -> str | None:
     return f"{' and '.join(texts)}: {gib(estimate.device_bytes)}{host}"
 
 
-@dataclass
-class _Combinations:
-    """All combinations of changes whose sketches fit.
-
-    Attributes:
-        spec: for which nothing fits.
-        sketch: of the spec.
-        least: the choice that needs the least memory.
-        say: called with a line for each thing that takes time.
-    """
-
-    spec: JobSpec
-    sketch: Sketch
-    least: Choice
-    say: Callable[[str], None]
-    _sketches: dict[tuple, Sketch] = field(default_factory=dict)
-
-    def fitting(self) -> Iterator[Combination]:
-        for levels, texts, variant in self._methods():
-            for times in _DEVICES:
-                if (larger := _on_devices(variant, times)) is None:
-                    continue
-                further = levels | ({"devices": times.bit_length() - 1} if times > 1 else {})
-                try:
-                    choices, sketch = self._sketched(larger)
-                except MethodRefused:
-                    continue
-                for share in _LENGTHS:
-                    shorter = further | ({"length": share.bit_length() - 1} if share > 1 else {})
-                    if (share == 1 or self._may_shorten(share)) and len(shorter) <= _MOST_CHANGES:
-                        yield from self._with_length(shorter, texts, larger, share, (choices, sketch))
-
-    def _with_length(self, levels, texts: list[str], variant, share: int, sketched) -> Iterator[Combination]:
-        """The combination with samples so many times shorter; where only that helps, with more host memory."""
-        choices, sketch = sketched
-        length = self.spec.seq_len // share
-        changed = replace(variant, seq_len=length)
-        fitting = [one for one in choices if _needs(sketch, one, share) <= variant.memory_budget]
-        if share > 1:
-            texts = [*texts, f"--seq-len {length}"]
-        host = self.spec.host_memory
-        enough = [one for one in fitting if host is None or not one.offloads or sketch.host_bytes(one) <= host.bytes]
-        if levels and (allowed := self._same_strategy(enough)):
-            choice = min(allowed, key=lambda one: (one.complexities, _needs(sketch, one, share)))
-            yield Combination(
-                levels, _texts(texts, self.spec, changed, choice), changed, choice, _needs(sketch, choice, share)
-            )
-        elif enough and self.spec.preset.strategy != "none":
-            choice = min(enough, key=lambda one: (one.complexities, _needs(sketch, one, share)))
-            yield Combination(levels | {"strategy": 1}, _texts(texts, self.spec, changed, choice), changed, choice)
-        elif allowed := self._same_strategy(fitting):
-            choice = min(allowed, key=lambda one: (sketch.host_bytes(one), _needs(sketch, one, share)))
-            yield Combination(levels | {"host": 1}, _texts(texts, self.spec, changed, choice), changed, choice)
-
-    def _same_strategy(self, choices: list[Choice]) -> list[Choice]:
-        fixed = self.spec.preset.strategy
-        return choices if fixed == "none" else [choice for choice in choices if choice.strategy == fixed]
-
-    def _methods(self) -> Iterator[tuple[dict[str, int], list[str], object]]:
-        """The spec, with weights in 16 bits, and with smaller methods: levels, texts, spec."""
-        spec = self.spec
-        yield {}, [], spec
-        hardware = spec.preset.hardware
-        setup = replace(self.least.configured(spec.preset).setup(), strategy="none", offload="none")
-        job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
-        if spec.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
-            text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
-            yield {"dtype": 1}, [text], replace(spec, preset=replace(spec.preset, **settings))
-        for change, settings in proposals(job, (LORA, QLORA)):
+def _fitting(spec: JobSpec, sketch: Sketch, least: Choice, say: Callable[[str], None]) -> Iterator[Combination]:
+    """All combinations of a method, a number of devices and a length whose sketches fit."""
+    # Engines compute with 16-bit weights, one device with what its preset loads: each is sketched once.
+    sketches = {_weights_key(spec.preset): sketch}
+    for method, texts, variant in _methods(spec, least):
+        for times in _DEVICES if spec.preset.hardware.peer_link else (1,):
+            larger = _on_devices(variant, times)
             try:
-                preset = preset_of(hardware.name, settings["method"])
-            except InputError:  # a device that the catalog lacks
+                choices = _smallest_choices(larger)
+            except MethodRefused:
                 continue
-            preset = replace(preset, hardware=hardware, processes=spec.preset.processes)
-            level = METHODS.index(settings["method"]) - METHODS.index(spec.preset.method)
-            fields = {name: value for name, value in spec.training.items() if name != "optim"}
-            smaller = replace(spec, preset=preset, method=preset.method, training=fields)
-            yield {"method": level}, [change.label], smaller
+            key = _weights_key(larger.preset)
+            if choices and key not in sketches:
+                say(f"tracing {larger.preset.method} training")
+                sketches[key] = trace_sketch(larger, choices)
+            traced = sketches.get(key, sketch)
+            traced = replace(traced, job=replace(traced.job, world_size=larger.preset.processes))
+            for share in _LENGTHS if spec.video is None else (1,):
+                further = {"devices": times.bit_length() - 1, "length": share.bit_length() - 1}
+                levels = method | {name: level for name, level in further.items() if level}
+                length = spec.seq_len // share
+                if len(levels) > _MOST_CHANGES or (share > 1 and length < _SHORTEST):
+                    continue
+                shorter = [*texts, f"--seq-len {length}"] if share > 1 else texts
+                if one := _combination(spec, levels, shorter, replace(larger, seq_len=length), choices, traced):
+                    yield one
 
-    def _may_shorten(self, share: int) -> bool:
-        return self.spec.video is None and self.spec.seq_len // share >= _SHORTEST
 
-    def _sketched(self, variant) -> tuple[list[Choice], Sketch]:
-        """The choices with one sample a micro-batch and the most layers checkpointed, and their sketch."""
-        preset = variant.preset
-        fields = {name: value for name, value in variant.training.items() if name != "gradient_accumulation_steps"}
-        fields = {"per_device_train_batch_size": fewest_samples(variant), **fields}
-        choices = list_choices(replace(variant, training=fields))
-        if variant.preset.strategy != "none":  # others may be what fits
-            opened = replace(variant, preset=replace(preset, strategy="none"), training=fields)
-            choices += [choice for choice in list_choices(opened) if choice.strategy != preset.strategy]
-        most = max((choice.checkpointed for choice in choices), default=0)
-        choices = [choice for choice in choices if choice.checkpointed == most]  # the others need more
-        # Engines compute with 16-bit weights, one device with what its preset loads.
-        key = preset.method, preset.dtype == "float32" and preset.processes == 1
-        if variant is self.spec:
-            self._sketches[key] = self.sketch
-        if key not in self._sketches and choices:
-            self.say(f"tracing {preset.method} training")
-            jobs = baseline_jobs(variant, choices)
-            self._sketches[key] = sketch_of(jobs, traced_jobs(jobs))
-        sketch = self._sketches.get(key, self.sketch)
-        return choices, replace(sketch, job=replace(sketch.job, world_size=preset.processes))
+def _combination(
+    spec: JobSpec, levels: dict[str, int], texts: list[str], changed: JobSpec, choices: list[Choice], sketch: Sketch
+) -> Combination | None:
+    """The combination with the choice that needs the least; where only that helps, with another strategy than the
+    user's or with more host memory."""
+    share, fixed, host = spec.seq_len // changed.seq_len, spec.preset.strategy, spec.host_memory
+    needs = {choice: _needs(sketch, choice, share) for choice in choices}
+    fitting = [choice for choice in choices if needs[choice] <= changed.memory_budget]
+    enough = [one for one in fitting if host is None or not one.offloads or sketch.host_bytes(one) <= host.bytes]
+    same, same_enough = ([one for one in of if fixed in ("none", one.strategy)] for of in (fitting, enough))
+    if levels and same_enough:
+        choice = min(same_enough, key=lambda one: (one.complexities, needs[one]))
+        return Combination(levels, _texts(texts, spec, changed, choice), changed, choice, needs[choice])
+    if enough and fixed != "none":
+        level, choice = "strategy", min(enough, key=lambda one: (one.complexities, needs[one]))
+    elif same:
+        level, choice = "host", min(same, key=lambda one: (sketch.host_bytes(one), needs[one]))
+    else:
+        return None
+    return Combination(levels | {level: 1}, _texts(texts, spec, changed, choice), changed, choice)
+
+
+def _methods(spec: JobSpec, least: Choice) -> Iterator[tuple[dict[str, int], list[str], JobSpec]]:
+    """The spec, with weights in 16 bits, and with smaller methods: levels, texts, spec."""
+    yield {}, [], spec
+    hardware = spec.preset.hardware
+    setup = replace(least.configured(spec.preset).setup(), strategy="none", offload="none")
+    job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
+    if spec.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
+        text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
+        yield {"dtype": 1}, [text], replace(spec, preset=replace(spec.preset, **settings))
+    for change, settings in proposals(job, (LORA, QLORA)):
+        try:
+            preset = preset_of(hardware.name, settings["method"])
+        except InputError:  # a device that the catalog lacks
+            continue
+        preset = replace(preset, hardware=hardware, processes=spec.preset.processes)
+        level = METHODS.index(settings["method"]) - METHODS.index(spec.preset.method)
+        fields = {name: value for name, value in spec.training.items() if name != "optim"}
+        yield {"method": level}, [change.label], replace(spec, preset=preset, method=preset.method, training=fields)
+
+
+def _on_devices(spec: JobSpec, times: int) -> JobSpec:
+    """The spec on so many times as many devices."""
+    if times == 1:
+        return spec
+    devices = times * spec.preset.processes
+    batch = -(-spec.effective_batch_size // devices) * devices
+    return replace(spec, preset=replace(spec.preset, processes=devices), effective_batch_size=batch)
+
+
+def _smallest_choices(spec: JobSpec) -> list[Choice]:
+    """The choices with one sample a micro-batch and the most layers checkpointed, of any strategy."""
+    fields = {name: value for name, value in spec.training.items() if name != "gradient_accumulation_steps"}
+    fields = {"per_device_train_batch_size": fewest_samples(spec), **fields}
+    choices = list_choices(replace(spec, training=fields))
+    if (fixed := spec.preset.strategy) != "none":  # others may be what fits
+        opened = replace(spec, preset=replace(spec.preset, strategy="none"), training=fields)
+        choices += [choice for choice in list_choices(opened) if choice.strategy != fixed]
+    return smallest_choices(choices)
+
+
+def _weights_key(preset) -> tuple[str, bool]:
+    """What decides which weights a trace holds."""
+    return preset.method, preset.dtype == "float32" and preset.processes == 1
 
 
 def _needs(sketch: Sketch, choice: Choice, share: int) -> int:
@@ -240,18 +227,6 @@ def _needs(sketch: Sketch, choice: Choice, share: int) -> int:
     return needed + (2 * sketch.outside_layers if choice.engine.zero_stage == 3 else 0)  # gathered in 16 bits
 
 
-def _on_devices(spec: JobSpec, times: int):
-    """The spec on so many times as many devices; None where they have no link."""
-    preset = spec.preset
-    if times == 1:
-        return spec
-    if not preset.hardware.peer_link:
-        return None
-    devices = times * preset.processes
-    batch = -(-spec.effective_batch_size // devices) * devices
-    return replace(spec, preset=replace(preset, processes=devices), effective_batch_size=batch)
-
-
 def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
     """The changes of a combination with its devices and its strategy."""
     preset, fixed = after.preset, before.preset.strategy
@@ -262,21 +237,19 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
 
 def _smaller_models(spec: JobSpec, least: Choice) -> list[str]:
     """The largest smaller model of the family that fits; of a model without weights the nearest smaller sizes."""
-    directions = [
-        [(f"{name} instead", replace(spec, model=name, config=load_config(name))) for name in _smaller(spec)]
-    ]
+    named = [(f"{name} instead", replace(spec, model=name, config=load_config(name))) for name in _smaller(spec)]
+    directions = [[one for one in named if not excessive_weights(one[1])]]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
-        for sizes in smaller_sizes(spec.config):
-            directions.append([(_as_config(one), _of_sizes(spec, one)) for one in sizes])
+        for steps in smaller_sizes(spec.config):
+            directions.append([(_as_config(sizes), _of_sizes(spec, sizes)) for sizes in steps])
     if (video := spec.video) and (fewer := video.halved()):
-        text = f"max_frames={fewer.frames}"
-        directions.append([(text, replace(spec, video=fewer))])
-    found: dict[int, str] = {}
+        directions.append([(f"max_frames={fewer.frames}", replace(spec, video=fewer))])
+    sentences: dict[int, str] = {}  # by direction
     for step in range(_ROUNDS):
-        pending = {place: one[step] for place, one in enumerate(directions) if place not in found and step < len(one)}
-        texts = _confirmed([Combination({}, [text], changed, least) for text, changed in pending.values()])
-        found |= {place: text for place, text in zip(pending, texts, strict=True) if text}
-    return [found[place] for place in sorted(found)]
+        pending = [place for place, steps in enumerate(directions) if place not in sentences and step < len(steps)]
+        smaller = [Combination({}, [text], changed, least) for text, changed in (directions[n][step] for n in pending)]
+        sentences |= {place: text for place, text in zip(pending, _confirmed(smaller), strict=True) if text}
+    return [text for _, text in sorted(sentences.items())]
 
 
 def _as_config(sizes: dict[str, int]) -> str:
@@ -290,19 +263,13 @@ def _of_sizes(spec: JobSpec, sizes: dict[str, int]):
 
 def _smaller(spec: JobSpec) -> list[str]:
     """Bundled models of the same family with fewer weights, the largest first."""
-    own = _weights(spec.config)
-    family = [
-        (size, name)
+    family = {
+        name: _weights(config)
         for name in list_architectures()
-        if (config := load_config(name)).model_type == spec.config.model_type and (size := _weights(config)) < own
-    ]
-    return [name for _, name in sorted(family, reverse=True) if _may_fit(replace(spec, config=load_config(name)))]
-
-
-def _may_fit(spec: JobSpec) -> bool:
-    """Whether the weights do, which is known without a trace."""
-    alone = weights_alone(spec)
-    return alone is None or alone[0] <= spec.memory_budget
+        if (config := load_config(name)).model_type == spec.config.model_type
+    }
+    own = _weights(spec.config)
+    return sorted((name for name, size in family.items() if size < own), key=lambda name: (family[name], name))[::-1]
 
 
 def _weights(config) -> int:

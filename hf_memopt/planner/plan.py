@@ -14,12 +14,11 @@ from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArgument
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
-from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.nearest import nearest_changes
-from hf_memopt.planner.profiles import Plan, Profile, usual_profile
+from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import of_one_length, settle
-from hf_memopt.planner.streaming import lacks_memory, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.quantization import check_4bit, check_quantization
@@ -139,7 +138,7 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
     asked = of_one_length(asked, methods)
     rejected: list[Rejected] = []
     searches: dict[str, tuple[JobSpec, Search | None]] = {}
-    profiles_by_method: dict[str, list[Profile]] = {}
+    plans: list[Plan] = []
     refused: list[MethodRefused] = []
     for method in methods:
         try:
@@ -151,39 +150,35 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
             rejected.append(Rejected(_METHODS[method], one_line(error)))
             continue
         searches[method] = spec, search
-        if reason:
-            rejected.append(reason)
-        elif profiles := _profiles(spec, search) if search else []:
-            profiles_by_method[method] = profiles
-            if not usual_profile(profiles).choice.offloads:
+        if profiles := _profiles(spec, search) if search else []:
+            plans.append(Plan(spec, profiles, []))
+            if not plans[-1].usual.choice.offloads:
                 break
         else:
-            rejected.append(_too_large(spec, search, search.smallest() if search else None))
+            rejected.append(reason or _too_large(spec, search, search and search.smallest()))
     if not searches:
         raise refused[0]
-    if not profiles_by_method:
+    if not plans:
         nearest: list[str] = []
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
         method = [*searches][-1]
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
-    # Of methods whose usual profiles lean on the host, one that has a safe profile without it.
-    method = min(
-        profiles_by_method,
-        key=lambda one: (
-            bool(usual_profile(profiles_by_method[one]).choice.offloads),
-            bool(profiles_by_method[one][0].choice.offloads),
-        ),
-    )
-    (spec, search), profiles = searches[method], profiles_by_method[method]
-    profile = usual_profile(profiles)
-    rejected += [*_safe_left_out(profiles), *left_out(spec, search, [profile.choice for profile in profiles])]
+    # Of methods whose usual profiles use host memory, one that has a safe profile without it.
+    best = min(plans, key=lambda one: (bool(one.usual.choice.offloads), bool(one.profiles[0].choice.offloads)))
+    spec, search = searches[best.spec.preset.method]
+    made = _plan_of(spec, search, best.profiles, rejected)
+    beside = _methods(asked, methods, searches, made.usual, say) if len(methods) > 1 else []
+    return replace(made, plain=plain_alternative(spec, search, made.usual), methods=beside)
+
+
+def _plan_of(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
+    """A plan with profiles, and why it has no others."""
+    made = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
+    made.rejected.extend(left_out(spec, search, [profile.choice for profile in profiles]))
     if (space := trl_space(spec)) is not None:
-        rejected += [Rejected(field, reason) for field, reason in space.left_out()]
-    plain = plain_alternative(spec, search, profile)
-    beside = _methods(asked, methods, searches, profile, say) if len(methods) > 1 else []
-    link = search.cost.link_bound(profile.choice)
-    return Plan(spec, profiles, rejected, plain=plain, methods=beside, link=link)
+        made.rejected.extend(Rejected(field, reason) for field, reason in space.left_out())
+    return replace(made, link=search.cost.link_bound(made.usual.choice))
 
 
 def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
@@ -207,15 +202,12 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
             continue
         if search is None:
             continue
-        if not (profiles := _profiles(spec, search)):
-            lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
-            rejected.append(lacking)
-            resident.append(lacking)
-            nearest += filter(None, [with_host_memory(spec, search)])
-            continue
-        others = left_out(spec, search, [profile.choice for profile in profiles])
-        link = search.cost.link_bound(usual_profile(profiles).choice)
-        return Plan(spec, profiles, [*resident, *_safe_left_out(profiles), *others], link=link)
+        if profiles := _profiles(spec, search):
+            return _plan_of(spec, search, profiles, resident)
+        lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
+        rejected.append(lacking)
+        resident.append(lacking)
+        nearest += filter(None, [with_host_memory(spec, search)])
     return None
 
 
@@ -242,7 +234,7 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     least = search and (search.one_sample("none") if certain else search.smallest())
     if least is None:
         return Plan(spec, [], rejected)
-    estimate, budget = search.found.get(least), spec.memory_budget
+    estimate, budget = search.estimates.get(least), spec.memory_budget
     if estimate and estimate.device_bytes <= budget:
         wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
         return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [wanted])
@@ -278,12 +270,11 @@ def _methods(asked: JobSpec, methods, searches, profile: Profile, say) -> list[A
 
 def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
     picks = search.fastest_for(int(spec.memory * share) for _, share in PLAN_PROFILES.values())
-    chosen = [
-        (profile, choice) for profile, choice in zip(PLAN_PROFILES.items(), picks, strict=True) if choice is not None
-    ]
-    fastest = min((search.seconds[choice] for _, choice in chosen), default=0)
+    fastest = min((search.seconds[choice] for choice in picks if choice is not None), default=0)
     profiles = []
-    for (name, (thresholds, share)), choice in chosen:
+    for (name, (thresholds, share)), choice in zip(PLAN_PROFILES.items(), picks, strict=True):
+        if choice is None:
+            continue
         memory_args = memory_arguments(
             spec.memory_args,
             choice,
@@ -291,18 +282,9 @@ def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
             target_memory_utilization=share,
             **dict.fromkeys(THRESHOLDS[1:]),  # the profile's
         )
-        profiles.append(
-            Profile(
-                name,
-                share,
-                choice,
-                choice.configured(spec.preset),
-                memory_args,
-                search.found[choice],
-                search.seconds[choice],
-                fastest / search.seconds[choice],
-            )
-        )
+        seconds, estimate = search.seconds[choice], search.estimates[choice]
+        preset = choice.configured(spec.preset)
+        profiles.append(Profile(name, share, choice, preset, memory_args, estimate, seconds, fastest / seconds))
     return profiles
 
 
@@ -311,8 +293,7 @@ _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 def _far_too_large(spec: JobSpec) -> Rejected | None:
     """Why a method need not be searched: without a trace, what it holds for certain exceeds the device."""
-    alone = weights_alone(spec)
-    if alone is None or alone[0] <= spec.memory_budget:
+    if (alone := excessive_weights(spec)) is None:
         return None
     method = _METHODS[spec.preset.method]
     return Rejected(method, f"{method} needs at least {gib(alone[0])} for {alone[1]} alone, and {_budget(spec)}")
@@ -328,7 +309,7 @@ def _too_large(spec: JobSpec, search: Search | None, least: Choice | None) -> Re
     method = _METHODS[spec.preset.method]
     if least is None:
         return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
-    estimate, budget = search.found[least], spec.memory_budget
+    estimate, budget = search.estimates[least], spec.memory_budget
     if estimate.device_bytes <= budget:
         reason = (
             f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(spec.host_memory.bytes)} may be "

@@ -93,6 +93,11 @@ class Plan:
         return f"{head}, {preset.method}, {spec.effective_batch_size} samples a step\n" + "\n".join(profiles)
 
     @property
+    def usual(self) -> Profile:
+        """The balanced profile, or the safest that fits."""
+        return next((profile for profile in self.profiles if profile.name == "balanced"), self.profiles[0])
+
+    @property
     def notes(self) -> list[str]:
         """What was not tried; what of the device's memory and speed was measured on it; of GRPO and RLOO, what a step
         generates."""
@@ -103,14 +108,14 @@ class Plan:
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
         if (space := trl_space(self.spec)) is not None and self.profiles:
-            notes += space.notes(usual_profile(self.profiles).choice, device)
+            notes += space.notes(self.usual.choice, device)
         return notes
 
     def _speed_note(self) -> str | None:
         """What the speeds rest on, or why there are none; None of a plan without profiles."""
         if not self.profiles:
             return None
-        device, estimate = self.spec.preset.hardware, usual_profile(self.profiles).estimate
+        device, estimate = self.spec.preset.hardware, self.usual.estimate
         if estimate.step_seconds is not None or unknown_rates(device):
             return speed_note(device)
         return next((note for note in estimate.notes if note.startswith("speed:")), None)
@@ -138,8 +143,3 @@ class Plan:
             "nearest": self.nearest,
             "notes": self.notes,
         }
-
-
-def usual_profile(profiles: list[Profile]) -> Profile:
-    """The balanced profile, or the safest that fits."""
-    return next((profile for profile in profiles if profile.name == "balanced"), profiles[0])

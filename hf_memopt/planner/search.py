@@ -29,7 +29,10 @@ class Search:
         choices: the preferred ones first (Cost.rank).
         host_memory: what a process may use on the host; None where that is not known. What is only assumed rules out
             choices that offload, and not a model on its way to the device.
-        found: choice -> its estimate; None where the job cannot be traced.
+        estimates: choice -> its estimate; None where the job cannot be traced.
+        sketch_bytes: choice -> its sketch's bytes, and those that grow with the micro-batch.
+        sketch_errors: what estimates exceed their sketches by, and the bytes that grow, by _keys(). Searches on other
+            cards may share all three.
     """
 
     choices: list[Choice]
@@ -37,18 +40,21 @@ class Search:
     build: Callable[[Choice], Job]
     say: Callable[[str], None]
     host_memory: HostMemory | None = None
-    found: dict[Choice, Estimate | None] = field(default_factory=dict)
-    _off: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    estimates: dict[Choice, Estimate | None] = field(default_factory=dict)
+    sketch_bytes: dict[Choice, tuple[int, int]] = field(default_factory=dict)
+    sketch_errors: dict[tuple, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cost = self.cost = Cost(self.sketch)
         self.seconds = {choice: cost.step(choice) for choice in self.choices}
         self._rank = {choice: cost.rank(choice) for choice in self.choices}
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
-        self._sketched = {choice: self.sketch.device_bytes(choice) for choice in self.choices}
-        enough = {one: self._host_suffices(one, self.sketch.host_bytes(one)) for one in self.choices}
-        self.short_of_host = [choice for choice in self.choices if not enough[choice]]
-        self.choices = [choice for choice in self.choices if enough[choice]]
+        for choice in self.choices:
+            if choice not in self.sketch_bytes:
+                self.sketch_bytes[choice] = self.sketch.device_bytes(choice)
+        suffices = {choice: self._host_suffices(choice, self.sketch.host_bytes(choice)) for choice in self.choices}
+        self.short_of_host = [choice for choice in self.choices if not suffices[choice]]
+        self.choices = [choice for choice in self.choices if suffices[choice]]
 
     def fastest_for(self, budgets: Iterable[int]) -> list[Choice | None]:
         """For every memory budget, in bytes, the fastest choice that fits it; None where none does.
@@ -70,7 +76,7 @@ class Search:
     def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
         """The plain choice that needs the least, where a profile does without a plain one because of its sketch."""
         least = min(filter(self.is_plain, self._traceable()), key=self.needs, default=None)
-        if least is None or least in self.found or least.engine.flat_buffers:  # whose estimates take long
+        if least is None or least in self.estimates or least.engine.flat_buffers:  # whose estimates take long
             return None
         without = [budget for pick, budget in zip(picks, budgets, strict=True) if not (pick and self.is_plain(pick))]
         return least if any(budget < self.needs(least) <= budget * _DOUBT for budget in without) else None
@@ -87,20 +93,20 @@ class Search:
     @property
     def caution(self) -> float:
         """What sketches are multiplied by, as long as no estimate corrects them."""
-        return 1.0 if any(self.found.values()) else caution(self.sketch.job.device)
+        return 1.0 if self.sketch_errors else caution(self.sketch.job.device)
 
     def is_plain(self, choice: Choice) -> bool:
-        """Whether it neither leans on the host nor rounds more than the method and the user's settings do."""
+        """True if it neither uses host memory nor rounds more than the method and the user's settings do."""
         return not choice.complexities
 
     def _settled(self, budgets: list[int]) -> list[Choice | None]:
         for _ in range(_ROUNDS):
             picks = self._picks(budgets)
-            new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.found))
+            new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.estimates))
             if not new:
                 return picks
             # The first estimate corrects the sketch of the others, so it comes alone.
-            self.estimate(new if self.found else new[-1:])
+            self.estimate(new if self.estimates else new[-1:])
         return self._picks(budgets, sure=True)
 
     def _picks(self, budgets: list[int], sure: bool = False) -> list[Choice | None]:
@@ -114,9 +120,10 @@ class Search:
 
     def relative_time(self, choice: Choice, other: Choice) -> float:
         """Of a choice's step to that of another: by their estimates, which plans show, or else by their sketches."""
-        shown = [found and found.step_seconds for found in (self.found.get(choice), self.found.get(other))]
-        one, two = shown if all(shown) else (self.seconds[choice], self.seconds[other])
-        return one / two
+        estimates = (self.estimates.get(choice), self.estimates.get(other))
+        shown = [estimate and estimate.step_seconds for estimate in estimates]
+        seconds, of_other = shown if all(shown) else (self.seconds[choice], self.seconds[other])
+        return seconds / of_other
 
     def _safe_pick(self, budgets: list[int], sure: bool) -> Choice | None:
         def without_host(choice: Choice) -> bool:
@@ -131,12 +138,12 @@ class Search:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""
         for _ in range(_LOOKS):
             least = min(self._traceable(), key=lambda choice: (self.needs(choice), self._rank[choice]), default=None)
-            if least is None or least in self.found:
+            if least is None or least in self.estimates:
                 return least
-            # The sketch may be wrong here too, so one sample with every layer checkpointed is estimated beside it.
+            # The sketch may overestimate, so one sample with every layer checkpointed is estimated beside it.
             new = dict.fromkeys((least, self.one_sample(least.strategy)))
-            self.estimate([choice for choice in new if choice not in self.found])
-        return min((one for one in self.found if self.found[one]), key=self.needs, default=None)
+            self.estimate([choice for choice in new if choice not in self.estimates])
+        return min((choice for choice in self.estimates if self.estimates[choice]), key=self.needs, default=None)
 
     def one_sample(self, strategy: str) -> Choice | None:
         """Of the smallest micro-batch with the most layers checkpointed, the choice that needs the least memory."""
@@ -145,13 +152,13 @@ class Search:
 
     def _traceable(self) -> Iterator[Choice]:
         """The choices, without those that could not be traced."""
-        return (choice for choice in self.choices if self.found.get(choice, True) is not None)
+        return (choice for choice in self.choices if self.estimates.get(choice, True) is not None)
 
     def _pick(
         self, budget: int, sure: bool = False, condition: Callable[[Choice], bool] = lambda choice: True
     ) -> Choice | None:
         for choice in filter(condition, self.choices):
-            if choice in self.found:
+            if choice in self.estimates:
                 if self.fits(choice, budget):
                     return choice
             elif not sure and self.needs(choice) <= budget * _OPTIMISM:
@@ -160,16 +167,16 @@ class Search:
 
     def fits(self, choice: Choice, budget: int) -> bool:
         """By its estimate, or else by its sketch."""
-        if choice not in self.found:
+        if choice not in self.estimates:
             return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
-        estimate = self.found[choice]
+        estimate = self.estimates[choice]
         if estimate is None or estimate.device_bytes > budget:
             return False
         return self._host_suffices(choice, estimate.host_bytes)
 
     def host_bytes(self, choice: Choice) -> int:
         """Bytes of the host: the estimate's, or the sketch's of what is offloaded."""
-        estimate = self.found.get(choice)
+        estimate = self.estimates.get(choice)
         return estimate.host_bytes if estimate else self.sketch.host_bytes(choice)
 
     def _host_suffices(self, choice: Choice, host_bytes: int) -> bool:
@@ -186,20 +193,22 @@ class Search:
             of = f" {number} of {len(new)}" if len(new) > 1 else ""
             self.say(f"estimating{of}: {summarize(choice)}")
         jobs = [self.build(choice) for choice in new]
-        for choice, found in zip(new, estimate_jobs(jobs, on_all_cores), strict=True):
-            self.found[choice] = None if isinstance(found, InputError) else found
-            if isinstance(found, InputError) and len(self.found) >= _FAILURES and not any(self.found.values()):
-                raise found
-            if self.found[choice] is not None:
-                whole, moving = self._sketched[choice]
-                self._off |= dict.fromkeys(_keys(choice), (found.device_bytes - whole, max(1, moving)))
+        for choice, estimate in zip(new, estimate_jobs(jobs, on_all_cores), strict=True):
+            if isinstance(estimate, InputError):
+                self.estimates[choice] = None
+                if len(self.estimates) >= _FAILURES and not any(self.estimates.values()):
+                    raise estimate
+                continue
+            self.estimates[choice] = estimate
+            whole, moving = self.sketch_bytes[choice]
+            self.sketch_errors |= dict.fromkeys(_keys(choice), (estimate.device_bytes - whole, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
-        if found := self.found.get(choice):
-            return found.device_bytes
-        whole, moving = self._sketched[choice]
-        off, held = next((self._off[key] for key in _keys(choice) if key in self._off), (0, 1))
+        if estimate := self.estimates.get(choice):
+            return estimate.device_bytes
+        whole, moving = self.sketch_bytes[choice]
+        off, held = next((self.sketch_errors[key] for key in _keys(choice) if key in self.sketch_errors), (0, 1))
         # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
         grown = (1 + moving / held) / 2
         return whole + off * (grown if off > 0 else min(1.0, grown))

@@ -1,14 +1,47 @@
-"""Which jobs are planned again with frozen weights in host memory, once nothing fits with them on the device."""
+"""Whether the device can hold a job's weights at all, and jobs planned again with frozen weights in host memory."""
 
 from dataclasses import replace
 
-from hf_memopt.estimator.trl_tasks import TRL_TASKS
+import torch
+
+from hf_memopt.estimator.tracing.model import count_weights, resolve_dtype
+from hf_memopt.estimator.tracing.quantization import is_quantized
+from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.lower_bound import weights_alone
 from hf_memopt.planner.search import Search
 from hf_memopt.units import GIB, gib
 
 _TRIES = 2  # estimates
+
+
+def weights_alone(spec: JobSpec) -> tuple[int, str] | None:
+    """Bytes of the weights, and of the gradients where every weight has one, and which of them these are: known
+    without a trace.
+
+    Returns:
+        None where the device need not hold them all (sharded, offloaded, streamed), or where a checkpoint's own
+        quantization says how large they are.
+    """
+    preset, config = spec.preset, spec.config
+    streams = spec.memory_args.weight_streaming
+    if preset.processes > 1 or streams or is_quantized(config) or "deepspeed" in spec.training:
+        return None
+    task = model_task(spec.task or infer_task(config))
+    if preset.method == "qlora":
+        return count_weights(config, task) // 2, "weights in 4 bits"
+    dtype = resolve_dtype(config, preset.dtype)
+    size = count_weights(config, task) * getattr(torch, dtype).itemsize
+    # A user's own optimizer may free a layer's gradients before the next layer has its own.
+    if preset.method == "full" and "optim" not in spec.training and not spec.frozen:
+        return 2 * size, f"{dtype} weights and gradients"
+    return size, f"{dtype} weights"
+
+
+def excessive_weights(spec: JobSpec) -> tuple[int, str] | None:
+    """weights_alone() of a job that is far too large for the device, and so is not worth a trace; None of others."""
+    alone = weights_alone(spec)
+    return alone if alone and alone[0] > spec.memory_budget else None
 
 
 def streaming_spec(spec: JobSpec) -> JobSpec | None:
@@ -54,7 +87,7 @@ def with_host_memory(spec: JobSpec, search: Search) -> str | None:
     shares = {choice.streamed: choice for choice in reversed(_fitting(spec, search))}
     for choice in sorted(shares.values(), key=search.host_bytes)[:_TRIES]:
         search.estimate([choice])
-        estimate = search.found[choice]
+        estimate = search.estimates[choice]
         if estimate is not None and estimate.device_bytes <= spec.memory_budget:
             memory = -(-estimate.host_bytes // GIB)
             return f"--host-memory {memory} (frozen weights are streamed from there): {gib(estimate.device_bytes)}"

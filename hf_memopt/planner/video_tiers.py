@@ -1,19 +1,14 @@
 """The frames, frame size and micro-batch of a video job that are predicted to fit a device, by one rule.
 
-Of every shipped preset for one device and every bundled video model they are worked out once, by `make estimates`,
-into presets/video_tiers.json, so that neither `hf-memopt show` nor the video recipe needs to trace anything for them.
+presets/video_tiers.json has them for every preset of one device (benchmarks/video_tiers.py).
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
@@ -21,27 +16,21 @@ from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.training_fields import evaluates
-from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.few_logits import with_few_logits
-from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
-from hf_memopt.presets.video_tiers import TIERS_FILE
+from hf_memopt.planner.first_fit import FirstFit
+from hf_memopt.presets import Preset
 from hf_memopt.units import GIB
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.pixels import FAMILIES
-from hf_memopt.video.processor import read_video_settings
 
 EFFECTIVE_BATCH = 32
 SHARE = 0.90  # of a device's memory: what MemoryArguments.target_memory_utilization aims at
 # Bytes of a device (from; an "8 GB" card has a little less, and so have the others) -> the founding guide's frames and
 # micro-batch, from and to: 8 GB, 16 GB, 24 GB and more.
 GUIDE = ((0, (50, 75), (2, 4)), (14 * GIB, (100, 150), (4, 8)), (21 * GIB, (200, 200), (8, 16)))
-# Models of the file; larger ones are estimated when a run begins, unless their weights alone are too large.
-COVERED_MODELS = ("qwen2.5-vl-3b", "qwen2.5-vl-7b")
 _FRAMES = (200, 150, 100, 75, 50, 32, 16, 8)
 _SIDES = (448, 336, 224)  # of a square frame, pixels; 224 is what the smallest of today's video models see
-_TRIES = 6
-_UNTRACED = ("dataloader_", "tf32", "torch_compile", "gradient_accumulation_steps")  # what changes no trace
 # A weight's bytes that cannot be saved on: 4-bit weights, weights of 16 bits, and those with their gradients.
 _LEAST = {"qlora": 0.5, "lora": 2, "full": 4}
 
@@ -166,13 +155,24 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     if (least := _least_bytes(job)) > budget:
         raise NothingFits(least, budget)
     wanted = wanted_clips(job, memory, wish)
-    search = _TierSearch(job, wish.effective_batch_size, budget, note, map_fn)
-    clip = search.first_that_fits(wanted)
+    search = FirstFit(
+        candidates=wanted,
+        tokens=lambda clip: _load(job, clip),
+        build=lambda clip: with_clip(job, clip, wish.effective_batch_size),
+        used=lambda estimate: (estimate.device_bytes,),
+        limits=(budget,),
+        say=lambda clip: note(f"{clip.frames} frames of {clip.side} × {clip.side}, micro-batch {clip.micro_batch}"),
+        map_fn=map_fn,
+    )
+    for first in _FIRST:
+        if first is _FIRST[0] or search.open_candidates():  # where the smallest clip does not fit, none does
+            search.estimate(first)
+    clip = search.find()
     if clip is None:
-        raise NothingFits(int(min(map(search.needs, wanted), default=least)), budget)
+        raise NothingFits(int(min((search.needs(clip)[0] for clip in wanted), default=least)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
     pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
-    return Tier(clip.frames, pixels, clip.micro_batch, search.tried[clip])
+    return Tier(clip.frames, pixels, clip.micro_batch, search.estimates[clip])
 
 
 def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
@@ -191,70 +191,23 @@ def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
     return [clip for clip in clips if tokens[clip] <= longest]
 
 
-@dataclass
-class _TierSearch:
-    job: Job
-    effective_batch_size: int
-    budget: int
-    note: Callable[[str], None]
-    map_fn: Callable
-    tried: dict[Clip, Estimate] = field(default_factory=dict)
-
-    def first_that_fits(self, wanted: list[Clip]) -> Clip | None:
-        """The first clip that an estimate says fits; None where none does."""
-        for first in _FIRST:
-            # Where the smallest clip does not fit, no larger one needs a trace.
-            if self.estimate(first) > self.budget and all(
-                _load(self.job, clip) >= _load(self.job, first) for clip in wanted
-            ):
-                return None
-        for _ in range(_TRIES):
-            clip = next((clip for clip in wanted if self.needs(clip) <= self.budget), None)
-            if clip is None or clip in self.tried:
-                return clip
-            self.estimate(clip)
-        return next((clip for clip in wanted if clip in self.tried and self.needs(clip) <= self.budget), None)
-
-    def estimate(self, clip: Clip) -> int:
-        if clip not in self.tried:
-            self.note(f"{clip.frames} frames of {clip.side} × {clip.side}, micro-batch {clip.micro_batch}")
-            self.tried[clip] = estimate_job(with_clip(self.job, clip, self.effective_batch_size), self.map_fn)
-        return self.tried[clip].device_bytes
-
-    def needs(self, clip: Clip) -> float:
-        """Bytes: estimated where that was done, else on the line through the two nearest estimates."""
-        if clip in self.tried:
-            return self.tried[clip].device_bytes
-        load = _load(self.job, clip)
-        points = sorted(
-            {_load(self.job, one): found.device_bytes for one, found in self.tried.items()}.items(),
-            key=lambda point: abs(point[0] - load),
-        )[:2]
-        if len(points) < 2:
-            return points[0][1]
-        (near, bytes_near), (far, bytes_far) = points
-        return bytes_near + (load - near) * (bytes_near - bytes_far) / (near - far)
-
-
 def with_clip(job: Job, clip: Clip, effective_batch_size: int) -> Job:
     """The job on such clips, with the micro-batch that an effective batch is divided into."""
-    video = replace(
-        job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
-    )
     batch = {
         "per_device_train_batch_size": clip.micro_batch,
         "per_device_eval_batch_size": _evaluated_at_once(job) or clip.micro_batch,
         "gradient_accumulation_steps": max(1, effective_batch_size // clip.micro_batch),
     }
-    return replace(job, video=video, fields={**job.fields, **batch}, seq_len=_tokens(job, clip))
+    return replace(job, video=_video(job, clip), fields={**job.fields, **batch}, seq_len=_tokens(job, clip))
+
+
+def _video(job: Job, clip: Clip) -> VideoInputs:
+    return replace(job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2)
 
 
 def _tokens(job: Job, clip: Clip) -> int:
     """Tokens of a sample."""
-    video = replace(
-        job.video, frames=clip.frames, height=clip.side, width=clip.side, max_pixels_per_frame=clip.side**2
-    )
-    return video.seq_len(job.config)
+    return _video(job, clip).seq_len(job.config)
 
 
 def _load(job: Job, clip: Clip) -> int:
@@ -274,30 +227,16 @@ def _least_bytes(job: Job) -> int:
     return int(_LEAST[method] * count_weights(job.config, job.task))
 
 
-# ---- a preset's job, and the file
-
-
 def bundled_video_models() -> list[str]:
     """The bundled architectures that see videos."""
     return [name for name in list_architectures() if load_config(name).model_type in FAMILIES]
-
-
-def covered_presets() -> list[str]:
-    """Presets that the file has rows of: those for one device whose memory is known."""
-    singles = (name for name in list_presets() if preset_by_name(name).processes == 1)
-    return [name for name in singles if preset_by_name(name).hardware.backend != "cpu"]
-
-
-def video_preset(preset: Preset) -> Preset:
-    """The preset as the video recipe changes it: bfloat16 weights where it trains all of them and computes in bf16."""
-    return replace(preset, dtype="bfloat16") if preset.method == "full" and preset.precision == "bf16" else preset
 
 
 def tier_job(preset: Preset, config, **changes: Any) -> Job:
     """The video recipe's job with a preset: vision tower frozen, logits of answers alone, layers checkpointed.
 
     Args:
-        preset: as video_preset() makes it.
+        preset: as the recipe changes it.
         changes: further fields of JobSpec, over these; `video_settings`, of the checkpoint's video processor, instead
             of `video`.
     """
@@ -316,61 +255,3 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
     training["per_device_train_batch_size"] = 1
     spec = preset_spec(preset, config, **{**job, **changes}, world_size=1, training=training)
     return spec_job(spec)
-
-
-def tier_row(preset: Preset, model: str, map_fn=on_all_cores) -> dict[str, Any]:
-    """A preset's row of the file, for a bundled model: the tier, or why there is none."""
-    row = {"preset": preset.name, "method": preset.method, "model": model, "capacity_bytes": preset.hardware.memory}
-    try:
-        job = tier_job(video_preset(preset), load_config(model), video_settings=read_video_settings(model))
-        tier = choose_tier(job, Wish(), map_fn=map_fn)
-    except NothingFits as short:
-        return row | {"max_frames": 0, "needed_bytes": short.needed}
-    except InputError as error:  # 4-bit weights on a Mac
-        return row | {"max_frames": 0, "refused": str(error)}
-    return row | {
-        "max_frames": tier.max_frames,
-        "max_pixels_per_frame": tier.max_pixels_per_frame,
-        "per_device_train_batch_size": tier.micro_batch,
-        "gradient_accumulation_steps": EFFECTIVE_BATCH // tier.micro_batch,
-        "device_bytes": tier.estimate.device_bytes,
-    }
-
-
-class _Remembered:
-    """Maps a function as one_by_one() does, and traces alike jobs once: those of cards that differ in memory alone."""
-
-    def __init__(self):
-        self.traces: dict[str, Any] = {}
-
-    def __call__(self, function, items) -> list:
-        return [self._trace(function, *item) if len(item) == 2 else function(item) for item in items]
-
-    def _trace(self, function, job: Job, depth: int):
-        fields = {name: value for name, value in job.fields.items() if not name.startswith(_UNTRACED)}
-        device = {"rocm": "cuda"}.get(job.device.backend, job.device.backend), job.device.discrete_memory
-        key = repr((device, depth, job.dtype, fields, job.peft_config, job.quantization_config, job.video))
-        if key not in self.traces:
-            self.traces[key] = function((job, depth))
-        return self.traces[key]
-
-
-def _rows_of(model_and_method: tuple[str, str]) -> list[dict[str, Any]]:
-    rows, map_fn = [], _Remembered()
-    model, method = model_and_method
-    for name in covered_presets():
-        rows.append(tier_row(preset_by_name(name, method), model, map_fn))
-        print(rows[-1], flush=True)
-    return rows
-
-
-def main() -> None:
-    pairs = [(model, method) for model in COVERED_MODELS for method in METHODS]
-    rows = [row for rows in on_all_cores(_rows_of, pairs) for row in rows]
-    versions = {package: metadata.version(package) for package in ("torch", "transformers", "accelerate", "hf_memopt")}
-    content = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "tiers": rows}
-    write_whole(TIERS_FILE, json.dumps(content, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The clips that are predicted to fit each preset, by video model, from a file that planner.video_tiers writes."""
+"""The clips that are predicted to fit each preset, by video model: a file that benchmarks/video_tiers.py writes."""
 
 import functools
 import json

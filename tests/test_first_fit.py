@@ -1,0 +1,57 @@
+"""The search along one axis: which candidates are estimated, and what it answers where memory is no line."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hf_memopt.planner import first_fit
+from hf_memopt.planner.first_fit import TRIES, FirstFit
+
+
+def search_of(monkeypatch, memory, limit: int, **options) -> FirstFit:
+    """Of lengths up to 10,000 in steps of 100, whose estimates are `memory` of a length."""
+    monkeypatch.setattr(
+        first_fit, "estimate_job", lambda length, map_fn: SimpleNamespace(device_bytes=int(memory(length)))
+    )
+    usual = {"guess": lambda estimates: 1000 if not estimates else 4000} | options
+    return FirstFit(
+        candidates=range(10_000, 0, -100),
+        tokens=lambda length: length,
+        build=lambda length: length,
+        used=lambda estimate: (estimate.device_bytes,),
+        limits=(limit,),
+        say=lambda length: None,
+        **usual,
+    )
+
+
+def test_a_line_needs_three_estimates(monkeypatch):
+    search = search_of(monkeypatch, lambda length: 5000 + 3 * length, 5000 + 3 * 7250)
+    assert search.find() == 7200 and list(search.estimates) == [1000, 4000, 7200]
+
+
+def test_what_bends_upwards_is_bracketed(monkeypatch):
+    search = search_of(monkeypatch, lambda length: length**2 / 100, 490_000)
+    answer = search.find()
+    assert search.estimates[answer].device_bytes <= 490_000 and len(search.estimates) <= TRIES and answer >= 6800
+
+
+@pytest.mark.parametrize(("limit", "answer"), [(10, None), (10**9, 10_000)])
+def test_the_ends_of_the_axis(monkeypatch, limit, answer):
+    search = search_of(monkeypatch, lambda length: 100 + length, limit)
+    assert search.find() == answer
+    assert search.estimates[answer or 100]
+
+
+def test_another_axis_tells_where_to_begin(monkeypatch):
+    search = search_of(monkeypatch, lambda length: 5000 + 3 * length, 20_000)
+    search.slope = [(10, SimpleNamespace(device_bytes=5030)), (20, SimpleNamespace(device_bytes=5060))]
+    assert search.find() == 5000 and list(search.estimates) == [5000]
+
+
+def test_where_memory_grows_in_steps_the_next_is_estimated_too(monkeypatch):
+    def steps(length: int) -> int:
+        return 1000 * (length // 1000 + 1)
+
+    line, sure = (search_of(monkeypatch, steps, 4999, enough=enough) for enough in (None, 0.98))
+    assert line.find() <= sure.find() and sure.find() + 100 in sure.estimates
