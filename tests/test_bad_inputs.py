@@ -7,7 +7,7 @@ import time
 
 import bad_files
 import pytest
-from conftest import ROOT, flags, run, sweep
+from conftest import ROOT, flags, run_forked, sweep
 
 from hf_memopt.errors import InputError, one_line
 
@@ -115,7 +115,7 @@ def test_a_recipe_ends_with_code_2(words, expected, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}) + '\n{"text": 5,}\n')
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "What?", "completion": " That."}) + "\n")
     batch = ["--effective_batch_size", 4, "--per_device_train_batch_size", 2]
-    done = run(
+    done = run_forked(
         "python",
         ROOT / "recipes" / "sft.py",
         *flags(preset="cpu", output_dir=tmp_path / "out"),

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import flags, run
+from conftest import flags, run, run_forked
 from test_estimator import _config
 
 from hf_memopt.estimator.accounting.ledger import KINDS
@@ -17,7 +17,7 @@ def model_folder(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line(model_folder, command):
-    done = run(
+    done = run_forked(
         "hf-memopt",
         "estimate",
         model_folder,

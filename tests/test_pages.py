@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, flags, run
+from conftest import BIN, ROOT, flags, run_forked
 from runs import ENDED, reading, report, write_run
 
 pytestmark = pytest.mark.pages
@@ -56,7 +56,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """Every kind of page that is written: a real run's, one that ended out of memory, runs compared, a snapshot's."""
     folder = tmp_path_factory.mktemp("pages")
     real = folder / "real"
-    done = run(
+    done = run_forked(
         sys.executable,
         ROOT / "recipes" / "sft.py",
         *flags(preset="cpu", max_steps=6, logging_steps=2, held_out=8, snapshot_steps="2-3", output_dir=real),
@@ -74,7 +74,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         ("report", real, failed, "--output", made["compared"]),
         ("snapshot", real / "memory_snapshot_step_3.json.gz", "--plot", made["snapshot"]),
     ):
-        done = run("hf-memopt", *command)
+        done = run_forked("hf-memopt", *command)
         assert done.returncode == 0, done.stderr
     return made
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run, slow
+from conftest import ROOT, run_forked, slow
 
 from hf_memopt.errors import InputError
 
@@ -366,7 +366,7 @@ def test_a_recipe_that_is_run_ends_with_one_line_and_code_2(arguments, message, 
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "columns.jsonl").write_text('{"body": "x"}\n')
     filled = [word.format(empty=tmp_path / "empty.jsonl", columns=tmp_path / "columns.jsonl") for word in arguments]
-    done = run("python", ROOT / "recipes" / "sft.py", *filled, "--output_dir", tmp_path / "out", cwd=tmp_path)
+    done = run_forked("python", ROOT / "recipes" / "sft.py", *filled, "--output_dir", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0] and "Traceback" not in done.stderr
@@ -393,7 +393,7 @@ def test_a_recipe_that_runs_out_of_memory_ends_with_75(tmp_path):
     """The code for relaunchers, a diagnosis without a traceback, both reports, and a checkpoint of the last step."""
     (tmp_path / "never_fits.py").write_text(NEVER_FITS)
     out = tmp_path / "out"
-    done = run(
+    done = run_forked(
         "python",
         tmp_path / "never_fits.py",
         ROOT / "recipes" / "pretrain.py",
@@ -424,7 +424,7 @@ def test_a_recipe_that_runs_out_of_memory_ends_with_75(tmp_path):
 
 @pytest.mark.slow
 def test_help_shows_the_commands():
-    done = run("python", ROOT / "recipes" / "pretrain.py", "--help")
+    done = run_forked("python", ROOT / "recipes" / "pretrain.py", "--help")
     assert done.returncode == 0 and "accelerate launch --config_file" in done.stdout
     assert "--shuffle_buffer_size" in done.stdout and "--lora.KEY" in done.stdout
 
@@ -435,7 +435,7 @@ def test_the_script_in_the_docs(builtin_model, jsonl, tmp_path):
     code = [line for line in script.read_text().splitlines() if line and not line.startswith(("import", "from"))]
     assert len(code) <= 10
     texts = jsonl([{"text": "a line of text"}] * 16)
-    done = run("python", script, builtin_model, texts, 2, cwd=tmp_path)
+    done = run_forked("python", script, builtin_model, texts, 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'train_loss'" in done.stdout + done.stderr
     assert list(Path(tmp_path, "out").glob("checkpoint-2/model.safetensors"))
