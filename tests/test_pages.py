@@ -216,7 +216,14 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.close()
 
 
-@pytest.mark.parametrize(("button", "answer"), [("Does it fit?", "It fits"), ("Plan", "balanced")])
+@pytest.mark.parametrize(
+    ("button", "answer"),
+    [
+        ("Does it fit?", "It fits"),
+        # Half a minute; a plan by a link is below.
+        pytest.param("Plan", "balanced", marks=pytest.mark.sweep),
+    ],
+)
 def test_the_untouched_form_is_answered(browser, public_ui, button, answer):
     page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 800})
     page.set_default_timeout(240_000)
@@ -350,7 +357,14 @@ def _commands():
     )
 
 
-@pytest.mark.parametrize("line", _commands())
+# Plans take half a minute each: test_plan_printed.py has small ones, and test_docs.py parses every command.
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.sweep] * line.startswith("hf-memopt plan"), id=line)
+        for line in _commands()
+    ],
+)
 def test_commands_run(line, command, tmp_path, monkeypatch):
     """Those that need no weights; hub names are their bundled architectures."""
     import shlex
