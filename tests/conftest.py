@@ -152,7 +152,7 @@ def _has_card() -> bool:
 
 _NEEDS = {
     "needs_compiler": (_has_compiler, "needs a C++ compiler (g++): install it, then make test-slow"),
-    "needs_libaio": (_has_libaio, "needs libaio-dev: install it, then make test-slow"),
+    "needs_libaio": (_has_libaio, "needs libaio-dev: install it, then make test-sweeps"),
     "cuda": (_has_card, "needs an NVIDIA or AMD card, and pytest -m cuda"),
 }
 
