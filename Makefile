@@ -15,7 +15,7 @@ bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
 	@echo "make test     set up and run the tests that take seconds; minutes in all"
-	@echo "make test-slow     the tests that take longer, and those that need a C++ compiler or libaio"
+	@echo "make test-slow     the tests that take longer, and those that need a C++ compiler"
 	@echo "make test-engines  engines on several processes and machines, some minutes"
 	@echo "make test-pages    reports and documentation in a browser; needs Chromium"
 	@echo "make test-long     the last three together"
@@ -30,20 +30,22 @@ help:
 	@echo "make site     build the documentation into out/site"
 	@echo "make configs  rewrite accelerate_configs/*.yaml from the presets"
 
+# ARGS=--max_steps=20 ends it early.
 train: $(INSTALLED)
 	hf-memopt export auto out/setup --recipe pretrain --overwrite
-	sh out/setup/launch.sh --output_dir out/pretrain --overwrite
+	sh out/setup/launch.sh --output_dir out/pretrain --overwrite $(ARGS)
 
 test: $(TESTABLE)
 	python -m pytest
 
 # Operators first: a test's time limit is not for compiling.
 test-slow: $(TESTABLE)
-	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
+	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators OPERATORS="$(IN_MEMORY)"; fi
 	python -m pytest -m "(slow or needs_compiler or needs_libaio) and not sweep and not engines and not pages and not cuda"
 
 # What the long tests leave out: further cases of the same kind, and what takes minutes by itself. Before a release.
 test-sweeps: $(READABLE)
+	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
 	python -m pytest -m "sweep and not cuda"
 
 test-engines: $(TESTABLE)
@@ -54,18 +56,17 @@ test-pages: $(READABLE)
 
 # The last three in one: libraries are imported once, and no core waits for the other three times.
 test-long: $(READABLE)
-	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators; fi
+	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators OPERATORS="$(IN_MEMORY)"; fi
 	python -m pytest -m "(engines or pages or slow or needs_compiler or needs_libaio) and not sweep and not cuda"
 
 test-all: test test-long
 
-# DeepSpeed compiles its operators at first use, which takes minutes; disk access needs libaio's header.
-OPERATOR := DS_ACCELERATOR=cpu python -c "import sys; from deepspeed.accelerator import get_accelerator as a; \
-	a().create_op_builder(sys.argv[1]).load()"
+# DeepSpeed compiles its operators at first use, which takes minutes; disk access takes as long as the others together
+# twice, and needs libaio's header.
+IN_MEMORY := CPUAdamBuilder ShareMemCommBuilder
+OPERATORS ?= $(IN_MEMORY) AsyncIOBuilder
 operators: $(INSTALLED)
-	$(OPERATOR) CPUAdamBuilder
-	-$(OPERATOR) ShareMemCommBuilder
-	-$(OPERATOR) AsyncIOBuilder
+	DS_ACCELERATOR=cpu python tests/operators.py $(OPERATORS)
 
 bench: $(INSTALLED)
 	python benchmarks/main_job.py

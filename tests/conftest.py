@@ -80,7 +80,7 @@ _KEPT = {"slow": 3, "pages": 4}  # cases of one test in make test-long, which ha
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items):
     """Of a test with more cases than _KEPT, evenly spaced ones stay in make test-long; make test-sweeps runs the
-    others."""
+    others. Engines come first."""
     tests: dict[tuple[str, int], list] = {}
     for item in items:
         most = next((most for marker, most in _KEPT.items() if item.get_closest_marker(marker)), None)
@@ -91,6 +91,9 @@ def pytest_collection_modifyitems(items):
         for place, item in enumerate(cases):
             if len(cases) > most and place not in kept:
                 item.add_marker("sweep")
+    # A worker that has nothing left takes tests from the end of another's list: modules whose fixtures start many
+    # processes, which two workers would both do, stay whole at the beginning.
+    items.sort(key=lambda item: not item.get_closest_marker("engines"))
 
 
 def pytest_collection_finish(session):
@@ -149,7 +152,7 @@ def _has_card() -> bool:
 
 _NEEDS = {
     "needs_compiler": (_has_compiler, "needs a C++ compiler (g++): install it, then make test-slow"),
-    "needs_libaio": (_has_libaio, "needs libaio-dev: install it, then make test-slow"),
+    "needs_libaio": (_has_libaio, "needs libaio-dev: install it, then make test-sweeps"),
     "cuda": (_has_card, "needs an NVIDIA or AMD card, and pytest -m cuda"),
 }
 
@@ -221,11 +224,47 @@ def flags(**values) -> list[str]:
 
 def run(*command, cwd=ROOT, env=None, timeout=300) -> subprocess.CompletedProcess:
     """Run a command with the test environment's programs first on the path; output is kept as text."""
-    environment = {**os.environ, **(env or {})}
-    environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=environment, timeout=timeout, capture_output=True, text=True
+        [str(word) for word in command],
+        cwd=cwd,
+        env=_environment(env),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
     )
+
+
+def run_forked(*command, cwd=ROOT, env=None, timeout=300, stdin="") -> subprocess.CompletedProcess:
+    """run() of `hf-memopt ...` or `python script ...` in a second, not ten: see forked.py."""
+    import forked
+
+    return forked.run(*command, cwd=cwd, environment=_environment(env), timeout=timeout, stdin=stdin)
+
+
+def _environment(changes: dict | None) -> dict[str, str]:
+    """The tests' own, with their programs first on the path."""
+    environment = {**os.environ, **(changes or {})}
+    environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
+    return environment
+
+
+def first_process(config) -> dict[str, str]:
+    """The environment that `accelerate launch` and torchrun give the first of a configuration's processes. For
+    run_forked() of what ends before processes meet; launch() is the real thing."""
+    from unittest import mock
+
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launched: dict[str, str] = {}
+
+    def started(args) -> None:
+        count = str(args.nproc_per_node)
+        torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        launched.update(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", **torchrun)
+
+    with mock.patch("torch.distributed.run.run", started):
+        launch_command(launch_command_parser().parse_args(["--config_file", str(config), "script.py"]))
+    return launched
 
 
 def launch(config, script, *arguments, cwd=ROOT) -> str:

@@ -10,6 +10,16 @@ from hf_memopt import MemoryArguments, MemoryTrainer
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+# Of most language models' configurations: the smallest that has every kind of layer.
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -36,17 +46,7 @@ def collate(rows):
 
 def llama(dtype=torch.float64, dropout=0.0):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        attention_dropout=dropout,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=dropout)).to(dtype)
 
 
 class MeanLoss(torch.nn.Module):

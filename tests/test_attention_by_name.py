@@ -5,7 +5,7 @@ import textwrap
 import pytest
 import torch
 import video_models
-from conftest import run
+from conftest import run_forked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -245,9 +245,9 @@ def test_a_script_that_asks_for_flash_attention(tmp_path):
     config().save_pretrained(tmp_path / "model")
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("MODEL", str(tmp_path / "model")))
-    fits = run("hf-memopt", "dry-run", str(script), "--hardware", "rtx_4090", "--json", cwd=tmp_path)
+    fits = run_forked("hf-memopt", "dry-run", str(script), "--hardware", "rtx_4090", "--json", cwd=tmp_path)
     assert fits.returncode == 0 and "flash_attention_2 is counted" in fits.stdout
-    refused = run("hf-memopt", "dry-run", str(script), "--hardware", "t4", cwd=tmp_path)
+    refused = run_forked("hf-memopt", "dry-run", str(script), "--hardware", "t4", cwd=tmp_path)
     assert refused.returncode == 2 and "compute capability 7.5" in refused.stderr
     assert "Traceback" not in refused.stderr
 

@@ -7,7 +7,7 @@ import time
 
 import bad_files
 import pytest
-from conftest import ROOT, flags, run, sweep
+from conftest import ROOT, flags, run_forked, sweep
 
 from hf_memopt.errors import InputError, one_line
 
@@ -99,34 +99,34 @@ def test_the_table_is_long():
     assert sum(entry.expected is not None for entry in entries) >= 400
 
 
+ENDS = {
+    "--learning_rate inf": "learning_rate",
+    "--lora.r abc --method lora": "lora.r",
+    "--config run.yaml": "bf16",
+    "--dataset_name rows.jsonl": "rows.jsonl: line 2",
+    "--dataset_name one.jsonl --streaming true --max_steps 3": "streams 1 samples",
+    "--preset rtx_4009": "unknown preset or hardware 'rtx_4009'",
+    "--dataset_name empty.jsonl": "is empty",
+    "--dataset_name columns.jsonl": "has the columns body; accepted are",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--learning_rate", "inf"], "learning_rate"),
-        sweep(["--lora.r", "abc", "--method", "lora"], "lora.r"),
-        sweep(["--config", "{folder}/run.yaml"], "bf16"),
-        (["--dataset_name", "{folder}/rows.jsonl"], "rows.jsonl: line 2"),
-        (["--dataset_name", "{folder}/one.jsonl", "--streaming", "true", "--max_steps", "3"], "streams 1 samples"),
-    ],
-)
-def test_a_recipe_ends_with_code_2(words, expected, tmp_path):
-    (tmp_path / "run.yaml").write_text("bf16: [1]\n")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}) + '\n{"text": 5,}\n')
-    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "What?", "completion": " That."}) + "\n")
-    batch = ["--effective_batch_size", 4, "--per_device_train_batch_size", 2]
-    done = run(
-        "python",
-        ROOT / "recipes" / "sft.py",
-        *flags(preset="cpu", output_dir=tmp_path / "out"),
-        *batch,
-        *(word.format(folder=tmp_path) for word in words),
-        cwd=tmp_path,
-        timeout=120,
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert expected in line and not (tmp_path / "out").exists()
+def test_a_recipe_ends_with_one_line_and_code_2(tmp_path):
+    for name, text in {
+        "run.yaml": "bf16: [1]\n",
+        "rows.jsonl": '{"text": "a"}\n{"text": 5,}\n',
+        "one.jsonl": '{"prompt": "What?", "completion": " That."}\n',
+        "empty.jsonl": "",
+        "columns.jsonl": '{"body": "x"}\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+    usual = flags(preset="cpu", output_dir="out", effective_batch_size=4, per_device_train_batch_size=2)
+    for words, expected in ENDS.items():
+        done = run_forked("python", ROOT / "recipes" / "sft.py", *usual, *words.split(), cwd=tmp_path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert expected in line and not (tmp_path / "out").exists(), words
 
 
 OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
@@ -135,20 +135,9 @@ OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.O
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_a_model_s_own_code_is_never_run_whatever_stdin_says(command, tmp_path):
-    import subprocess
-
-    from conftest import BIN
-
     (tmp_path / "config.json").write_text(json.dumps(OWN_CODE))
     (tmp_path / "configuration_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    done = subprocess.run(
-        [BIN / "hf-memopt", command, tmp_path],
-        input="y\n" * 9,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-    )
+    done = run_forked("hf-memopt", command, tmp_path, cwd=tmp_path, stdin="y\n" * 9)
     assert done.returncode == 2 and "code that comes with it" in done.stderr and not (tmp_path / "ran").exists()
 
 

@@ -2,15 +2,11 @@
 
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
+import killed_run
 import pytest
 import torch
-from conftest import slow
+from conftest import run_forked, slow
 from small_runs import OOM, same, train
 from transformers import Trainer
 
@@ -101,75 +97,10 @@ def test_the_effective_batch_is_kept_under_another_world_size(tmp_path):
         train(tmp_path, resume=True, max_steps=4)
 
 
-SCRIPT = """
-import sys
-sys.path[:0] = {paths!r}
-from small_runs import train
-def slowly(trainer):
-    step = trainer.training_step
-    def slow(*args, **kwargs):
-        import time; time.sleep(0.05)
-        return step(*args, **kwargs)
-    trainer.training_step = slow
-import os
-from transformers.trainer_utils import get_last_checkpoint
-folder = sys.argv[1]
-resume = bool(os.path.isdir(folder) and get_last_checkpoint(folder))
-done = train(folder, resume=resume, prepare=slowly, save_strategy="steps", save_steps=1, max_steps=12,
-             logging_strategy="steps", logging_steps=1, save_total_limit=3)
-import json
-json.dump(done.logs, open(sys.argv[2], "w"))
-"""
-
-
 @pytest.mark.slow
 def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
-    wanted = train(
-        tmp_path / "plain",
-        save_strategy="steps",
-        save_steps=1,
-        max_steps=12,
-        logging_strategy="steps",
-        logging_steps=1,
-        save_total_limit=3,
-    ).logs
-    script = tmp_path / "script.py"
-    here = os.path.dirname(__file__)
-    script.write_text(SCRIPT.format(paths=[here]))
-    moments = random.Random(5)
-    kills = 0
-    for _ in range(4):
-        with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(
-                [sys.executable, script, tmp_path / "out", tmp_path / "losses"], stdout=log, stderr=log
-            )
-            while process.poll() is None and not list((tmp_path / "out").glob("checkpoint-*")):
-                time.sleep(0.01)
-            last = sorted((tmp_path / "out").glob("checkpoint-*"))
-            end = time.monotonic() + 60
-            while process.poll() is None and time.monotonic() < end:
-                if sorted((tmp_path / "out").glob("checkpoint-*")) != last:  # it trains: strike soon
-                    time.sleep(moments.uniform(0, 0.4))
-                    process.send_signal(signal.SIGKILL)
-                    break
-                time.sleep(0.01)
-            kills += process.wait() == -signal.SIGKILL
-        if (tmp_path / "losses").exists():
-            break
-    else:
-        assert (
-            train(
-                tmp_path / "out",
-                resume=True,
-                save_strategy="steps",
-                save_steps=1,
-                max_steps=12,
-                logging_strategy="steps",
-                logging_steps=1,
-                save_total_limit=3,
-            ).logs
-            == wanted
-        )
-        return
-    assert kills >= 1
-    assert json.loads((tmp_path / "losses").read_text()) == wanted
+    wanted = train(tmp_path / "plain", **killed_run.FIELDS).logs
+    done = run_forked("python", killed_run.__file__, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["kills"] >= 1 and result["losses"] == wanted

@@ -9,7 +9,7 @@ from importlib import metadata
 
 import pytest
 import yaml
-from conftest import BIN, ROOT, run, slow, sweep
+from conftest import BIN, ROOT, run, run_forked, slow, sweep
 
 from hf_memopt.presets import get_preset, list_presets
 from hf_memopt.presets.trl_configs import DEFAULTS
@@ -113,9 +113,9 @@ def test_no_escape_sequences_where_nobody_wants_colour(words):
 
 @pytest.mark.slow
 def test_presets_and_show_as_json():
-    listed = json.loads(run("hf-memopt", "presets", "--method", "qlora", "--json").stdout)
+    listed = json.loads(run_forked("hf-memopt", "presets", "--method", "qlora", "--json").stdout)
     assert [entry["name"] for entry in listed["presets"]] == list_presets()
-    shown = json.loads(run("hf-memopt", "show", "rtx_4090", "--method", "qlora", "--json").stdout)
+    shown = json.loads(run_forked("hf-memopt", "show", "rtx_4090", "--method", "qlora", "--json").stdout)
     assert shown["training_arguments"]["optim"] == "paged_adamw_8bit"
     assert shown["hardware"]["sources"]["bandwidth"] and shown["lora"]["r"] == 16
 
@@ -147,10 +147,10 @@ def test_sentences_break_between_words_on_a_terminal(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_tables_are_for_people():
-    output = run("hf-memopt", "show", "h100_80gb").stdout
+    output = run_forked("hf-memopt", "show", "h100_80gb").stdout
     for expected in ("per_device_train_batch_size", "989.4 TFLOP/s", "450 GB/s", "$PYTORCH_ALLOC_CONF"):
         assert expected in output
-    assert "l40s_x4_aggressive" in run("hf-memopt", "presets").stdout
+    assert "l40s_x4_aggressive" in run_forked("hf-memopt", "presets").stdout
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_tables_are_for_people():
     [slow(["rtx_4090", "--method", "qlora"]), slow(["a100_80gb_x8"]), ["a100_80gb_x8", "--strategy", "fsdp2"]],
 )
 def test_export_writes_what_the_preset_says(arguments, tmp_path):
-    done = run("hf-memopt", "export", arguments[0], tmp_path / "run", *arguments[1:], "--json")
+    done = run_forked("hf-memopt", "export", arguments[0], tmp_path / "run", *arguments[1:], "--json")
     assert done.returncode == 0, done.stderr
     files = set(json.loads(done.stdout)["files"])
     options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
@@ -170,7 +170,7 @@ def test_export_writes_what_the_preset_says(arguments, tmp_path):
     config = yaml.safe_load((folder / "accelerate.yaml").read_text())
     assert config == preset.accelerate_config(str(folder / "deepspeed.json"))
     assert (folder / "deepspeed.json").exists() == (preset.deepspeed_config() is not None)
-    checked = run("hf-memopt", "doctor", folder / "accelerate.yaml", cwd=tmp_path)
+    checked = run_forked("hf-memopt", "doctor", folder / "accelerate.yaml", cwd=tmp_path)
     assert checked.returncode == 0 and "a valid accelerate configuration" in checked.stdout
 
 
@@ -184,7 +184,7 @@ def test_doctor_names_the_versions_that_the_tests_pass_with():
 
 @pytest.mark.slow
 def test_doctor_as_json():
-    done = run("hf-memopt", "doctor", "--json")
+    done = run_forked("hf-memopt", "doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     used = report["would_use"]
@@ -199,7 +199,7 @@ def test_doctor_checks_every_shipped_file():
     files = sorted((ROOT / "accelerate_configs").rglob("*.yaml")) + sorted(
         (ROOT / "accelerate_configs").rglob("*.json")
     )
-    done = run("hf-memopt", "doctor", *files)
+    done = run_forked("hf-memopt", "doctor", *files)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len(files)
 

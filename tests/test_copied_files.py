@@ -64,8 +64,9 @@ def _free_port() -> int:
 
 
 # ZeRO-3 on a CPU under torchrun needs DeepSpeed's communication before the model, which the recipes start (below).
+# torchrun and accelerate start what is below, too.
 LAUNCHERS = [
-    slow(["torchrun", "--standalone", "--nproc_per_node", 2], ["--deepspeed", "zero2.json"]),
+    sweep(["torchrun", "--standalone", "--nproc_per_node", 2], ["--deepspeed", "zero2.json"]),
     slow(["deepspeed", "--num_gpus", 2, "--master_port", _free_port()], ["--deepspeed", "zero2.json"]),
     sweep(
         [
@@ -237,17 +238,8 @@ def test_a_misspelt_key_in_base64_is_found(tmp_path, capsys):
 
 
 def test_a_yaml_exported_alone(tmp_path):
-    done = run(
-        "hf-memopt",
-        "export",
-        "a100_80gb_x8",
-        tmp_path / "here",
-        "--strategy",
-        "zero3_offload_nvme",
-        "--nvme-path",
-        tmp_path,
-        "--yaml-only",
-    )
+    options = ["--strategy", "zero3_offload_nvme", "--nvme-path", tmp_path, "--yaml-only"]
+    done = run("hf-memopt", "export", "a100_80gb_x8", tmp_path / "here", *options)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["accelerate.yaml"]
     assert "--config_file" in done.stdout

@@ -4,7 +4,7 @@ import os
 import textwrap
 
 import pytest
-from conftest import run
+from conftest import run_forked
 from dry_runs import MODEL, caught, listing, prepare, refusal
 
 from hf_memopt.errors import InputError
@@ -109,7 +109,7 @@ def test_nothing_stays(folder):
 def test_nothing_stays_of_a_process(folder):
     (folder / "train.py").write_text(textwrap.dedent(WRITES))
     before = listing(folder)
-    done = run("hf-memopt", "dry-run", "train.py", "--hardware", "rtx_4090", cwd=folder)
+    done = run_forked("hf-memopt", "dry-run", "train.py", "--hardware", "rtx_4090", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert listing(folder) == before
 
@@ -204,7 +204,7 @@ def test_a_step_that_ends_the_program_is_no_verdict(folder):
     Ends(model, args, train_dataset=rows, data_collator=default_data_collator).train()
     """
     (folder / "train.py").write_text(textwrap.dedent(script))
-    done = run("hf-memopt", "dry-run", "train.py", cwd=folder)
+    done = run_forked("hf-memopt", "dry-run", "train.py", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "error: train.py: a traced step ends the program"
 
@@ -214,7 +214,7 @@ def test_a_step_that_ends_the_program_is_no_verdict(folder):
 def test_an_error_is_no_verdict(end, folder):
     (folder / "train.py").write_text(textwrap.dedent(ENDS) + end)
     before = listing(folder)
-    done = run("hf-memopt", "dry-run", "train.py", cwd=folder)
+    done = run_forked("hf-memopt", "dry-run", "train.py", cwd=folder)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: train.py") and "Traceback" not in done.stderr
     assert listing(folder) == before

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import flags, run
+from conftest import flags, run, run_forked
 from test_estimator import _config
 
 from hf_memopt.estimator.accounting.ledger import KINDS
@@ -17,19 +17,8 @@ def model_folder(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line(model_folder, command):
-    done = run(
-        "hf-memopt",
-        "estimate",
-        model_folder,
-        *flags(preset="a100_80gb", method="lora"),
-        "--seq-len",
-        256,
-        "--set",
-        "per_device_train_batch_size=2",
-        "--set",
-        "lora.r=4",
-        "--json",
-    )
+    options = [*flags(preset="a100_80gb", method="lora", set="per_device_train_batch_size=2"), *flags(set="lora.r=4")]
+    done = run_forked("hf-memopt", "estimate", model_folder, *options, "--seq-len", 256, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fits"] is True and found["phase"] == "backward"
@@ -38,13 +27,8 @@ def test_the_command_line(model_folder, command):
     assert set(found["breakdown"]) == set(KINDS)
     assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"] < found["device_bytes"]
     assert found["host_bytes"] > 0 and found["levers"] == []
-    code, shown, _ = command(
-        "estimate",
-        model_folder,
-        *flags(preset="rtx_3070", set="effective_batch_size=4096"),
-        "--set",
-        "per_device_train_batch_size=2048",
-    )
+    large = [*flags(set="effective_batch_size=4096"), *flags(set="per_device_train_batch_size=2048")]
+    code, shown, _ = command("estimate", model_folder, "--preset", "rtx_3070", *large)
     assert code == 1 and "does not fit" in shown
     assert "changes that save most" in shown and "per_device_train_batch_size=1024" in shown
 

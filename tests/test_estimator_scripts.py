@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import run, slow
+from conftest import flags, run_forked, slow
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate_trainer
@@ -187,17 +187,8 @@ def test_unmodified_scripts(script, folder):
     (folder / "train.py").write_text(textwrap.dedent(script))
     (folder / "model" / "model.safetensors").unlink()
     before = sorted(folder.rglob("*"))
-    done = run(
-        "hf-memopt",
-        "dry-run",
-        folder / "train.py",
-        "--hardware",
-        "rtx_3060",
-        "--json",
-        "--",
-        folder / "model",
-        folder / "out",
-    )
+    command = ["hf-memopt", "dry-run", folder / "train.py", *flags(hardware="rtx_3060"), "--json"]
+    done = run_forked(*command, "--", folder / "model", folder / "out")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fits"] is True and sum(found["breakdown"].values()) == found["peak_allocated_bytes"]
@@ -216,5 +207,5 @@ def test_unmodified_scripts(script, folder):
 def test_scripts_that_never_train(text, message, tmp_path):
     if text is not None:
         (tmp_path / "train.py").write_text(text)
-    done = run("hf-memopt", "dry-run", tmp_path / "train.py")
+    done = run_forked("hf-memopt", "dry-run", tmp_path / "train.py")
     assert done.returncode == 2 and message in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BIN, ROOT, flags
+from conftest import BIN, ROOT, flags, run_forked
 from stoppable import build, weights
 from transformers import TrainerCallback
 
@@ -301,9 +301,9 @@ def test_a_recipe_continues_by_the_same_command(tmp_path):
     step, place = checkpoint.rpartition("-")[2], tmp_path / "out" / checkpoint
     assert process.lines[-1] == f"stopped at step {step}; saved as {place}; the same command continues\n"
     assert "Traceback" not in process.output
-    again = Process(*command, "--max_steps", str(int(step) + 1))
-    assert again.end() == 0, again.output
-    assert f"resuming from {place} (step {step} of {int(step) + 1})" in again.output
+    again = run_forked(*command, "--max_steps", int(step) + 1)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming from {place} (step {step} of {int(step) + 1})" in again.stdout + again.stderr
 
 
 # ---- resuming

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from conftest import ROOT, flags, run
+from conftest import ROOT, first_process, flags, run, run_forked
 from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments, get_preset
@@ -14,28 +14,12 @@ from hf_memopt.engines.mesh import Mesh, MeshEngine, is_mesh, mesh_strategy, mes
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.swapping import largest_group
+from hf_memopt.trainer.intact import newest_intact
 
 
 def test_names_and_sizes():
-    assert [
-        is_mesh(name)
-        for name in (
-            "tp8",
-            "hsdp8",
-            "tp8_hsdp2",
-            "ddp",
-            "zero3",
-            "fsdp2",
-            "",
-            None,
-            "_",
-            "tp8_",
-            "_hsdp8",
-            "tp8hsdp2",
-            "tp0",
-            "hsdp2_tp2",
-        )
-    ] == ([True] * 3 + [False] * 11)
+    others = ("ddp", "zero3", "fsdp2", "", None, "_", "tp8_", "_hsdp8", "tp8hsdp2", "tp0", "hsdp2_tp2")
+    assert all(map(is_mesh, ("tp8", "hsdp8", "tp8_hsdp2"))) and not any(map(is_mesh, others))
     assert MeshEngine("tp8").mesh(128) == Mesh(8, 16, 1) and MeshEngine("tp8").mesh(128).batches == 16
     assert MeshEngine("hsdp8").mesh(128) == Mesh(1, 8, 16) and MeshEngine("tp2_hsdp4").mesh(16) == Mesh(2, 4, 2)
     for tp, fsdp in ((8, None), (None, 8), (2, 4)):
@@ -165,7 +149,7 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     """Two real processes that share the weights; transformers alone refuses to resume such a model."""
     import shutil
 
-    done = run("hf-memopt", "export", "cpu_x2", tmp_path / "run", "--strategy", "hsdp2", "--recipe", "sft")
+    done = run_forked("hf-memopt", "export", "cpu_x2", tmp_path / "run", "--strategy", "hsdp2", "--recipe", "sft")
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())["distributed_type"] == "MULTI_GPU"
     data = jsonl([{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(60)])
@@ -183,20 +167,19 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     assert _losses(out / "checkpoint-4") == whole
     shutil.rmtree(out / "checkpoint-2" / "optimizer")
     shutil.rmtree(out / "checkpoint-4")
-    done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
-    assert done.returncode != 0 and "no checkpoint that is intact (checkpoint-2: no optimizer/" in done.stderr
+    with pytest.raises(InputError, match=r"no checkpoint that is intact \(checkpoint-2: no optimizer/"):
+        newest_intact(out)
 
 
-@pytest.mark.engines
+@pytest.mark.slow
 def test_engines_that_shard_exclude_each_other(tmp_path):
-    done = run(
-        "accelerate",
-        "launch",
-        *flags(config_file=ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml", main_process_port=0),
+    done = run_forked(
+        "python",
         ROOT / "recipes" / "sft.py",
         *flags(preset="cpu_x2", fsdp_size=2, output_dir=tmp_path / "out"),
+        env=first_process(ROOT / "accelerate_configs" / "cpu_x2_zero2.yaml"),
     )
-    assert done.returncode != 0 and "transformers shard the model, and zero2 was launched" in done.stderr
+    assert done.returncode == 2 and "transformers shard the model, and zero2 was launched" in done.stderr
 
 
 @pytest.mark.engines

@@ -1,13 +1,12 @@
 """notebooks/: their cells, run as Colab runs them, on whatever this machine has."""
 
 import json
-import os
-import subprocess
+import shlex
 import sys
 import types
 
 import pytest
-from conftest import BIN, ROOT
+from conftest import ROOT, run, run_forked
 
 from hf_memopt.packages import SOURCE
 
@@ -29,18 +28,18 @@ def test_the_first_cell_installs_and_no_output_is_kept():
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Without a kernel: lines with ! go to a shell, as IPython hands them over, and everything else to Python."""
+    """Without a kernel: lines with ! are run as a shell would, and everything else by Python."""
     monkeypatch.chdir(tmp_path)
     display = types.ModuleType("IPython.display")
     shown = []
     display.HTML = lambda filename: shown.append(filename)
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     names: dict = {}
 
     def shell(line: str) -> None:
-        done = subprocess.run(line.format(**names), shell=True, env=environment, capture_output=True, text=True)
+        words = shlex.split(line.format(**names))
+        done = (run_forked if words[0] == "hf-memopt" else run)(*words, cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
     names["_shell"] = shell

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import run, slow
+from conftest import run_forked, slow
 from faults import Strikes, StrikesMidway, struck
 from safetensors.torch import load_file
 from small_runs import OOM, QUIET, Rows, collate
@@ -175,7 +175,7 @@ def test_the_command_line_estimates_torchaos_optimizer(tmp_path):
     """In a process of its own: the copy of a fake learning rate once corrupted the heap, and the process with it."""
     pytest.importorskip("torchao")
     tiny().save_pretrained(tmp_path)
-    done = run("hf-memopt", "estimate", tmp_path, "--seq-len", 32, "--set", "optim=adamw_torch_8bit", "--json")
+    done = run_forked("hf-memopt", "estimate", tmp_path, "--seq-len", 32, "--set", "optim=adamw_torch_8bit", "--json")
     assert done.returncode in (0, 1), done.stderr[-2000:]
     assert json.loads(done.stdout)["breakdown"]["optimizer_states"] > 0
 
@@ -185,7 +185,7 @@ def test_the_command_line_estimates_torchaos_optimizer(tmp_path):
 def test_a_recipe_trains_with_torchaos_optimizer(tmp_path, jsonl):
     pytest.importorskip("torchao")
     data = jsonl([{"text": "a few words to train on " * 8}] * 8)
-    done = run(
+    done = run_forked(
         *("python", "recipes/sft.py", "--preset", "cpu", "--optim", "adamw_torch_8bit", "--max_steps", 2),
         *("--samples", 1, "--max_length", 32, "--effective_batch_size", 2, "--held_out", 2),
         *("--dataset_name", data, "--output_dir", tmp_path / "out"),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, flags, run
 
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes")
 WITHOUT_CHECKOUT = {"PYTHONPATH": ""}  # which may name it
@@ -118,31 +118,15 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_wheel_works_from_any_folder(installed, tmp_path):
-    done = run(
-        installed / "hf-memopt",
-        "export",
-        "a100_80gb_x8",
-        tmp_path / "run",
-        "--recipe",
-        "pretrain",
-        cwd=tmp_path,
-        env=WITHOUT_CHECKOUT,
-    )
+    elsewhere = {"cwd": tmp_path, "env": WITHOUT_CHECKOUT}
+    command = [installed / "hf-memopt", "export", "a100_80gb_x8", tmp_path / "run", *flags(recipe="pretrain")]
+    done = run(*command, **elsewhere)
     assert done.returncode == 0, done.stderr
     script = (tmp_path / "run" / "launch.sh").read_text()
     recipe = next(word for word in script.split() if word.endswith("/pretrain.py"))
     assert recipe.startswith(str(installed.parent)), "the recipe comes from the wheel, not from the checkout"
-    dry = run(
-        installed / "python",
-        recipe,
-        "--preset",
-        "cpu",
-        "--dry_run",
-        "--output_dir",
-        tmp_path / "out",
-        cwd=tmp_path,
-        env=WITHOUT_CHECKOUT,
-    )
+    options = flags(preset="cpu", output_dir=tmp_path / "out")
+    dry = run(installed / "python", recipe, *options, "--dry_run", **elsewhere)
     assert dry.returncode == 0, dry.stderr
     assert "nothing was written" in dry.stdout
     assert not (tmp_path / "out").exists()
@@ -151,21 +135,11 @@ def test_wheel_works_from_any_folder(installed, tmp_path):
 @pytest.mark.slow
 def test_wheel_holds_every_shipped_file(installed):
     (package,) = installed.parent.glob("lib/python*/site-packages/hf_memopt")
-    code = {
-        path.relative_to(ROOT / "hf_memopt")
-        for path in (ROOT / "hf_memopt").rglob("*")
-        if path.suffix in (".py", ".pyi", ".json", ".html", ".toml", ".typed")
-    }
-    assert not code - {path.relative_to(package) for path in package.rglob("*")}
-    for folder in ("accelerate_configs", "recipes"):
-        shipped = {
-            path.relative_to(ROOT / folder)
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".yaml", ".json", ".py")
-        }
-        found = {
-            path.relative_to(package / folder)
-            for path in (package / folder).rglob("*")
-            if path.suffix in (".yaml", ".json", ".py")
-        }
-        assert found == shipped
+
+    def files(folder, *suffixes):
+        return {path.relative_to(folder) for path in folder.rglob("*") if path.suffix in suffixes}
+
+    code = (".py", ".pyi", ".json", ".html", ".toml", ".typed")
+    assert files(ROOT / "hf_memopt", *code) <= files(package, *code)
+    for name in ("accelerate_configs", "recipes"):
+        assert files(ROOT / name, ".yaml", ".json", ".py") == files(package / name, ".yaml", ".json", ".py")

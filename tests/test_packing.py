@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from small_runs import TINY
 from test_memory_trainer import QUIET, llama
 from transformers import (
     AutoTokenizer,
@@ -62,40 +63,24 @@ def test_the_estimator_counts_the_masks(tmp_path):
     assert estimate(llama().config, args, length, "cpu").peak_allocated_bytes < 0.97 * measured
 
 
+WIDER = {**TINY, "hidden_size": 32, "head_dim": 8}
+
+
 def tiny_gpt_oss():
-    config = GptOssConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
-    return GptOssForCausalLM(config)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssForCausalLM(GptOssConfig(**WIDER, **experts))
 
 
 def tiny_gemma3():
-    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     vision |= {"image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=60)
+    config = Gemma3Config(text_config=WIDER, vision_config=vision, image_token_index=60)
     return Gemma3ForConditionalGeneration(config)
 
 
 def tiny_qwen3_next():
     config = Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        head_dim=8,
-        num_key_value_heads=2,
+        **WIDER | {"num_hidden_layers": 4},
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=8,
@@ -104,7 +89,6 @@ def tiny_qwen3_next():
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
-        pad_token_id=0,
     )
     return Qwen3NextForCausalLM(config)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, flags, run
+from conftest import BIN, ROOT, flags, run_forked
 from runs import ENDED, reading, report, write_run
 
 pytestmark = pytest.mark.pages
@@ -56,7 +56,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """Every kind of page that is written: a real run's, one that ended out of memory, runs compared, a snapshot's."""
     folder = tmp_path_factory.mktemp("pages")
     real = folder / "real"
-    done = run(
+    done = run_forked(
         sys.executable,
         ROOT / "recipes" / "sft.py",
         *flags(preset="cpu", max_steps=6, logging_steps=2, held_out=8, snapshot_steps="2-3", output_dir=real),
@@ -74,7 +74,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         ("report", real, failed, "--output", made["compared"]),
         ("snapshot", real / "memory_snapshot_step_3.json.gz", "--plot", made["snapshot"]),
     ):
-        done = run("hf-memopt", *command)
+        done = run_forked("hf-memopt", *command)
         assert done.returncode == 0, done.stderr
     return made
 
@@ -216,7 +216,14 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.close()
 
 
-@pytest.mark.parametrize(("button", "answer"), [("Does it fit?", "It fits"), ("Plan", "balanced")])
+@pytest.mark.parametrize(
+    ("button", "answer"),
+    [
+        ("Does it fit?", "It fits"),
+        # Half a minute; a plan by a link is below.
+        pytest.param("Plan", "balanced", marks=pytest.mark.sweep),
+    ],
+)
 def test_the_untouched_form_is_answered(browser, public_ui, button, answer):
     page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 800})
     page.set_default_timeout(240_000)
@@ -350,7 +357,14 @@ def _commands():
     )
 
 
-@pytest.mark.parametrize("line", _commands())
+# Plans take half a minute each: test_plan_printed.py has small ones, and test_docs.py parses every command.
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.sweep] * line.startswith("hf-memopt plan"), id=line)
+        for line in _commands()
+    ],
+)
 def test_commands_run(line, command, tmp_path, monkeypatch):
     """Those that need no weights; hub names are their bundled architectures."""
     import shlex

@@ -12,7 +12,8 @@ SAMPLE = (
     ("bert-base", "t4", "lora"),
     ("gpt-oss-20b", "a100_80gb", "any"),
     pytest.param("gpt-oss-20b", "cpu", "any", marks=pytest.mark.sweep),
-    ("deepseek-v3", "rtx_4090", "qlora"),
+    # A minute and more; small jobs that fit nowhere: test_plan_simple.py, test_nearest_changes.py.
+    pytest.param("deepseek-v3", "rtx_4090", "qlora", marks=pytest.mark.sweep),
 )
 
 

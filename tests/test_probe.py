@@ -1,14 +1,12 @@
 """The worst batch tried before the first step, and a run under a real limit of the allocator."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run, run_forked
 from faults import Strikes
 from small_runs import OOM, Rows, collate, llama, train
 from transformers import Trainer, TrainingArguments
@@ -100,20 +98,13 @@ def test_a_real_limit_of_the_allocator(tmp_path):
     """RLIMIT_AS: plain Trainer ends with an exception, MemoryTrainer with the losses of an unlimited run."""
     script = Path(__file__).parent / "limited_memory.py"
 
-    def run(kind, *limit):
-        environment = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-        return subprocess.run(
-            [sys.executable, script, kind, tmp_path / kind, *limit],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, **environment},
-        )
+    def limited(kind):
+        return run("python", script, kind, tmp_path / kind, 160, env={"MALLOC_ARENA_MAX": "1"})
 
-    wanted = json.loads(run("Trainer").stdout.splitlines()[-1])["losses"]
-    failed = run("Trainer", "160")
+    wanted = json.loads(run_forked("python", script, "Trainer", tmp_path / "whole").stdout.splitlines()[-1])["losses"]
+    failed = limited("Trainer")
     assert failed.returncode == 1 and "DefaultCPUAllocator: can't allocate memory" in failed.stderr
-    survived = run("MemoryTrainer", "160")
+    survived = limited("MemoryTrainer")
     assert survived.returncode == 0, survived.stderr[-3000:]
     found = json.loads(survived.stdout.splitlines()[-1])
     assert found["losses"] == pytest.approx(wanted, abs=1e-5)

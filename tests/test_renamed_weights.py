@@ -3,22 +3,14 @@
 import pytest
 import torch
 import video_models
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, MixtralConfig
+from small_runs import TINY
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MixtralConfig
 
 from hf_memopt.trainer.renamed_weights import load_renamed
 
 
 def mixtral():
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(MixtralConfig(**TINY, num_local_experts=4))
 
 
 def qwen():
@@ -26,17 +18,7 @@ def qwen():
 
 
 def llama():
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
 
 
 @pytest.mark.parametrize(("make", "renamed"), [(qwen, True), (mixtral, True), (llama, False)])

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import run as command
-from conftest import slow
+from conftest import slow, sweep
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from small_runs import llama, train
+from small_runs import TINY, llama, train
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_memopt.errors import InputError
@@ -210,16 +210,7 @@ def test_weights_of_other_names_are_not_taken_for_this_models(kind, run):
 
 
 def wider():
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).double()
+    return LlamaForCausalLM(LlamaConfig(**TINY | {"hidden_size": 32})).double()
 
 
 def test_another_model_or_optimizer_is_one_sentence(run):
@@ -338,7 +329,7 @@ def reread(value):
         return filesystem.pickle.load(io.BytesIO(pickle.dumps(value)))
 
 
-@pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
+@pytest.mark.parametrize("stage", [1, sweep(2), 3])  # the files of stages 1 and 2 are written and read by one class
 @pytest.mark.engines
 def test_zero_checkpoints_are_read_without_running_what_is_in_them(stage, tmp_path):
     """A real DeepSpeed process saves, resumes, and meets a checkpoint with code in it."""

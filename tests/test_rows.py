@@ -6,6 +6,7 @@ import logging
 import pytest
 import video_models
 import videos
+from conftest import flags
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_memopt.data.answers import kind_of, to_trl
@@ -348,20 +349,8 @@ def test_no_row_of_another_form_is_a_bad_video(recipe, tmp_path, encoder):
     with pytest.raises(InputError, match=r"rows\.jsonl: line 11, row 10: .*https://a\.b/c\.mp4.*download"):
         recipe("video_sft")(
             [
-                "--preset",
-                "cpu",
-                "--model_name_or_path",
-                str(folder / "qwen2_5_vl"),
-                "--dataset_name",
-                str(data),
-                "--max_bad_videos",
-                "9",
-                "--max_pixels_per_frame",
-                "none",
-                "--held_out",
-                "4",
-                "--output_dir",
-                str(tmp_path / "out"),
+                *flags(preset="cpu", model_name_or_path=folder / "qwen2_5_vl", dataset_name=data, held_out=4),
+                *flags(max_bad_videos=9, max_pixels_per_frame="none", output_dir=tmp_path / "out"),
             ]
         )
     assert not (tmp_path / "out").exists()

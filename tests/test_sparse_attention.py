@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import slow
 from peft import LoraConfig
+from small_runs import TINY
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,18 +32,7 @@ BLOCK, LOCAL, FIRST, TOKENS = 4, 1, 1, 23
 
 def llama(**more) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=4,
-        pad_token_id=0,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        use_cache=False,
-        **more,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**TINY | {"hidden_size": 32}, use_cache=False, **more))
 
 
 def sparse(**more) -> LlamaForCausalLM:
@@ -304,15 +294,8 @@ def trained(memory: dict, layout: str, folder) -> int:
 
 
 def deep() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        pad_token_id=0,
-        num_key_value_heads=2,
-        num_hidden_layers=8,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+    return LlamaConfig(**TINY | sizes)
 
 
 @pytest.mark.slow

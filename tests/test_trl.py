@@ -10,14 +10,13 @@ from conftest import slow
 from datasets import Dataset
 from faults import Strikes, struck
 from peft import LoraConfig
+from small_runs import OOM, TINY
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainerMixin, TrainingOutOfMemory
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def tokenizer():
@@ -31,18 +30,7 @@ def tokenizer():
 
 def llama(kind=LlamaForCausalLM, seed=0, **fields):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-        **fields,
-    )
-    return kind(config).double()
+    return kind(LlamaConfig(**TINY, eos_token_id=1, **fields)).double()
 
 
 def words(generator, least=3, most=12) -> str:

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import yaml
-from conftest import BIN, ROOT, run
+from conftest import BIN, ROOT, flags, run
 
 from hf_memopt.contrib.cloud import targets
 
@@ -112,7 +112,8 @@ def test_slurm_for_one_device(command, tmp_path):
 @pytest.mark.slow
 def test_what_every_machine_runs_trains(command, tmp_path):
     """With the folder elsewhere, and the operator's variables as it sets them."""
-    _export(command, tmp_path / "run", "cpu", "kubernetes", "--", "--max_steps", "2")
+    quick = flags(max_steps=2, max_length=32, held_out=8, samples=0)
+    _export(command, tmp_path / "run", "cpu", "kubernetes", "--", *quick)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere run")
     job = list(yaml.safe_load_all((tmp_path / "elsewhere run" / "kubernetes.yaml").read_text()))[-1]
     template = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]

@@ -9,6 +9,7 @@ import torch
 from conftest import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from small_runs import TINY
 from test_odd_configs import contents, one_sentence
 from transformers import (
     AutoModelForCausalLM,
@@ -186,15 +187,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
 def test_experts_that_transformers_fuses(tmp_path):
     """They are copied as the base stores them; LoRA on them is not merged."""
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
+    config = MixtralConfig(**TINY | {"num_hidden_layers": 1}, num_local_experts=2)
     MixtralForCausalLM(config).save_pretrained(tmp_path / "base")
     adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
     assert merge_adapter(adapter, tmp_path / "out").merged_tensors == 2
