@@ -164,6 +164,8 @@ def _tokenizer(encoder: bool):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
+    from hf_memopt.stack.versions import has
+
     vocabulary = {word: number for number, word in enumerate(SPECIAL + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -180,7 +182,7 @@ def _tokenizer(encoder: bool):
         eos_token="</s>",
         chat_template=CHAT,
         model_max_length=128,
-        extra_special_tokens=extra,
+        **{"extra_special_tokens" if has("transformers", "5.0") else "additional_special_tokens": extra},
         **names,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hf_memopt.files import cache_folder
+from hf_memopt.stack.versions import installed
 
 VOCABULARY = 4096
 MAX_POSITIONS = 512
@@ -32,7 +33,9 @@ def builtin_model() -> Path:
 
     Created on first use in the cache: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt.
     """
-    key = hashlib.sha256(f"{_VERSION} {sys.version}".encode()).hexdigest()[:12]  # the corpus comes with the Python
+    # The corpus comes with the Python, and a major version of transformers may not read another's files.
+    versions = f"{_VERSION} {sys.version} {installed('transformers')[0]}"
+    key = hashlib.sha256(versions.encode()).hexdigest()[:12]
     return cached(f"builtin-{key}", _make)
 
 

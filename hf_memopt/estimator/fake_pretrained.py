@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from unittest import mock
 
 import torch
@@ -143,8 +144,8 @@ def _fake_load(model, state_dict, checkpoint_files, load_config, expected_keys=N
     _leave_meta(model, load_config.dtype_plan or {})
     if expected_keys is None:  # the whole model, not an adapter
         model.tie_weights(recompute_mapping=False)
-    names = ("missing_keys", "unexpected_keys", "mismatched_keys", "skipped_pp_keys")
-    return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **{name: set() for name in names}), None
+    empty = {"error_msgs": [], "conversion_errors": {}}  # the other fields, more in newer versions, are sets
+    return LoadStateDictInfo(**{item.name: empty.get(item.name, set()) for item in fields(LoadStateDictInfo)}), None
 
 
 def _leave_meta(module: torch.nn.Module, float32: dict[str, torch.dtype], prefix: str = "") -> None:

@@ -40,6 +40,8 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
         if args.eval_delay is None:  # TrainingArguments.set_evaluate() leaves None in a field of numbers (5.23)
             del fields["eval_delay"]
         fields = newest(fields)
+        if not fields.get("fsdp") and not any((fields.get("fsdp_config") or {}).values()):
+            fields.pop("fsdp_config", None)  # transformers before 5.10 fills in defaults, without FSDP, too
     _check_accelerator(fields.get("accelerator_config"))
     if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
         fields["torch_compile"] = True  # TrainingArguments.__post_init__ does the same

@@ -22,6 +22,7 @@ class Renamed:
         to_new: the new field's value for the old one's; None where the old one asks for nothing.
         to_old: the old field's value for the new one's; None where the old version has the new field, too, for it.
         kind: of the new field's values, where it differs from the old one's.
+        unset: the new field's value that asks for nothing.
     """
 
     new: str
@@ -30,6 +31,7 @@ class Renamed:
     to_new: Callable[[Any], Any] = lambda value: value
     to_old: Callable[[Any], Any] = lambda value: value
     kind: Any = None
+    unset: Any = None
 
 
 RENAMED = (
@@ -42,6 +44,7 @@ RENAMED = (
         to_new=lambda on: "group_by_length" if on else None,
         to_old={"group_by_length": True, "random": False}.get,
         kind=str,
+        unset="random",
     ),
     Renamed(  # below 1 the new one is a share, as the old one was
         "warmup_steps",
@@ -50,6 +53,7 @@ RENAMED = (
         to_new=lambda share: share or None,
         to_old=lambda steps: steps if 0 < steps < 1 else None,
         kind=float,
+        unset=0,
     ),
 )
 
@@ -66,7 +70,7 @@ def newest(fields: Mapping[str, Any]) -> dict[str, Any]:
         value = None if old is None else row.to_new(old)
         if value is None:
             continue
-        if renamed.setdefault(row.new, value) not in (value, None):
+        if renamed.get(row.new, value) not in (value, row.unset):
             raise InputError(
                 f"{row.old}={brief(old)} is {row.new}'s old name, and {row.new}={brief(fields[row.new])}: leave one "
                 "of the two out"

@@ -135,9 +135,19 @@ class SafeCheckpoints:
         if self.args.should_save:
             shutil.rmtree(self._unfinished(trial), ignore_errors=True)
 
-    def _move_to_its_place(self, trial) -> None:
+    def _rotate(self, run: Path) -> None:
+        if hasattr(self, "_rotate_checkpoints"):  # transformers before 5.2
+            return self._rotate_checkpoints(output_dir=str(run))
         from transformers.trainer_utils import rotate_checkpoints
 
+        rotate_checkpoints(
+            output_dir=str(run),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _move_to_its_place(self, trial) -> None:
         self.accelerator.wait_for_everyone()
         run = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
@@ -155,12 +165,7 @@ class SafeCheckpoints:
             manifest.write_manifest(written)
             _replace(written, run / name)
         if self.args.should_save or on_own_disk:
-            rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            self._rotate(run)
         self._newest = run / name
         self.accelerator.wait_for_everyone()
 

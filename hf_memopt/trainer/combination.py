@@ -1,5 +1,6 @@
 """Checks a Trainer's model, arguments and optimizer against the compatibility table before it trains."""
 
+import os
 import re
 from typing import Any
 
@@ -59,13 +60,18 @@ def describe_setup(model, args, state=None, optimizer=None, own_optimizer: bool 
         **_device(args),
         **_model_setup(model),
         optim=optim,
-        precision={"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
+        precision={"no": "fp32"}.get(precision := _mixed_precision(args), precision),
         activation_checkpointing=checkpoints_activations(args),
         auto_find_batch_size=bool(args.auto_find_batch_size),
         accumulates=args.gradient_accumulation_steps > 1,
         compile_mode=compile_mode(lambda name: getattr(args, name, None)),
         replicated=sizes.dp_replicate_size > 1,
     )
+
+
+def _mixed_precision(args) -> str:
+    """transformers 4.57 keeps it in the environment alone."""
+    return getattr(args, "mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def check_start(args, state=None) -> None:

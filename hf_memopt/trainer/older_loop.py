@@ -1,7 +1,7 @@
 """transformers before 5.3, whose Trainer trains in one long method: here a callback and wrappers stand in for methods.
 
-Newer versions have _prepare_for_training, _clip_grad_norm, _init_training_state and _run_epoch, which MemoryTrainerMixin
-overrides. Can go together with the support of these versions.
+Newer versions have _prepare_for_training, _clip_grad_norm, _init_training_state and _run_epoch, and MemoryTrainerMixin
+has its own of them. Can go together with the support of these versions.
 """
 
 from unittest import mock
@@ -14,6 +14,9 @@ from hf_memopt.stack.versions import has
 
 class OlderLoop:
     """The part of MemoryTrainerMixin for older versions; does nothing under newer ones."""
+
+    def get_sp_size(self) -> int:
+        return super().get_sp_size() if has("transformers", "5.0") else 1
 
     def _inner_training_loop(self, batch_size=None, args=None, resume_from_checkpoint=None, **kwargs):
         train = super()._inner_training_loop
