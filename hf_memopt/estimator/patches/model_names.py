@@ -65,6 +65,7 @@ VISION = (
         },
         why="a vision tower makes a call to attention for every window: thousands, traced as a few larger ones",
         until="transformers attends to all windows in one call without flash attention",
+        since="5.15",  # before, each model has its own
     ),
 )
 

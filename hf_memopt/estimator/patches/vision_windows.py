@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from hf_memopt.estimator.patches.replacement import original, replaced
+from hf_memopt.stack.versions import has
 
 _MOST = 16  # groups that are traced
 
@@ -23,6 +24,8 @@ def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("get_vision_attention_seqlens", "get_vision_window_index"):
             path = f"transformers.vision_utils:{name}"
+            if not has("transformers", "5.15"):
+                break  # each model has its own code, traced as it is
             compute = original(path)
             grouped = _grouped(compute)
             for module_name, module in list(sys.modules.items()):
