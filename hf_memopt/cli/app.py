@@ -18,6 +18,7 @@ from hf_memopt.cli.options import (
     Price,
     Samples,
     Settings,
+    Stack,
     Strategy,
     Tokens,
     at_least_one,
@@ -124,6 +125,7 @@ def estimate(
     samples: Samples = None,
     price: Price = None,
     plot: Plot = None,
+    stack: Stack = None,
     json: Json = False,
 ) -> None:
     """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""

@@ -15,6 +15,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.packages import EXTRAS, how_to_install, is_installed
+from hf_memopt.stack.versions import TRIED, beyond_tried
 from hf_memopt.units import gib
 
 # What setup.cfg always installs: without it something is wrong.
@@ -38,21 +39,8 @@ _PACKAGES = {
     "liger_kernel": "use_liger_kernel",
     "kernels": "attention kernels from the hub",
 }
-# The versions that the tests pass with (constraints.txt); the other packages are in no test.
-_TESTED = {
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "accelerate": "1.15.0",
-    "datasets": "5.2.0",
-    "peft": "0.21.2",
-    "bitsandbytes": "0.50.2",
-    "matplotlib": "3.11.2",
-    "deepspeed": "0.19.8",
-    "trl": "1.16.0",
-    "av": "18.1.0",
-    "gradio": "6.31.0",
-    "torchao": "0.18.0",
-}
+# Packages of which one version was tried (constraints.txt); of others a range (stack.versions), or none.
+_TESTED = {"matplotlib": "3.11.2", "av": "18.1.0", "gradio": "6.31.0", "torchao": "0.18.0"}
 
 
 def check_files(files: list[str], as_json: bool) -> int:
@@ -127,13 +115,13 @@ def _report() -> dict[str, Any]:
     packages = {
         name: {
             "version": _version(name),
-            "tested": _TESTED.get(name),
+            "tested": _tested(name),
             "needed_for": f"{use} (extra {EXTRAS[name]})" if name in EXTRAS else use,
         }
         for name, use in _PACKAGES.items()
     }
     loading = _data_loading(preset)
-    problems += [*_package_problems(packages), *_compiler_problems(packages)]
+    problems += [*beyond_tried(), *_package_problems(packages), *_compiler_problems(packages)]
     with quiet(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed 0.19.8 logs to stdout while it is imported
         problems += dict.fromkeys(fault for part in Part for fault in faults(part))
     if loading.warning:
@@ -159,6 +147,11 @@ def _report() -> dict[str, Any]:
         "packages": packages,
         "problems": problems,
     }
+
+
+def _tested(package: str) -> str | None:
+    """A version or a range of a package."""
+    return "–".join(TRIED[package]) if package in TRIED else _TESTED.get(package)
 
 
 def _methods_that_work() -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
-from hf_memopt.stack.vocabulary import spelled
+from hf_memopt.stack.vocabulary import written
 
 RECIPES = ("pretrain", "sft", "video_sft", "dpo", "grpo")
 
@@ -121,7 +121,7 @@ def _contents(preset: Preset, folder: Path, options: ExportOptions) -> dict[str,
 
 
 def _settings(preset: Preset) -> dict:
-    settings = spelled(preset.settings())
+    settings = written(preset.settings())
     if preset.machines > 1 or preset.sequence_parallel > 1:  # follows from the effective batch when the job starts
         del settings["gradient_accumulation_steps"]
     return settings

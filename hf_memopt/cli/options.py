@@ -1,6 +1,7 @@
 """Options that several commands take, of app.py and of packages above the core, and what a shell completes."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -101,6 +102,26 @@ Epochs = Annotated[
     typer.Option("--epochs", callback=positive, help="Instead: passes over --samples, each as long as --seq-len."),
 ]
 Samples = Annotated[str | None, typer.Option("--samples", metavar="N", help="Samples of the data set: 5000, 52k.")]
+
+
+def _name_stack(value: list[str] | None) -> list[str] | None:
+    from hf_memopt.stack.versions import name_stack
+
+    for sentence in name_stack(value or []):
+        print(f"note: {sentence}", file=sys.stderr)
+    return value
+
+
+Stack = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stack",
+        metavar="PACKAGE==VERSION",
+        callback=_name_stack,
+        help="What you train with, where that is another environment: settings are written for it. Repeat it for "
+        "several.",
+    ),
+]
 Price = Annotated[
     float | None,
     typer.Option("--price", callback=positive, help="Price of one device for an hour, to predict the cost."),

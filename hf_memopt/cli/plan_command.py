@@ -11,6 +11,7 @@ from hf_memopt.cli.options import (
     Price,
     Samples,
     Settings,
+    Stack,
     Strategy,
     Tokens,
     at_least_one,
@@ -118,6 +119,7 @@ def plan(
     epochs: Epochs = None,
     samples: Samples = None,
     price: Price = None,
+    stack: Stack = None,
     json: Json = False,
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
@@ -142,6 +144,9 @@ def plan(
         raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
     for name in (name for name, value in (("--export", export), ("--strategy", strategy)) if longest and value):
         raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
+    of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export}
+    for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
+        raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
     spec = command_spec(
         settings,
         model=model,

@@ -10,7 +10,7 @@ from hf_memopt.presets.reference import largest_model, reference_estimate, summa
 from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.presets.video_tiers import summarize as summarize_clips
 from hf_memopt.presets.video_tiers import tiers_of
-from hf_memopt.stack.vocabulary import spelled
+from hf_memopt.stack.vocabulary import written
 from hf_memopt.terminal import say
 from hf_memopt.units import gib
 
@@ -44,7 +44,7 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
         print_json(describe(preset))
         return
     say(f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}\n")
-    rows = [(key, value) for key, value in spelled(preset.settings()).items()]
+    rows = [(key, value) for key, value in written(preset.settings()).items()]
     rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
     if estimated := reference_estimate(preset):
@@ -69,7 +69,7 @@ def describe(preset: Preset) -> dict[str, Any]:
     return {
         **_summary(preset),
         "meant_for": preset.meant_for,
-        "training_arguments": spelled(preset.settings()),
+        "training_arguments": written(preset.settings()),
         "model_kwargs": {"dtype": preset.dtype},
         "quantization": preset.quantization() if preset.method == "qlora" else None,
         "lora": preset.lora() if preset.method != "full" else None,

@@ -10,7 +10,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.physical import check_physics
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
-from hf_memopt.stack.vocabulary import spelled
+from hf_memopt.stack.vocabulary import written
 
 _PHASES = ("load", WEIGHT_SYNC, *ROLLOUT_PHASES, "forward", "backward", "optimizer", "eval", "between", "save")
 _TRACED_EVALUATIONS = 2  # batches whose kept logits are in the trace (tracing.trace)
@@ -52,7 +52,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         phases=_peaks_by_phase(peaks),
         capacity_bytes=_capacity(job),
-        training_arguments=spelled(job.fields),
+        training_arguments=written(job.fields),
         notes=(*overheads.notes(job, traces[-1], peaks), *notes_on_engine(job, peaks)),
         reserved_bytes=reserved,
         timeline=replayed.timeline,

@@ -28,7 +28,7 @@ from hf_memopt.packages import is_installed
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
-from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, has
+from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, stack_has
 
 MOST_SAMPLES = 64  # of a micro-batch; more do not make matmuls faster
 _SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
@@ -139,7 +139,7 @@ class Choice:
 
     def _every_n(self) -> int | None:
         """n where every n-th layer is checkpointed, which transformers does itself; None for other shares."""
-        if not has("transformers", EVERY_N_LAYERS):
+        if not stack_has("transformers", EVERY_N_LAYERS):
             return None
         number = round(1 / self.checkpointed) if self.checkpointed else 0
         return number if number > 1 and abs(number * self.checkpointed - 1) < 1e-9 else None
@@ -289,7 +289,7 @@ class SearchSpace:
         if layers <= _FEW_LAYERS and not self.spec.streaming:
             shares = [part / layers for part in range(layers + 1)]
         offloads = self.spec.preset.hardware.discrete_memory and engine.zero_stage != 3
-        offloads = offloads and has("transformers", OFFLOADED_INPUTS)
+        offloads = offloads and stack_has("transformers", OFFLOADED_INPUTS)
         return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
 
     def _activations(self, strategy: str) -> list[tuple[bool, bool]]:

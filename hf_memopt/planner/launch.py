@@ -21,7 +21,7 @@ from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
 from hf_memopt.presets.trl_configs import preset_fields
 from hf_memopt.redaction import is_secret, without_secrets
-from hf_memopt.stack.vocabulary import spelled
+from hf_memopt.stack.vocabulary import written
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ def training_arguments(spec: JobSpec, profile) -> dict[str, Any]:
     """All TrainingArguments fields of a profile but secrets: a job without hub_token takes HF_TOKEN."""
     fields = {**profile.preset.settings(), **spec.training}
     if spec.task not in TRL_TASKS:
-        return without_secrets(spelled(fields))
+        return without_secrets(written(fields))
     kind, own = TRL_TASKS[spec.task].config_class, profile.choice.trl.fields()
     fields = {**preset_fields(replace(profile.preset, seq_len=spec.seq_len), kind), **fields, **own}
     if "steps_per_generation" in own:
         fields.pop("generation_batch_size", None)
-    return without_secrets(spelled(fields))
+    return without_secrets(written(fields))
 
 
 def memory_settings(profile) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def recipe_command(spec: JobSpec, profile) -> list[str]:
     if preset.dtype != usual.dtype:
         given["dtype"] = preset.dtype
     given |= {**without_secrets(spec.training), **profile.choice.trl.fields(), **memory_settings(profile)}
-    for name, value in sorted(spelled(given).items()):
+    for name, value in sorted(written(given).items()):
         argv += [f"--{name}", as_word(value)]
     return argv + [
         word for key, value in without_secrets(spec.lora).items() for word in (f"--lora.{key}", as_word(value))

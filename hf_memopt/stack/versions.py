@@ -1,7 +1,11 @@
 """Versions of other libraries: those that are installed, and the range that was tried."""
 
 import functools
+import re
 from importlib import metadata
+
+from hf_memopt.errors import InputError, choose
+from hf_memopt.packages import SOURCE
 
 # Package -> the oldest and the newest version that were tried (benchmarks/stacks.py; docs/versions.md has what each
 # lacks). Older ones are refused by pip, newer ones run, and doctor says so.
@@ -36,8 +40,53 @@ def installed(package: str) -> tuple[int, ...] | None:
 
 def has(package: str, since: str) -> bool:
     """True if the installed package is a version or newer; a package that is missing has everything."""
-    release = installed(package)
-    return release is None or release >= tuple(int(number) for number in since.split("."))
+    return _is_since(installed(package), since)
+
+
+# What the answers are for, where that is not this environment (--stack): package -> release.
+named: dict[str, tuple[int, ...]] = {}
+
+
+def stack_has(package: str, since: str) -> bool:
+    """has() of the stack that the answers are for."""
+    return _is_since(named.get(package, installed(package)), since)
+
+
+def name_stack(versions: list[str]) -> list[str]:
+    """Have answers be for packages of other versions, each written package==version.
+
+    Returns:
+        A sentence for each that is not the installed one.
+
+    Raises:
+        InputError: one is written otherwise, or is older than what was tried.
+    """
+    sentences = []
+    for text in versions:
+        package, equals, version = (part.strip() for part in text.partition("=="))
+        if not equals or not re.fullmatch(r"\d+(\.\d+)*", version):
+            raise InputError(f"--stack {text}: write it as package==version, such as transformers==5.5")
+        if package not in TRIED:
+            raise choose("package of --stack", package, TRIED)
+        named[package] = _numbers(version)
+        if named[package] < _numbers(TRIED[package][0]):
+            raise InputError(f"--stack {text}: the oldest version that was tried is {TRIED[package][0]}")
+        here = installed(package)
+        if here is None or here[: len(named[package])] != named[package]:
+            own = "is not installed" if here is None else f"{metadata.version(package)} predicts"
+            sentences.append(
+                f"{package} {own}; settings are written for {version}. To predict with it: "
+                f"uvx --from {SOURCE} --with '{package}=={version}' hf-memopt …"
+            )
+    return sentences
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def _is_since(release: tuple[int, ...] | None, since: str) -> bool:
+    return release is None or release >= _numbers(since)
 
 
 def beyond_tried() -> list[str]:
@@ -45,7 +94,7 @@ def beyond_tried() -> list[str]:
     sentences = []
     for package, (_, newest) in TRIED.items():
         release = installed(package)
-        if release is not None and release > tuple(int(number) for number in newest.split(".")):
+        if release is not None and release > _numbers(newest):
             version = metadata.version(package)
             sentences.append(f"{package} {version} is newer than {newest}, the newest version tried: it may differ")
     return sentences

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief
 from hf_memopt.field_values import hints_of
-from hf_memopt.stack.versions import has
+from hf_memopt.stack.versions import has, stack_has
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,12 @@ def newest(fields: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def spelled(fields: Mapping[str, Any]) -> dict[str, Any]:
+def written(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by the names of the version that answers are for."""
+    return spelled(fields, stack_has)
+
+
+def spelled(fields: Mapping[str, Any], has: Callable[[str, str], bool] = has) -> dict[str, Any]:
     """Fields by the installed version's names."""
     renamed = dict(fields)
     for row in RENAMED:
