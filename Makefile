@@ -10,7 +10,7 @@ WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
 bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench regress lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench stacks regress lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all      all of them"
 	@echo "make test-sweeps   what the others leave out; before a release"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
+	@echo "make stacks   check other versions of the libraries, an environment each, in STACKS=../stacks"
 	@echo "make regress  check that predictions are what they were, to the byte; minutes"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
 	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
@@ -81,6 +82,11 @@ bench: $(INSTALLED)
 	python benchmarks/estimator_optimizers.py
 	python benchmarks/engines.py
 	python benchmarks/estimator_published.py
+
+# In a folder outside of the clone; needs uv. What results/stacks.json has is not run again (ARGS=--again).
+STACKS ?= ../stacks
+stacks: $(INSTALLED)
+	python benchmarks/stacks.py $(STACKS) $(ARGS)
 
 # ARGS=--freeze makes what is predicted now the truth.
 regress: $(INSTALLED)

@@ -12,6 +12,7 @@ from docs_tables.guides import guide_items
 from docs_tables.package import API, presets
 from docs_tables.questions import FIRST_QUESTIONS, answer, question_rows
 from docs_tables.speeds import published_speeds
+from docs_tables.stacks import stacks
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": partial(cards, ""), "published speeds": published_speeds},
@@ -31,5 +32,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/quickstart.md": {"cards of docs": partial(cards, "../")},
     "docs/training.md": API,
     "docs/trl.md": trl.TABLES,
+    "docs/versions.md": {"stacks": stacks},
     "docs/video.md": video.TABLES,
 }
