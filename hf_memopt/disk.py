@@ -127,7 +127,7 @@ def _release_all(process: int) -> None:
 
 
 def _lock(handle: int) -> bool:
-    """Whether this process has the lock now, or nobody can."""
+    """True if this process has the lock now, or nobody can."""
     try:
         import fcntl
     except ImportError:

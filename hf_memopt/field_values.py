@@ -1,4 +1,4 @@
-"""Whether values fit the types and bounds of a dataclass's fields: one check of every setting that a user gives.
+"""Check that values fit the types and bounds of a dataclass's fields: one check of all settings that users give.
 
 Dataclasses check nothing themselves: transformers' and peft's meet a wrong value long after it was given, or never.
 """
@@ -35,11 +35,11 @@ class Bounds:
     instead: str = ""
 
     def hold(self, value: float) -> bool:
-        """Whether a number lies within."""
+        """True if a number lies within."""
         return value <= self.most and (value > self.least if self.open else value >= self.least)
 
     def wanted(self, value: float) -> str:
-        """What a number outside must be."""
+        """Describe the numbers that lie within."""
         if self.most == 1:
             text = f"lie between {self.least:g} and 1"
         elif value > self.most:
@@ -179,7 +179,7 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
 
 
 def _named(value: Any) -> str:
-    """What YAML or Python call the type of a value that is no plain text or number."""
+    """The name that YAML or Python has for the type of a value that is no plain text or number."""
     names = {bool: "true or false", list: "a list", dict: "a mapping", type(None): "nothing"}
     return f", not {names[type(value)]}" if type(value) in names else ""
 
@@ -198,7 +198,7 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def _accepts(hint: Any, value: Any) -> bool:
-    """Whether a value is of a type; a whole number is a number, true and false are not."""
+    """True if a value is of a type; a whole number is a number, true and false are not."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

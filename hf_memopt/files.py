@@ -56,7 +56,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path exists.
+    """True if a path exists.
 
     Raises:
         InputError: that cannot be known; Path.exists() raises what the system says.

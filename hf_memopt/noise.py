@@ -1,4 +1,4 @@
-"""What libraries say while they are imported, about things that are optional and that nobody asked for."""
+"""Messages of libraries while they are imported, about things that are optional and that nobody asked for."""
 
 import logging
 import warnings

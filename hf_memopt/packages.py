@@ -30,7 +30,7 @@ _ON_PYPI = {"PIL": "pillow", "optimi": "torch-optimi"}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; it is not imported."""
+    """True if a package can be found; it is not imported."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -53,7 +53,7 @@ def how_to_install(package: str, extra: str | None = None) -> str:
 
 
 def _requirements(extras: str) -> Iterator[str]:
-    """What extras, with commas between them, ask for on this machine."""
+    """The requirements of extras, with commas between them, on this machine."""
     from packaging.requirements import Requirement
 
     for extra in extras.split(","):

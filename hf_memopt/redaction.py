@@ -39,7 +39,7 @@ _SHORTEST = 8  # characters; a shorter secret of the environment would blank ord
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a field, an argument or a variable of this name holds a token, key or password."""
+    """True if a field, an argument or a variable of this name holds a token, key or password."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name[-200:]).lower().strip("_")
     return bool(_SECRET.search(snake)) and not _SPECIAL_TOKEN.search(snake)
 
@@ -60,7 +60,7 @@ def _redact(value: Any, name: str, known: list[str]) -> Any:
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a secret's field is empty, or holds what TrainingArguments.to_dict() writes in a token's place."""
+    """True if a secret's field is empty, or holds what TrainingArguments.to_dict() writes in a token's place."""
     return value is None or isinstance(value, bool) or value in ("", f"<{name.upper()}>")
 
 

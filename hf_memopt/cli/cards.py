@@ -32,7 +32,7 @@ _POWER = "{cards}: slower where the power limit keeps the card below its boost c
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
-    """What `plan --hardware any` takes beside the other options of plan.
+    """The options of `plan --hardware any` beside the other options of plan.
 
     Attributes:
         prices: the file of the user's prices.
@@ -47,7 +47,7 @@ class CardOptions:
     amount: AmountOptions = field(default_factory=AmountOptions)
 
     def refuse(self) -> None:
-        """What plans of one card do not take.
+        """Refuse the options of plans of one card.
 
         Raises:
             InputError: it was given.
@@ -95,7 +95,7 @@ def _print_answer(answer, options: CardOptions) -> None:
 
 
 def _notes(answer, shown: list, every: bool) -> Iterator[str]:
-    """What the table's figures do and do not say."""
+    """The limits of the table's figures, as sentences."""
     shares = [share for _, share in PLAN_PROFILES.values()]
     yield from (line.format(limit=PLAN_PROFILES["balanced"][1], most=max(shares)) for line in _LEGEND)
     devices = {fit.device.name: fit.device for fit in shown}
@@ -160,7 +160,7 @@ def _brief(choice) -> str:
 
 
 def _summary(answer, first, fastest) -> list[str]:
-    """Which to take, in words."""
+    """The cards to take, in words."""
     if answer.prices is None:
         return [f"smallest: {first.name}, {first.devices} × {first.device.label}"]
     lines = [f"cheapest: {first.name}{_costs(answer, first)}"]

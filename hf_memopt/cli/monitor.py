@@ -77,7 +77,7 @@ def _run(directory: str | None) -> Run | None:
 
 
 def _modified(log: Path) -> float:
-    """When a file was written to, in seconds since 1970; 0 where it cannot be asked, or has just gone."""
+    """The time a file was written to, in seconds since 1970; 0 where it cannot be asked, or has just gone."""
     try:
         return log.stat().st_mtime
     except OSError:
@@ -101,7 +101,7 @@ def _shown(directory: str | None, profile: str, waits: bool = False):
 
 
 def _waiting(directory: str | None, error: InputError) -> str:
-    """What a live view says that cannot show the run: that there is none yet, or what is wrong with it."""
+    """The text of a live view that cannot show the run: that there is none yet, or what is wrong with it."""
     if directory is None or (Path(directory).expanduser() / LOG).exists():
         return one_line(error)
     return f"waiting for {directory}/{LOG}: a recipe writes it at its first logging step"

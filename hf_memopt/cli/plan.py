@@ -139,7 +139,7 @@ def _by_settings(profiles) -> list[list]:
 
 
 def _print_profiles(made) -> None:
-    """What each profile sets and is predicted to need; profiles with the same settings are one row."""
+    """Print what each profile sets and is predicted to need; profiles with the same settings are one row."""
     groups = _by_settings(made.profiles)
     rows = [
         (
@@ -194,7 +194,7 @@ def _print_methods(made) -> None:
 
 
 def _host_memory(made) -> str:
-    """What the host must have, and what it is taken to have."""
+    """The host memory that the plan needs, and the host memory that it assumes."""
     host, most = made.spec.host_memory, max(profile.estimate.host_bytes for profile in made.profiles)
     short = "" if most <= host.bytes else ": too little to load the weights through, where that holds"
     origin = f"assumed ({host.source})" if host.assumed else f"there ({host.source})"

@@ -1,4 +1,4 @@
-"""What `--set KEY=VALUE` says: fields of Hugging Face's configurations, and the few of this project's."""
+"""The settings of `--set KEY=VALUE`: fields of Hugging Face's configurations, and the few of this project's."""
 
 from typing import Any
 

@@ -112,7 +112,7 @@ def cannot_confine() -> str | None:
 
 
 def may_have_card() -> bool:
-    """Whether there may be an accelerator whose driver a confined process cannot start (Linux)."""
+    """True if there may be an accelerator whose driver a confined process cannot start (Linux)."""
     return bool(_paths(*_CARDS))
 
 

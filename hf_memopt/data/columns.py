@@ -1,4 +1,4 @@
-"""What a row's columns mean: supported forms, and columns that are refused since ignoring them would change training.
+"""The meaning of a row's columns: supported forms, and columns refused since ignoring them would change training.
 
 Any other column (id, source, score, …) is ignored, with one warning.
 """
@@ -109,7 +109,7 @@ def find_unused(names: Iterable[str], form: str, with_media: bool = False) -> li
 
 
 def is_empty(value) -> bool:
-    """Whether a value is missing or empty; Arrow fills missing values with None."""
+    """True if a value is missing or empty; Arrow fills missing values with None."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 

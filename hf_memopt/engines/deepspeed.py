@@ -176,7 +176,7 @@ def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]
 
 
 def missing_batch_size(config: Mapping[str, Any]) -> str | None:
-    """What to add where a DeepSpeed configuration has no batch size, which DeepSpeed refuses; None where it has."""
+    """The advice where a DeepSpeed configuration has no batch size, which DeepSpeed refuses; None where it has."""
     if any(config.get(name) is not None for name in BATCH_SIZES):
         return None
     return (

@@ -1,4 +1,4 @@
-"""What engines have in common. The base is one process without an engine; DDP differs in little."""
+"""The base of all engines: one process without an engine; DDP differs in little."""
 
 import json
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ class Engine:
         """How processes share a model that transformers shards, a mesh.Mesh; None under other engines."""
 
     def shipped_config(self) -> dict[str, Any] | None:
-        """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
+        """The content of accelerate_configs/deepspeed/<strategy>.json; None without DeepSpeed."""
 
     def fields(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """The TrainingArguments fields that start the engine in place of the one that others ask for."""
@@ -111,7 +111,7 @@ class Engine:
         return 0
 
     def rank_bytes(self, ranks: int, loaded: int, trained: int, gradients: float, gathered: float) -> dict[str, float]:
-        """What one rank holds by kind of memory, by arithmetic; empty where it is what one process alone holds.
+        """The bytes that one rank holds by kind of memory, by arithmetic; empty where they are those of one process.
 
         Args:
             loaded, gradients, gathered: bytes of all weights, of all gradients, and of the weights that are whole at a
@@ -152,7 +152,7 @@ def is_true(value: object) -> bool:
 
 
 def given_as_json(given: Any) -> bool:
-    """Whether transformers would read a field as JSON instead of as a path."""
+    """True if transformers would read a field as JSON instead of as a path."""
     return isinstance(given, str) and given.startswith("{")
 
 

@@ -67,7 +67,7 @@ class MeshEngine(Engine):
 
 
 def is_mesh(strategy: str | None) -> bool:
-    """Whether a strategy is of this kind."""
+    """True if a strategy is of this kind."""
     return _STRATEGY.fullmatch(strategy or "") is not None
 
 

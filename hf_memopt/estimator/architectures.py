@@ -18,7 +18,7 @@ def list_architectures() -> list[str]:
 
 
 def is_bundled(path: Path) -> bool:
-    """Whether a file is a bundled architecture."""
+    """True if a file is a bundled architecture."""
     return path.parent == _FOLDER
 
 

@@ -20,7 +20,7 @@ _BYTES = 2  # of a weight: vLLM loads 32-bit checkpoints in 16 bits (dtype="auto
 
 
 def colocates(fields: dict[str, Any]) -> bool:
-    """Whether an engine of vLLM shares the card."""
+    """True if an engine of vLLM shares the card."""
     return bool(fields.get("use_vllm")) and fields.get("vllm_mode", _MODE) == "colocate"
 
 
@@ -55,7 +55,7 @@ def add_engine(peaks: dict[str, Peak], job) -> None:
 
 
 def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
-    """What the arithmetic says, and what it leaves out."""
+    """The result of the arithmetic, and what it leaves out."""
     if not job.fields.get("use_vllm"):
         return []
     if not colocates(job.fields):

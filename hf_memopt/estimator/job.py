@@ -111,7 +111,7 @@ class Job(ModelSettings):
 
     @property
     def generates(self) -> bool:
-        """Whether its steps begin with generated text."""
+        """True if its steps begin with generated text."""
         return False
 
     @property
@@ -180,12 +180,12 @@ class Job(ModelSettings):
 
     @property
     def runs_triton(self) -> bool:
-        """Whether the device runs Triton kernels."""
+        """True if the device runs Triton kernels."""
         return self.device.backend in ("cuda", "rocm", "xpu")
 
     @property
     def fuses_head(self) -> bool:
-        """Whether TRL's kernels compute the loss from the weights of the head."""
+        """True if TRL's kernels compute the loss from the weights of the head."""
         return False
 
     @property
@@ -200,7 +200,7 @@ class Job(ModelSettings):
 
     @property
     def concatenates_logits(self) -> bool:
-        """Whether each batch's logits are concatenated with those before them."""
+        """True if each batch's logits are concatenated with those before them."""
         return False
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
@@ -230,7 +230,7 @@ class Job(ModelSettings):
         return depths if self._grows_linearly(depths) else (layers,)
 
     def _grows_linearly(self, depths: tuple[int, ...]) -> bool:
-        """Whether the number of weights at the model's own depth is what the shallow models' numbers extend to. Not
+        """True if the shallow models' numbers of weights extend to the number at the model's own depth. False
         where a configuration makes single layers different in a way that extrapolate.py does not know."""
         if len(depths) == 1 or self.task not in TASKS:  # a Trainer's model shows its layers itself
             return True
@@ -255,7 +255,7 @@ class Job(ModelSettings):
         return max(fewest, min(needed, _MOST_LAYERS))
 
     def at_depth(self, depth: int) -> TracedJob:
-        """What is traced: the job on a model with so many layers."""
+        """The traced job: the job on a model with so many layers."""
         adapters = adapter_at_depth(self.peft_config, count_layers(self.config), depth)
         shallow = dataclasses.replace(self, config=with_depth(self.config, depth), peft_config=adapters)
         bf16 = self.fields.get("bf16", False)

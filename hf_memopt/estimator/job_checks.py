@@ -1,4 +1,4 @@
-"""What a job is refused for before it is traced: lengths beyond the model's positions, settings that cannot train."""
+"""Refusals of jobs before a trace: lengths beyond the model's positions, settings that cannot train."""
 
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError

@@ -132,7 +132,7 @@ def _longest(data, collate, count: int) -> list[list[int]]:
 
 
 def _weight(batch: Any) -> tuple[int, bool]:
-    """What batches compare by: elements, and of equally many a padded one's are more."""
+    """The sort key of batches: elements, and of equally many a padded one's are more."""
     return _elements(batch), is_padded(batch)
 
 
@@ -141,7 +141,7 @@ def _elements(batch: Any) -> int:
 
 
 def is_padded(batch: Any) -> bool:
-    """Whether a batch is padded or packed."""
+    """True if a batch is padded or packed."""
     tensors = batch if isinstance(batch, Mapping) else {}
     positions, mask = tensors.get("position_ids"), tensors.get("attention_mask")
     packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) < 0).any())  # they start again

@@ -1,4 +1,4 @@
-"""What a trace on the CPU cannot see, and what the numbers do and do not cover. Figures: hardware.constants."""
+"""Memory that a trace on the CPU cannot see, and what the numbers do and do not cover (hardware.constants)."""
 
 import copy
 from collections.abc import Iterator
@@ -64,18 +64,18 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
 
 
 def _one_at_a_time(job) -> bool:
-    """Whether a MemoryTrainer keeps the batches of a step in host memory until they run."""
+    """True if a MemoryTrainer keeps the batches of a step in host memory until they run."""
     recovers = getattr(job.memory_args, "oom_recovery", False)
     return recovers and job.device.discrete_memory and job.engine.plain
 
 
 def _joins(job) -> bool:
-    """Whether VideoTrainer's copy of the samples that run lies in the memory where they wait."""
+    """True if VideoTrainer's copy of the samples that run lies in the memory where they wait."""
     return job.video is not None and job.memory_args is not None and not job.device.discrete_memory
 
 
 def _sees(job, segment: str) -> bool:
-    """Whether pixels are still wanted: until the tower has run, or has passed its gradients back."""
+    """True if pixels are still wanted: until the tower has run, or has passed its gradients back."""
     return segment.startswith("forward") or (segment.startswith("backward") and "vision" not in job.frozen)
 
 
@@ -165,13 +165,13 @@ def host_bytes(peaks: dict[str, Peak], job, cached: int, logits: int) -> int:
 
 
 def describe_sample(job) -> str:
-    """What a sample of a job with videos consists of."""
+    """The content of a sample of a job with videos, in words."""
     video = job.video
     return f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text"
 
 
 def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
-    """What the numbers do and do not cover."""
+    """Sentences on what the numbers do and do not cover."""
     said = []
     if job.positions and job.seq_len > job.positions:
         said.append(
@@ -226,7 +226,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
 
 
 def _of_attention(job) -> Iterator[str]:
-    """What stands for attention that cannot run here: flash and flex attention, and patterns."""
+    """The stand-ins for attention that cannot run here: flash and flex attention, and patterns."""
     for name in sorted(set(filter(None, map(flash_attention, job.attention)))):
         packed = "; a packed row counts as one sequence" if job.packed or getattr(job.video, "packed", None) else ""
         yield f"{name} is counted as its source says; not measured on a GPU{packed}"
@@ -245,7 +245,7 @@ def _of_attention(job) -> Iterator[str]:
 
 
 def measured_memory(device: Hardware, expandable: bool) -> Iterator[str]:
-    """What of a device's bytes was measured on it.
+    """The parts of a device's bytes that were measured on it.
 
     Args:
         expandable: the job sets expandable segments where the device has them.

@@ -1,4 +1,4 @@
-"""What every estimate must satisfy whatever the job is: a result that contradicts itself is an error, not a number."""
+"""Conditions that every estimate must satisfy: a result that contradicts itself is an error, not a number."""
 
 import math
 from collections.abc import Iterator

@@ -52,7 +52,7 @@ def scratch_files(*kept: str) -> Iterator["Scratch"]:
 
 
 class Scratch:
-    """What a script has written and removed.
+    """The files that a script has written and removed.
 
     Attributes:
         folder: holds what it has written.
@@ -65,7 +65,7 @@ class Scratch:
         self._removed: set[str] = set()
 
     def is_real(self, path) -> bool:
-        """Whether a path, or a file descriptor, is written to as it is."""
+        """True if a path, or a file descriptor, is written to as it is."""
         whole = _whole(path)
         return whole is None or any(whole == kept or whole.startswith(kept + os.sep) for kept in self._kept)
 
@@ -146,7 +146,7 @@ class Scratch:
         os.unlink(source) if os.path.isfile(source) else self._removed.add(_whole(source))
 
     def differs(self, path) -> bool:
-        """Whether a folder's content is not the original's alone."""
+        """True if a folder's content is not the original's alone."""
         if self.is_real(path):
             return False
         whole = _whole(path)
@@ -175,7 +175,7 @@ def _whole(path) -> str | None:
 
 
 def _exists(path: str) -> bool:
-    """Whether there is something at a path itself, whatever the script sees there."""
+    """True if there is something at a path itself, whatever the script sees there."""
     try:
         _lstat(path)
     except OSError:

@@ -82,7 +82,7 @@ def _follow(section: dict[str, Any], before: Mapping[str, Any], changed: set[str
 
 
 def is_from_scratch(config) -> bool:
-    """Whether a configuration has no trained weights beside it, so that its sizes may be others."""
+    """True if a configuration has no trained weights beside it, so that its sizes may be others."""
     if not config.name_or_path:
         return True  # created in a program, or by with_sizes()
     path = Path(config.name_or_path)

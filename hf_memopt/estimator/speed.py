@@ -48,7 +48,7 @@ def matmuls(kernels: Counter[Kernel]) -> int:
 
 
 def has_rates(device: Hardware) -> bool:
-    """Whether both rates of a device are known, from the catalog or measured on it."""
+    """True if both rates of a device are known, from the catalog or measured on it."""
     computes = peak_rate(device) or measured_value("matmul_flops_per_second", device)
     return bool(computes and (device.bandwidth or measured_value("bandwidth_bytes_per_second", device)))
 

@@ -28,7 +28,7 @@ IN_HOST = 1e9  # weights of a process that stay in host memory: max_in_cpu of th
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What an optimizer step computes.
+    """The work of an optimizer step.
 
     Attributes:
         accumulation: micro-batches.

@@ -83,7 +83,7 @@ def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_
 
 
 def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Saving]:
-    """What fewer layers, half the width and half the experts save; empty for a model with trained weights."""
+    """The savings of fewer layers, half the width and half the experts; empty for a model with trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
     changes = []
@@ -140,7 +140,7 @@ def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
 
 
 def _estimated(changes: list[tuple[str, Job]], estimate: Estimate, map_fn) -> list[Saving]:
-    """What changes save, without those that cannot be traced or that save too little."""
+    """The savings of changes, without those that cannot be traced or that save too little."""
     estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
     savings = [
         Saving(change, estimate.device_bytes - changed.device_bytes, changed.fits)
@@ -194,7 +194,7 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
 
 
 def _of_method(job: Job, fields: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """What a job is with adapters, and with its weights in 4 bits.
+    """The fields of a job with adapters, and with its weights in 4 bits.
 
     Raises:
         InputError: a device that the catalog lacks.

@@ -155,7 +155,7 @@ def unknown_rates(device: Hardware) -> str | None:
 
 
 def speed_note(device: Hardware) -> str | None:
-    """What speed on a device rests on; for plans also how they choose where nothing is known of it."""
+    """The basis of a device's speed; for plans also how they choose where nothing is known of it."""
     if reason := unknown_rates(device):
         ratio = constant("flops_per_byte", device).value
         return f"speed: {reason}. A plan ranks as if it computed {ratio:.0f} FLOP for every byte that it reads"

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttention:
-    """What a version of flash attention needs.
+    """The requirements of a version of flash attention.
 
     Attributes:
         module: of its extension.

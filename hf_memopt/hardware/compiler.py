@@ -1,4 +1,4 @@
-"""What can be compiled on this machine: DeepSpeed builds its operators at first use."""
+"""Compilers of this machine, and what they can build: DeepSpeed builds its operators at first use."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def compiler() -> str | None:
 
 
 def has_libaio() -> bool:
-    """Whether DeepSpeed's disk access can be built: the compiler finds libaio's header and library.
+    """True if DeepSpeed's disk access can be built: the compiler finds libaio's header and library.
 
     DeepSpeed's own check (OpBuilder.has_function) answers no wherever stderr is not a file, as in a notebook.
     """

@@ -1,4 +1,4 @@
-"""What this machine is: a catalog entry where the device is known, a truthful generic one where it is not."""
+"""Detect this machine: a catalog entry where the device is known, a truthful generic one where it is not."""
 
 import os
 import platform
@@ -195,7 +195,7 @@ def cpu_name() -> str:
 
 
 def command_output(*command: str) -> str:
-    """What a command prints, stripped; "" where it fails, is missing or takes longer than ten seconds."""
+    """The output of a command, stripped; "" where it fails, is missing or takes longer than ten seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -35,7 +35,7 @@ _ERROR = (-1.0, 100.0)  # predicted over measured, less 1
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """What was measured on one device.
+    """The measurements of one device.
 
     Attributes:
         device: name (of the catalog, or generic_…), label, backend, architecture and memory (bytes).
@@ -76,7 +76,7 @@ def constant(name: str, device: Hardware) -> Constant:
 
 
 def measured_value(name: str, device: Hardware) -> float | None:
-    """What calibrate measured on a device; None where it did not."""
+    """The value that calibrate measured on a device; None where it did not."""
     file = measured_on(device)
     return None if file is None else file.constants.get(name)
 

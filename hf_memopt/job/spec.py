@@ -79,7 +79,7 @@ class JobSpec:
 
     @property
     def is_named(self) -> bool:
-        """Whether the model is a name or a path, which a recipe's command line takes, too."""
+        """True if the model is a name or a path, which a recipe's command line takes, too."""
         return isinstance(self.model, str | Path)
 
     @property

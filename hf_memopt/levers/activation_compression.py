@@ -125,11 +125,11 @@ class Compressor:
 
     @staticmethod
     def _is_mask(tensor: torch.Tensor) -> bool:
-        """Whether it is an additive attention mask, (batch, 1, queries, keys)."""
+        """True if it is an additive attention mask, (batch, 1, queries, keys)."""
         return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] >= tensor.shape[-2] > 1
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight, a view of one, or autocast's copy of one."""
+        """True if it is a weight, a view of one, or autocast's copy of one."""
         if tensor.untyped_storage()._cdata in self._weights:
             return True
         if tensor.dim() != 2:
@@ -139,7 +139,7 @@ class Compressor:
 
 
 def _is_log_sum_exp(tensor: torch.Tensor, heads: tuple) -> bool:
-    """Whether it is attention's log-sum-exp, (batch, heads, tokens), from which backward recomputes the probabilities.
+    """True if it is attention's log-sum-exp, (batch, heads, tokens), which backward makes the probabilities from.
     Some kernels pad the tokens, or order the dimensions differently."""
     if tensor.dim() == 3 and len(heads) == 3:
         return tuple(tensor.shape[:2]) == tuple(heads[:2])

@@ -192,7 +192,7 @@ def _buffer_bytes(size: int) -> int:
 
 
 def make_lanes(device: torch.device):
-    """What copies between a device and host memory; None, with a warning, where they share their memory."""
+    """Make what copies between a device and host memory; None, with a warning, where they share their memory."""
     if device.type in ("cpu", "mps"):
         logger.warning("activation_offload has no effect here: activations are in host memory already")
         return None

@@ -76,7 +76,7 @@ def text_configs(inner) -> list:
 
 
 def uses_flex(device) -> bool:
-    """Whether flex attention has a backward pass on a device."""
+    """True if flex attention has a backward pass on a device."""
     return torch.device(device).type == "cuda"
 
 

@@ -42,7 +42,7 @@ class Change:
     effect: str = ""
 
     def settings_for(self, job) -> Mapping[str, Any] | None:
-        """What it sets for a job; None where it changes nothing, or where the job could not run with it."""
+        """The settings for a job; None where the change changes nothing, or where the job could not run with it."""
         settings = self.compute(job) if self.compute else self.settings if self.applies(job) else None
         if settings is None:
             return None

@@ -1,4 +1,4 @@
-"""What to change where memory does not suffice: the one table that estimates, plans and explained failures ask.
+"""Changes where memory does not suffice: the one table that estimates, plans and explained failures ask.
 
 A row proposes nothing that the compatibility table or another memory feature refuses for the job, so no advice ends in
 the next error.
@@ -21,7 +21,7 @@ SHORTEST = 512  # tokens: shorter samples than these are not proposed
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What is known of a job that is to take less memory. The defaults stand for a job of which only a log is left.
+    """Facts of a job that is to take less memory. The defaults stand for a job of which only a log is left.
 
     Attributes:
         setup: the job in the terms of the compatibility table.

@@ -57,7 +57,7 @@ def quantize_experts(model: torch.nn.Module) -> None:
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Whether a module's experts are quantized, when the model was loaded or by quantize_experts()."""
+    """True if a module's experts are quantized, when the model was loaded or by quantize_experts()."""
     return _before in module._forward_pre_hooks.values()
 
 
@@ -73,7 +73,7 @@ def expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
 
 
 def stays(path: str, module: torch.nn.Module, peft_config) -> bool:
-    """Whether adapters will train a module of experts, or change a parameter of it.
+    """True if adapters will train a module of experts, or change a parameter of it.
 
     peft (0.21) finds parameters of parametrized modules by their whole names only, and leaves the adapters' factors
     among their parametrizations after every forward pass: such a module stays as it is.
@@ -176,7 +176,7 @@ class _View:
 
 
 def _find_weight(module: torch.nn.Module, tensor: torch.Tensor) -> _View | None:
-    """What a saved tensor is a view of; None where it is no dequantized parameter of the module."""
+    """Find the dequantized parameter that a saved tensor is a view of; None where it is of none of the module."""
     storage = tensor.untyped_storage()._cdata
     for name in module.parametrizations:
         # torch's own cache (2.13), which cached() fills while the module runs

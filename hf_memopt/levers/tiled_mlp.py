@@ -45,7 +45,7 @@ def tile_mlps(model: torch.nn.Module, size: int) -> None:
 
 
 def is_mlp(module: torch.nn.Module) -> bool:
-    """Whether a module treats each token by itself, and takes tokens alone."""
+    """True if a module treats each token by itself, and takes tokens alone."""
     if not _NAMED.search(type(module).__name__):
         return False
     if any(isinstance(part, _MIXES_TOKENS) for part in module.modules()):

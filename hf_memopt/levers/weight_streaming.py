@@ -50,7 +50,7 @@ def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
 
 
 def streamer_of(model: torch.nn.Module) -> "Streamer | None":
-    """What streams a model's weights; None where nothing does."""
+    """The streamer of a model's weights; None where nothing streams them."""
     return getattr(getattr(inner_model(model), "forward", None), "streamer", None)
 
 
@@ -77,7 +77,7 @@ class LanesAtOnce(AtOnce):
 
 
 def make_lanes(device: torch.device):
-    """What fetches weights to a device; None where it shares its memory with the host."""
+    """Make what fetches weights to a device; None where it shares its memory with the host."""
     return None if device.type in ("cpu", "mps") else Lanes(device)
 
 
@@ -244,11 +244,11 @@ class Streamer:
                 weight.data.copy_(host)
 
     def weights(self) -> Collection[Weights]:
-        """What is streamed, on the device or not."""
+        """The streamed weights, on the device or not."""
         return self._known.values()
 
     def streams(self, weight: torch.Tensor) -> bool:
-        """Whether a weight is streamed."""
+        """True if a weight is streamed."""
         return id(weight) in self._known
 
     def release_all(self) -> None:
@@ -348,7 +348,7 @@ def streamed_layers(inner: torch.nn.Module, ratio: float) -> list[tuple[torch.nn
 
 
 def _of(inner: torch.nn.Module, name: str):
-    """What a method of a transformers model returns; None where the model has none."""
+    """Return what a method of a transformers model returns; None where the model has none."""
     return getattr(inner, name)() if hasattr(inner, name) else None
 
 
@@ -370,7 +370,7 @@ def _refuse_merging(model: torch.nn.Module, streamer: Streamer) -> None:
 
 
 def _staying(streamer: Streamer, apply):
-    """What is behind `.to()`: streamed weights stay as they are, on the device on which they are empty."""
+    """Wrap what is behind `.to()`: streamed weights stay as they are, on the device on which they are empty."""
 
     @functools.wraps(apply)
     def run(change, *args, **kwargs):

@@ -67,7 +67,7 @@ class GrowthDiagnosis:
         return None
 
     def _grows(self, size, steadily: bool = False) -> bool:
-        """Whether a size is larger at the end than at the beginning, by more than it varies between neighbours.
+        """True if a size is larger at the end than at the beginning, by more than it varies between neighbours.
 
         Args:
             steadily: in each quarter more than in the one before.
@@ -82,7 +82,7 @@ class GrowthDiagnosis:
         return not steadily or all(after > before for before, after in pairwise(medians))
 
     def _follows_the_data(self) -> bool:
-        """Whether peaks and batch sizes rise and fall together (a correlation of 0.8 or more)."""
+        """True if peaks and batch sizes rise and fall together (a correlation of 0.8 or more)."""
         peaks = [step.peak for step in self._seen]
         sizes = [step.elements for step in self._seen]
         mean_peak, mean_size = sum(peaks) / len(peaks), sum(sizes) / len(sizes)

@@ -78,7 +78,7 @@ _DEVICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What is known of a job that ran out of memory.
+    """Facts of a job that ran out of memory.
 
     Attributes:
         diagnosis: what ran out.
@@ -104,7 +104,7 @@ class Failure:
 
 
 def guess_job(message: str) -> JobFacts:
-    """What a failure's message tells of the job: its kind of device, CUDA where no other is named."""
+    """Guess the job from a failure's message: its kind of device, CUDA where no other is named."""
     return JobFacts.on_device(next((name for name, said in _DEVICES.items() if re.search(said, message)), "cuda"))
 
 

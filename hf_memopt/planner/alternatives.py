@@ -1,4 +1,4 @@
-"""What a plan did not choose: the plain settings, other methods, and kinds of settings with the reason for each."""
+"""Alternatives that a plan did not choose: plain settings, other methods, kinds of settings, each with its reason."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def plain_alternative(spec, search: Search, profile) -> Alternative | None:
 
 
 def method_alternative(spec, search: Search | None, profile) -> Alternative | None:
-    """What a method would take of a profile's share of the memory: for the profile's own method the profile, for
+    """Another method within a profile's share of the memory: for the profile's own method the profile, for
     another by its sketch what is plain, if anything plain fits. None where nothing fits.
 
     Args:

@@ -42,12 +42,12 @@ def typical_cards() -> list[Hardware]:
 
 
 def has_preset(device: Hardware) -> bool:
-    """Whether the project tunes settings for this very card."""
+    """True if the project tunes settings for this very card."""
     return nearest_preset(device) == device.name
 
 
 def _kind(device: Hardware) -> tuple:
-    """What people compare cards by: the maker, the sort of machine, and the memory."""
+    """The key by which people compare cards: the maker, the sort of machine, and the memory."""
     machine = boxes(device)[-1] == _LARGEST_BOX if device.discrete_memory else "unified"
     return device.vendor, machine, device.nominal_memory
 

@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def is_near(self) -> bool:
-        """Whether the rest may be as small as a sketch's error, which is large for what goes to the host."""
+        """True if the rest may be as small as a sketch's error, which is large for what goes to the host."""
         return self.fills > self.share * (1 - NEAR) or bool(self.choice.offloads)
 
     @property

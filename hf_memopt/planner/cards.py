@@ -42,7 +42,7 @@ _REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits,
 
 @dataclass(frozen=True)
 class _Group:
-    """What cards with the same software settings share.
+    """Cards with the same software settings, and what their searches share.
 
     Attributes:
         estimates, sketch_bytes, sketch_errors: what all their searches know.
@@ -205,7 +205,7 @@ class _Market:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """What a user wants to see.
+    """The user's wishes.
 
     Attributes:
         prices: of cards; None: cards are compared by memory.

@@ -1,4 +1,4 @@
-"""What a plan may choose from: every combination of settings that compatibility accepts."""
+"""Choices of a plan: every combination of settings that compatibility accepts."""
 
 import dataclasses
 import functools
@@ -85,7 +85,7 @@ class Choice:
 
     @property
     def levers(self) -> int:
-        """How many memory features are on: of equally fast choices the one with fewest wins."""
+        """The number of memory features that are on: of equally fast choices the one with fewest wins."""
         switches = (
             self.checkpointed > 0,
             self.inputs_offloaded,
@@ -100,7 +100,7 @@ class Choice:
 
     @property
     def offloads(self) -> int:
-        """How many of them need host memory and its link to the device."""
+        """The number of them that need host memory and its link to the device."""
         return (
             self.inputs_offloaded
             + self.activations_offloaded
@@ -111,12 +111,12 @@ class Choice:
 
     @property
     def approximations(self) -> int:
-        """How many of them round values that the method keeps exact."""
+        """The number of them that round values that the method keeps exact."""
         return self.compressed + self.optim_rounds
 
     @property
     def complexities(self) -> int:
-        """What it costs beside time: leaning on the host, and every rounding."""
+        """The cost beside time: using host memory, and every rounding."""
         return bool(self.offloads) + self.approximations
 
     def memory_fields(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def list_choices(spec: JobSpec) -> list[Choice]:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a plan may vary of a settled spec: its number of devices and what the user set stay."""
+    """The settings of a settled spec that a plan may vary: its number of devices and what the user set stay."""
 
     spec: JobSpec
 

@@ -47,7 +47,7 @@ class Cost:
 
     @functools.cached_property
     def steps(self) -> StepTime:
-        """What engines add to the kernels' seconds."""
+        """The time that engines add to the kernels' seconds."""
         job = self.sketch.job
         return StepTime(
             device=job.device,
@@ -95,7 +95,7 @@ class Cost:
         return choice.trl.passes * tokens * self.sketch.loaded / memory_rate(job.device)
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
-        """What a step of a choice computes.
+        """The work of a choice's step.
 
         Args:
             micro_seconds: of a micro-batch.

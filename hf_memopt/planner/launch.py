@@ -173,7 +173,7 @@ _RECIPES = {"sft": "sft", "dpo": "dpo", "grpo": "grpo"}  # of TRL's tasks
 
 
 def has_recipe(spec: JobSpec) -> bool:
-    """Whether a recipe runs the job: causal language models, videos and three of TRL's tasks, where a command line can
+    """True if a recipe runs the job: causal language models, videos and three of TRL's tasks, where a command line can
     name the model."""
     if spec.task in TRL_TASKS or not spec.is_named:
         return spec.is_named and spec.task in _RECIPES

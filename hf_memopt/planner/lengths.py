@@ -98,7 +98,7 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
 
 
 def _limited_by(search: FirstFit, tokens: int) -> str:
-    """What keeps the longest sequence from being longer."""
+    """The limit that keeps the longest sequence from being longer."""
     if tokens == search.candidates[0]:
         return "model"
     too_long = [length for length in search.estimates if not search.fits(search.estimates[length])]

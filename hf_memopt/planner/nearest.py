@@ -213,7 +213,7 @@ def _smallest_choices(spec: JobSpec) -> list[Choice]:
 
 
 def _weights_key(preset) -> tuple[str, bool]:
-    """What decides which weights a trace holds."""
+    """The key of the weights that a trace holds."""
     return preset.method, preset.dtype == "float32" and preset.processes == 1
 
 

@@ -223,7 +223,7 @@ def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...])
 
 
 def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected], nearest: list[str], say) -> Plan:
-    """What is missing.
+    """The plan of a job that does not fit: what is missing.
 
     Args:
         search: None where there are no choices, or where the weights alone ruled them out.

@@ -16,7 +16,7 @@ _EXAMPLE = '"RTX 4090" = 0.40'
 
 @dataclass(frozen=True)
 class Prices:
-    """What an hour of one card costs.
+    """The price of an hour of each card.
 
     Attributes:
         per_hour: name in the catalog -> price.

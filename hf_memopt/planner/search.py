@@ -92,7 +92,7 @@ class Search:
 
     @property
     def caution(self) -> float:
-        """What sketches are multiplied by, as long as no estimate corrects them."""
+        """The factor of sketches, as long as no estimate corrects them."""
         return 1.0 if self.sketch_errors else caution(self.sketch.job.device)
 
     def is_plain(self, choice: Choice) -> bool:

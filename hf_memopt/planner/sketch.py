@@ -52,7 +52,7 @@ class Traced:
 
 
 def caution(device: Hardware) -> float:
-    """What sketches of a device are multiplied by, as long as no estimate corrects them."""
+    """The factor of a device's sketches, as long as no estimate corrects them."""
     if device.backend == "mps":
         return _CAUTION_MPS
     return _CAUTION if device.native_bf16 else _CAUTION_FP16
@@ -189,7 +189,7 @@ class Sketch:
         return outside + layers * (choice.streamed or 1)
 
     def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
-        """What a segment holds whatever the micro-batch is, and what its samples take.
+        """The bytes that a segment holds whatever the micro-batch is, and those that its samples take.
 
         Of what grows with depth a second sample adds the activations: the rest, as autocast's copies of weights,
         cannot be compressed or moved.
@@ -209,7 +209,7 @@ class Sketch:
         return sum(kinds.values()) - moving, moving
 
     def _change(self, kinds: dict[str, float], growing: float, choice: Choice, name: str) -> None:
-        """What levers and engines make of one device's memory."""
+        """Change one device's memory as levers and engines do."""
         activations = kinds.get("activations", 0)
         kinds["parameters"] = kinds.get("parameters", 0) - self._reference(choice)
         if choice.streamed:  # of the traced job all layers are

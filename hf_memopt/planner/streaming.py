@@ -1,4 +1,4 @@
-"""Whether the device can hold a job's weights at all, and jobs planned again with frozen weights in host memory."""
+"""Check if the device can hold a job's weights at all, and plan jobs again with frozen weights in host memory."""
 
 from dataclasses import replace
 

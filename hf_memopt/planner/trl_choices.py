@@ -1,4 +1,4 @@
-"""What a plan of one of TRL's tasks may choose beside the settings of every job: the reference model's part, how the
+"""Choices of plans of TRL's tasks beside the settings of every job: the reference model's part, how the
 completions of a step are generated, and vLLM's share of the card.
 
 No step of generation is traced here: each token that a group of completions grows by reads all weights once, so what a
@@ -53,12 +53,12 @@ class TrlChoice:
 
     @property
     def levers(self) -> int:
-        """How many of its switches are on."""
+        """The number of its switches that are on."""
         return self.precomputed + self.sleeps
 
     @property
     def passes(self) -> int:
-        """How often a step's completions grow from first to last token, one group of them after the other."""
+        """The number of times that a step's completions grow from first to last token, one group after the other."""
         return self.generations * self.waves
 
     def fields(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ NO_TRL = TrlChoice()  # of other tasks
 
 @dataclass(frozen=True, kw_only=True)
 class TrlSpace:
-    """What TRL's trainer of a task leaves open.
+    """The settings that TRL's trainer of a task leaves open.
 
     Attributes:
         task: of TRL_TASKS.
@@ -121,7 +121,7 @@ class TrlSpace:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether a reference model is beside the trained one, unless its part is computed before."""
+        """True if a reference model is beside the trained one, unless its part is computed before."""
         needed = self.setting("beta") if self.row.generates else self.row.reference
         return bool(needed) and self.method == "full"
 
@@ -199,7 +199,7 @@ class TrlSpace:
 
     @property
     def colocates(self) -> bool:
-        """Whether vLLM shares the card."""
+        """True if vLLM shares the card."""
         return self.row.generates and colocates(self.fixed)
 
     def whole_batch(self, batch: int | None, usual: int) -> int | None:

@@ -49,7 +49,7 @@ _FIRST = (Clip(8, 224, 1), Clip(75, 224, 2))  # the clips that the line is drawn
 
 @dataclass(frozen=True)
 class Given:
-    """What stays as it is: frames, height × width of a frame, the micro-batch; None for what is to be chosen."""
+    """Limits that stay: frames, height × width of a frame, the micro-batch; None for what is to be chosen."""
 
     max_frames: int | None = None
     max_pixels_per_frame: int | None = None
@@ -116,7 +116,7 @@ def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a tier is chosen for.
+    """The wishes and limits that a tier is chosen for.
 
     Attributes:
         effective_batch_size: samples of an optimizer step.

@@ -83,12 +83,12 @@ def build_preset(name: str, method: str, hardware: Hardware | None = None) -> Pr
 
 
 def is_chosen(name: str, method: str) -> bool:
-    """Whether the table names the reference model: otherwise `make estimates` finds it."""
+    """True if the table names the reference model: otherwise `make estimates` finds it."""
     return "model" in _resolve(name, method)
 
 
 def _models(name: str) -> str:
-    """What a preset is predicted to fit, of every method, in a sentence."""
+    """The models that a preset is predicted to fit, of every method, in a sentence."""
     verbs = {"full": "full fine-tuning of", "lora": "LoRA of", "qlora": "QLoRA of"}
     found = []
     for method in METHODS:

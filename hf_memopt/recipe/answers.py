@@ -1,4 +1,4 @@
-"""What recipes/sft.py adds to the other recipes: TRL's arguments, rows in TRL's forms, which tokens the loss is on."""
+"""The part of recipes/sft.py that other recipes lack: TRL's arguments, rows in TRL's forms, tokens of the loss."""
 
 import logging
 from dataclasses import dataclass, field

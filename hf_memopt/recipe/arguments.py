@@ -19,7 +19,7 @@ _BATCH = ("effective_batch_size", "per_device_train_batch_size", "gradient_accum
 
 @dataclass
 class RecipeArguments:
-    """What TrainingArguments has no word for: the preset, the model, the data."""
+    """Arguments that TrainingArguments has no word for: the preset, the model, the data."""
 
     preset: str = field(
         default="auto",

@@ -38,7 +38,7 @@ class Planned:
 
 
 def plans_here(preset_name: str) -> bool:
-    """Whether a recipe plans: one process, no launcher. A launcher has already said how several share the work."""
+    """True if a recipe plans: one process, no launcher. A launcher has already said how several share the work."""
     return preset_name == "auto" and world_size() == 1 and launched_strategy() is None
 
 
@@ -100,7 +100,7 @@ def _pick_profile(profiles, name: str, memory: int) -> Planned:
 
 
 def _host_memory(device) -> HostMemory | None:
-    """What is free on the host, beside a device with memory of its own."""
+    """The free memory of the host, beside a device with memory of its own."""
     return own_host_memory(1) if device.discrete_memory else None
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed asks about the CPU whenever it loads an operator, answered at once."""
+"""Facts about the CPU that DeepSpeed asks for whenever it loads an operator, answered at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -56,7 +56,7 @@ _LOADING = (
 
 @dataclass
 class Job:
-    """What a recipe works on.
+    """The job that a recipe works on.
 
     Attributes:
         recipe: its own arguments.
@@ -92,7 +92,7 @@ class Job:
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the weights start random, from an architecture alone."""
+        """True if the weights start random, from an architecture alone."""
         return self.recipe.config_name is not None
 
     @property
@@ -184,7 +184,7 @@ def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
-    """What a video profile changes of the preset where the user did not.
+    """The changes of a video profile to the preset where the user made none.
 
     Args:
         preset: as it was before.
@@ -214,7 +214,7 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
 
 
 def _needs_deepspeed_now(job: Job) -> bool:
-    """Whether a job on CPUs needs DeepSpeed's communication before its model, which accelerate starts for accelerators
+    """True if a job on CPUs needs DeepSpeed's communication before its model, which accelerate starts for accelerators
     only (accelerate 1.15, PartialState): Ulysses does, and ZeRO-3 under torchrun, where every process would take
     itself for the only one while it loads."""
     if job.args.deepspeed_plugin is None:

@@ -43,7 +43,7 @@ def keep_samples_apart(trainer) -> None:
 
 @torch.no_grad()
 def _depends_on_the_sample_before(trainer) -> bool:
-    """Whether a sample's logits change with the sample in front of it, in a batch as the collator makes it."""
+    """True if a sample's logits change with the sample in front of it, in a batch as the collator makes it."""
     model, training = trainer.model, trainer.model.training
     device = model.get_input_embeddings().weight.device
     device = next(model.parameters()).device if device.type == "meta" else device

@@ -31,7 +31,7 @@ _DISK_SPARE = 1.05
 
 @dataclass(frozen=True)
 class Launch:
-    """What the checks look at.
+    """Facts that the checks look at.
 
     Attributes:
         world_size, per_host: processes, and those of them on this machine.

@@ -1,4 +1,4 @@
-"""What recipes/grpo.py adds to the other recipes: TRL's arguments, prompts with known answers, rewards for them."""
+"""The part of recipes/grpo.py that other recipes lack: TRL's arguments, prompts with answers, rewards for them."""
 
 import logging
 import random

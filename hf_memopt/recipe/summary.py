@@ -1,4 +1,4 @@
-"""What a recipe prints and writes: the job before it starts; memory, loss and samples when it ends."""
+"""Output of a recipe: the job before it starts; memory, loss and samples when it ends."""
 
 import contextlib
 import logging

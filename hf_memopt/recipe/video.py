@@ -1,4 +1,4 @@
-"""What the video recipe asks for beside the others, its samples, and what it tells of them."""
+"""The video recipe's own arguments, its samples, and its answers about them."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -129,7 +129,7 @@ class VideoArguments(RecipeArguments):
 
     @classmethod
     def profile_of(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What the profile that was asked for sets; the balanced one where none was.
+        """The settings of the profile that was asked for; the balanced one where none was.
 
         Raises:
             InputError: an unknown profile.
@@ -246,7 +246,7 @@ def _folder(given: str | None, source: str) -> Path:
 
 
 def _holds_files(rows) -> bool:
-    """Whether the rows are as large as their media, so that reading all of them takes long."""
+    """True if the rows are as large as their media, so that reading all of them takes long."""
     from datasets import Image, List, Video
 
     inner = (kind.feature if isinstance(kind, List) else kind for kind in rows.features.values())
@@ -278,7 +278,7 @@ def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:
 
 
 def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple[str, ...]) -> list[tuple[str, str]]:
-    """What the largest sample takes on its way: frames or patches, tokens, bytes."""
+    """The sizes of the largest sample on its way: frames or patches, tokens, bytes."""
     pixels = [
         part
         for name, value in sample.items()
@@ -328,7 +328,7 @@ def show_answers(job: Job, trainer) -> None:
 
 
 def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) -> tuple[str, str]:
-    """What a model says to a sample's first question, and what the sample says to it."""
+    """Return what a model says to a sample's first question, and what the sample says to it."""
     labels = sample["labels"]
     first = int((labels != IGNORED).nonzero()[0])
     prompt = {name: value[:first] if name in TOKENS else value for name, value in sample.items()}

@@ -80,7 +80,7 @@ _HARMLESS_PREFIXES = ("adam_", "dataloader_", "hub_", "logging_", "save_", "warm
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the command line, the file and a profile that was named decide.
+    """The decisions of the command line, the file and a profile that was named.
 
     Attributes:
         given: frames, pixels and micro-batch of it.
@@ -360,7 +360,7 @@ def _longest(job: Job) -> float:
 
 
 def _as_shipped(job: Job, parsed: Parsed) -> bool:
-    """Whether nothing that was given takes memory, besides the batch: the file's rows hold."""
+    """True if nothing that was given takes memory, besides the batch: the file's rows hold."""
     recipe = job.recipe
     usual = recipe.freeze_vision and not recipe.freeze_projector and recipe.dtype is None
     plain = not (parsed.lora or parsed.quantization or parsed.memory.levers() or recipe.attn_implementation)
@@ -374,7 +374,7 @@ def _harmless(field: str) -> bool:
 
 
 def _sizes(config) -> tuple:
-    """What the shapes of a model's weights follow from."""
+    """The sizes that the shapes of a model's weights follow from."""
     text, vision = config.get_text_config(), config.vision_config
     return (
         config.model_type,

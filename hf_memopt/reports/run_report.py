@@ -123,7 +123,7 @@ def compare_page(runs: list[Run]) -> str:
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """What runs are compared by: seconds, bytes, tokens a second, losses, event counts; None where unknown."""
+    """The figures by which runs are compared: seconds, bytes, tokens/s, losses, event counts; None where unknown."""
     report, measured = run.report, run.report.get("measured", {})
     estimate = report.get("estimate_of_measured_batch") or report.get("estimate") or {}
     losses = report.get("held_out_loss", {})
@@ -145,7 +145,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def _training_seconds(run: Run) -> float | None:
-    """What the Trainer measured; of a run that wrote no report, the time that its readings span."""
+    """The seconds that the Trainer measured; of a run that wrote no report, the time that its readings span."""
     if seconds := run.report.get("train_seconds"):
         return seconds
     return run.readings[-1]["time"] - run.readings[0]["time"] if len(run.readings) > 1 else None
@@ -266,7 +266,7 @@ def _chart_by_phase(report: dict[str, Any], estimate: dict[str, Any]):
 
 
 def _counts_tensors(report: dict[str, Any]) -> bool:
-    """Whether readings are of tensors; on a CPU they are resident memory."""
+    """True if readings are of tensors; on a CPU they are resident memory."""
     return "peak_reserved_bytes" in report.get("measured", {})
 
 

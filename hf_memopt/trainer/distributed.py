@@ -50,7 +50,7 @@ class Peers:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only process."""
+        """True if this is the only process."""
         return self.size <= 1 or not distributed.is_initialized()
 
     def smallest(self, elements: int | None) -> int | None:

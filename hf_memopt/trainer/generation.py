@@ -42,7 +42,7 @@ class GenerationRecovery:
         return _join(groups)
 
     def _splits_generation(self, images, multimodal_fields) -> bool:
-        """Whether prompts may be completed in groups: each process by itself, by transformers' generate(), in
+        """True if prompts may be completed in groups: each process by itself, by transformers' generate(), in
         code that keeps nothing between two calls."""
         own = defined_by_user(type(self), "_generate_single_turn"), getattr(self, "rollout_func", None)
         engines = (self.use_vllm, getattr(self, "use_transformers_continuous_batching", False), *own)

@@ -55,7 +55,7 @@ def check_intact(checkpoint: Path, save_only_model: bool = False) -> None:
 
 
 def checkpoint_fault(checkpoint: Path, save_only_model: bool = False) -> str:
-    """What is missing, truncated or changed in a checkpoint; "" where it is intact.
+    """Name what is missing, truncated or changed in a checkpoint; "" where it is intact.
 
     A checkpoint of plain Trainer has no manifest, so its files are opened instead.
     """

@@ -173,7 +173,7 @@ class _StopAtStepEnd(TrainerCallback):
         return f"{nothing}{'saved as' if saved else 'the newest checkpoint is'} {checkpoint}"
 
     def _saves(self) -> bool:
-        """Whether the user wants checkpoints at all."""
+        """True if the user wants checkpoints at all."""
         return self.trainer.args.save_strategy != "no"
 
     def _leave(self, control) -> None:

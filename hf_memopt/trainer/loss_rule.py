@@ -32,7 +32,7 @@ _COARSE = 1e-2  # half precision, TF32
 
 
 class LossRule(StrEnum):
-    """What the loss of a micro-batch is of its samples' losses."""
+    """The relation of a micro-batch's loss to its samples' losses."""
 
     SUM = "a sum over labels, divided by num_items_in_batch of the whole step"  # losses of chunks add up
     LABELS = "a mean over labels"  # not -100, shifted
@@ -74,7 +74,7 @@ DECLARED = {"sample_mean": (LossRule.SAMPLES,), "token_mean": (LossRule.SUM, Los
 
 
 def known_mean(trainer) -> LossRule | None:
-    """What the mean of transformers' or TRL's own loss is over; None where the loss is no such mean."""
+    """The mean of transformers' or TRL's own loss: what it is over; None where the loss is no such mean."""
     kind = trl_trainer(trainer)
     if kind is not None:
         return LossRule.LABELS if kind.__name__ == "SFTTrainer" else LossRule.SAMPLES
@@ -92,7 +92,7 @@ def known_mean(trainer) -> LossRule | None:
 
 
 def _takes_items(trainer) -> bool:
-    """Whether a known loss divides by num_items_in_batch: transformers' loss functions do, losses within forward()
+    """True if a known loss divides by num_items_in_batch: transformers' loss functions do, losses within forward()
     do not."""
     forward = type(inner_model(trainer.accelerator.unwrap_model(trainer.model))).forward
     of_trainer = trl_trainer(trainer) is not None or trainer.label_smoother is not None

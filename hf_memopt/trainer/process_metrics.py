@@ -16,7 +16,7 @@ _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 
 
 def gathers_metrics_alone(kind: type) -> bool:
-    """Whether one of TRL's trainers gathers metrics and nothing that its loss depends on."""
+    """True if one of TRL's trainers gathers metrics and nothing that its loss depends on."""
     return kind.__name__ in _TRAINERS
 
 

@@ -64,22 +64,22 @@ class StepRunner:
 
     @property
     def recovers(self) -> bool:
-        """Whether a micro-batch that failed may run again."""
+        """True if a micro-batch that failed may run again."""
         return self._recoverability.repeats
 
     @property
     def splits(self) -> bool:
-        """Whether a micro-batch may run in chunks."""
+        """True if a micro-batch may run in chunks."""
         return self._recoverability.splits
 
     @property
     def own_loss(self) -> bool:
-        """Whether the loss, the model or a hook is a user's own."""
+        """True if the loss, the model or a hook is a user's own."""
         return self._recoverability.own_loss
 
     @property
     def resume_state(self) -> StepState | None:
-        """What the step after the last finished one starts from, where that is known."""
+        """The state that the step after the last finished one starts from, where that is known."""
         return self.resume_states.get(self._trainer.state.global_step)
 
     def remember_state(self, ahead: int = 0) -> StepState:
@@ -258,7 +258,7 @@ class StepRunner:
     # ---- after a failure
 
     def _splitting_failed(self, error: Exception) -> bool:
-        """Whether a chunk failed for another reason than memory: the model does not accept parts of this batch (image
+        """True if a chunk failed for another reason than memory: the model does not accept parts of this batch (image
         patches that belong to other samples). The micro-batch then runs whole."""
         micro, samples = self.running
         if samples >= micro.samples or self._rule is None or self._trainer.args.world_size > 1:

@@ -32,7 +32,7 @@ class Updates(TrainerCallback):
 
     @property
     def running(self) -> bool:
-        """Whether an update has begun and not ended."""
+        """True if an update has begun and not ended."""
         return self._lock is not None and self._lock.locked()
 
     @contextmanager

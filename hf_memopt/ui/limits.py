@@ -1,4 +1,4 @@
-"""What a question may cost, and what strangers may ask on a public instance."""
+"""Limits of a question's cost, and of what strangers may ask on a public instance."""
 
 import re
 from dataclasses import dataclass

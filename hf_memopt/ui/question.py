@@ -8,7 +8,7 @@ from hf_memopt.errors import InputError, brief
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a form asks.
+    """A form's question.
 
     Attributes:
         model: as `estimate` takes it.

@@ -1,4 +1,4 @@
-"""What a page's server takes: questions alone. gradio would store uploads of any size from anybody."""
+"""Requests that a page's server takes: questions alone. gradio would store uploads of any size from anybody."""
 
 from starlette.responses import PlainTextResponse
 

@@ -15,7 +15,7 @@ def show_error(sentence: str) -> str:
 
 
 def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
-    """What estimate answers.
+    """Show the answer of estimate.
 
     Args:
         estimate: its JSON.
@@ -72,7 +72,7 @@ def _changes(levers: list[dict[str, Any]]) -> str:
 
 
 def show_plan(plan: dict[str, Any]) -> str:
-    """What plan answers, from its JSON."""
+    """Show the answer of plan, from its JSON."""
     if not plan["profiles"]:
         missing = plan.get("missing_bytes")
         more = f"; {size(missing)} are missing" if missing else ""

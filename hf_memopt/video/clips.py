@@ -97,7 +97,7 @@ def read_clip(source: VideoSource, limits: FrameLimits) -> Clip:
 
 @dataclass(frozen=True)
 class ClipOutline:
-    """What read_clip() would return, from the file's header.
+    """The outline of what read_clip() would return, from the file's header.
 
     Attributes:
         frames: that would be chosen.

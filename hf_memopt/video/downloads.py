@@ -21,7 +21,7 @@ _MIB = 2**20
 
 
 def is_url(source) -> bool:
-    """Whether a source is an http(s) address."""
+    """True if a source is an http(s) address."""
     return isinstance(source, str) and source.lower().startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 

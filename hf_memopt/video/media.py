@@ -34,7 +34,7 @@ _CHANNELS = 3
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sample may take.
+    """Limits of a sample.
 
     Attributes:
         max_frames: of a video; None for no limit.

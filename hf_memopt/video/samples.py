@@ -32,7 +32,7 @@ class VideoSamples(torch.utils.data.Dataset):
         return len(self.rows)
 
     def where(self, index: int) -> Place | str:
-        """What messages call a row."""
+        """Name a row as messages do."""
         source, _, kind = self.name.rpartition(": ")
         number = row_number(getattr(self.rows, "_indices", None), index)
         return Place(source, number, kind=kind) if source else f"{kind} {number}"
@@ -92,7 +92,7 @@ class VideoSamples(torch.utils.data.Dataset):
             return None
 
     def outline(self, index: int) -> dict[str, torch.Tensor]:
-        """What `self[index]` is, from the files' headers: its pixels are on the meta device."""
+        """The outline of `self[index]`, from the files' headers: its pixels are on the meta device."""
         return self._make(outline_encoder(self.encode), index)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

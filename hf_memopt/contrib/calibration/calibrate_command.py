@@ -97,7 +97,7 @@ def _print(session: Session, target) -> None:
 
 
 def _checks(found: dict[str, dict]) -> Iterator[str]:
-    """What of the settings did not do what the package takes for granted, and what the figures suffer from."""
+    """The settings that did not do what the package takes for granted, and what the figures suffer from."""
     attention, allocator, context = (found.get(name, {}) for name in ("attention", "allocator", "context"))
     if attention.get("chosen") != attention.get("ran"):
         yield f"problem: attention {attention['chosen']} was chosen and {attention['ran']} ran"
@@ -108,7 +108,7 @@ def _checks(found: dict[str, dict]) -> Iterator[str]:
 
 
 def _before(session: Session, name: str) -> str:
-    """What was assumed; of rates that are stored as they are, what the catalog and an assumed share of it give."""
+    """The value assumed before; of rates that are stored as they are, from the catalog and an assumed share of it."""
     device = session.device
     if any(row.name == name for row in TABLE):
         return show_value(name, assumed(name, device).value)

@@ -128,7 +128,7 @@ def seconds_per_call(function, times: int = 20) -> float:
 
 
 def attention(setting: Setting) -> dict[str, str]:
-    """What resolve_attention() chooses, and that a model trains with it."""
+    """The implementation that resolve_attention() chooses, after a model has trained with it."""
     from hf_memopt.hardware import detect, resolve_attention
 
     chosen = resolve_attention(detect())

@@ -1,4 +1,4 @@
-"""What calibrate measures, in which order, and the constants that follow from it."""
+"""The measurements of calibrate, in their order, and the constants that follow from them."""
 
 import dataclasses
 import functools
@@ -112,7 +112,7 @@ def _predict(setting: Setting, device: dict[str, Any]) -> dict:
 
 
 def constants_from(found: dict[str, dict], device: Hardware) -> dict[str, float]:
-    """What predictions take from the measurements so far; a figure beyond MEASURABLE's bounds is left out."""
+    """The constants that the measurements so far give predictions; a figure beyond MEASURABLE's bounds is left out."""
     context, rates = (_measured(found, name) for name in ("context", "rates"))
     matmuls = rates.get("matmul_flops_per_second", {})
     steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(found).values()]

@@ -16,7 +16,7 @@ TAIL = 1500  # characters of a failed measurement's output that are kept
 
 
 class Skip(Exception):
-    """What cannot be measured on this machine; the message says what is missing."""
+    """Something cannot be measured on this machine; the message says what is missing."""
 
 
 class Processes:
@@ -38,7 +38,7 @@ class Processes:
             self.context.set_forkserver_preload([preload])
 
     def run(self, function: Callable[[], dict], limit: float, env: dict[str, str] | None = None) -> dict:
-        """What a function returned, with `outcome`: measured; or skipped or failed, with `reason`.
+        """Return what a function returned, with `outcome`: measured; or skipped or failed, with `reason`.
 
         Args:
             function: can be pickled; what it returns can be written as JSON.

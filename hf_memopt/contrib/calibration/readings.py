@@ -1,4 +1,4 @@
-"""What a device, its allocator and its driver say of memory, also before CUDA has started."""
+"""Memory as a device, its allocator and its driver report it, also before CUDA has started."""
 
 import os
 from contextlib import contextmanager
@@ -74,7 +74,7 @@ def synchronize() -> None:
 
 @contextmanager
 def peaks():
-    """What the block took at most: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
+    """The block's peaks: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
 
     On MPS reserved bytes alone. On a CPU allocated bytes alone: the peak of what the block itself allocates, by the
     profiler's events.

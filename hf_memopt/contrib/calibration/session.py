@@ -70,7 +70,7 @@ class Session:
         return device, answer["versions"]
 
     def _earlier(self) -> dict[str, dict]:
-        """What earlier calls measured; nothing where their file is damaged or of another kind."""
+        """The measurements of earlier calls; nothing where their file is damaged or of another kind."""
         if self._path is None or not is_there(self._path):
             return {}
         try:

@@ -283,7 +283,7 @@ def train(setting: Setting) -> dict[str, Any]:
 
 
 def predict(setting: Setting, device) -> dict[str, Any]:
-    """What the estimator and the cost model say of a setting on a device; needs neither card nor weights.
+    """Predict a setting on a device with the estimator and the cost model; this needs neither card nor weights.
 
     Args:
         device: a hardware.Hardware.

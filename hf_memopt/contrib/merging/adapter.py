@@ -67,7 +67,7 @@ def check_adapter(folder: Path) -> dict:
 
 
 class Adapted:
-    """What an adapter changes.
+    """The changes that an adapter makes.
 
     Args:
         model: the base model on the meta device, which peft puts the adapter's layers into.

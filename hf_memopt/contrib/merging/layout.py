@@ -102,7 +102,7 @@ def _make_output(base, skeleton, adapted, dtype, name: str, parameter: str | Non
 
 
 def _is_untied(adapted: Adapted, tied: Mapping[str, str]) -> bool:
-    """Whether training made embedding and head, which share a weight, two different ones.
+    """True if training made embedding and head, which share a weight, two different ones.
 
     Raises:
         InputError: LoRA on such a weight, which peft trains in one of its uses and merges into both.

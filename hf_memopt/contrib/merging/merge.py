@@ -79,7 +79,7 @@ class MergeOptions:
 
 @dataclass
 class MergeResult:
-    """What was written.
+    """The checkpoint that was written.
 
     Attributes:
         directory: where.

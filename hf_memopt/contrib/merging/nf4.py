@@ -1,4 +1,4 @@
-"""What bitsandbytes' 4 bits make of a weight: the model that QLoRA trains on is the rounded one."""
+"""Weights as bitsandbytes' 4 bits round them: the model that QLoRA trains on is the rounded one."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Rounding:
     modules: Collection[str]
 
     def applies_to(self, parameter: str | None) -> bool:
-        """Whether training would have quantized a parameter."""
+        """True if training would have quantized a parameter."""
         module, _, last = (parameter or "").rpartition(".")
         return last == "weight" and module in self.modules
 

@@ -8,7 +8,7 @@ import torch
 
 
 def find_int8_kernels(accelerator: bool) -> dict:
-    """What stands for bitsandbytes' operators: those of bitsandbytes/backends/cuda/ops.py on an accelerator, those of
+    """Stand-ins for bitsandbytes' operators: those of bitsandbytes/backends/cuda/ops.py on an accelerator, those of
     backends/default/ops.py on a CPU."""
     ops = torch.ops.bitsandbytes
     return {

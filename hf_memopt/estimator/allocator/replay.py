@@ -129,7 +129,7 @@ class _Naming:
         return [(number, copy) for copy in range(self._added + 1)]
 
     def _of_neighbour(self, number: int, owner: int | None, copy: int, block: range) -> tuple[int, int]:
-        """What a layer of the block frees of the layers beside it: except at the block's ends that belongs to the copy
+        """Find what a layer of the block frees of its neighbours: except at the block's ends that belongs to the copy
         before or after."""
         if owner is not None and _stack(owner) == _stack(block[0]):
             step = -1 if owner < block[0] else 1

@@ -1,4 +1,4 @@
-"""What an accelerator's operators do otherwise than the CPU's, for its jobs, which are traced on the CPU.
+"""Operators as accelerators run them, for jobs of accelerators, which are traced on the CPU.
 
 Registered with torch.library for the CPU while a trace lasts. torch keeps the names of its operators compatible, so
 none needs a row in the table.

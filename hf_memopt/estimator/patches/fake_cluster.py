@@ -79,7 +79,7 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _own_world(kind: type):
-    """What c10d finds its groups through, with registries of its own: destroy_process_group() clears those that all
+    """The state through which c10d finds its groups, of its own: destroy_process_group() clears registries that all
     worlds share, real groups included."""
     properties = {name: value.fget for name, value in vars(kind).items() if isinstance(value, property)}
     own: dict = {name: {} for name, get in properties.items() if get_origin(get.__annotations__["return"]) is dict}

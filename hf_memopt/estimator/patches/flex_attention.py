@@ -18,7 +18,7 @@ _BLOCK = 128  # tokens: flex_attention._DEFAULT_SPARSE_BLOCK_SIZE
 
 
 def runs_flex(device: Hardware) -> bool:
-    """Whether attention patterns use flex attention on a device (attention_pattern.uses_flex)."""
+    """True if attention patterns use flex attention on a device (attention_pattern.uses_flex)."""
     return device.backend in ("cuda", "rocm")
 
 

@@ -25,7 +25,7 @@ _MULTIPROCESSORS = 132  # of an H100 (NVIDIA's data sheet); a norm's backward ke
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """What apply_liger_kernel_to_… replaces in a model type, by default.
+    """The parts of a model type that apply_liger_kernel_to_… replaces by default.
 
     Attributes:
         norms: names of the RMSNorms that are replaced.
@@ -106,7 +106,7 @@ def check_liger(fields: dict, device: Hardware) -> None:
 
 
 def describe_liger(model_type: str) -> str:
-    """What of Liger an estimate of a model counts."""
+    """The parts of Liger that an estimate of a model counts."""
     if model_type in _UNMODELED:
         return f"traced without Liger's kernels, which usually need less: those for {model_type} are not modelled"
     if model_type not in _MODELED:

@@ -7,7 +7,7 @@ from hf_memopt.levers.weight_streaming import LanesAtOnce
 
 
 def counted_lanes(ledger: Ledger) -> LanesAtOnce:
-    """What copies for levers.activation_offload and levers.weight_streaming."""
+    """The copies for levers.activation_offload and levers.weight_streaming, counted."""
 
     class CountedLanes(LanesAtOnce):
         def buffer(self, size):

@@ -96,7 +96,7 @@ class _Fork:
 
 
 def _work(function: Callable[[Any], Any], items: Sequence, share: list[int], answer, parent: int) -> None:
-    """What a fork does. It lacks the parent's threads, for which torch's kernels would wait forever."""
+    """The work of a fork. It lacks the parent's threads, for which torch's kernels would wait forever."""
     import torch
 
     die_with(parent)

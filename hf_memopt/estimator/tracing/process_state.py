@@ -74,7 +74,7 @@ _frozen = False
 
 
 def _froze_itself() -> bool:
-    """Whether this process has frozen objects: asked only until it has, for Python counts them one by one (0.1 s)."""
+    """True if this process has frozen objects: asked only until it has, for Python counts them one by one (0.1 s)."""
     global _frozen
     _frozen = _frozen or gc.get_freeze_count() > 0
     return _frozen

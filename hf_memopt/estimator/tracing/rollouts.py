@@ -22,7 +22,7 @@ from hf_memopt.estimator.patches.replacement import replaced
 
 
 def generates(trainer) -> bool:
-    """Whether a trainer generates the completions that it trains on, as TRL's GRPO and RLOO do (TRL 1.16)."""
+    """True if a trainer generates the completions that it trains on, as TRL's GRPO and RLOO do (TRL 1.16)."""
     return hasattr(trainer, "_generate_and_score_completions")
 
 

@@ -1,4 +1,4 @@
-"""What a model is trained for: the class that transformers builds for a task, and the tensors of a batch."""
+"""Tasks that models train for: the class that transformers builds for each, and the tensors of a batch."""
 
 import copy
 import inspect
@@ -14,7 +14,7 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
 
 @dataclass(frozen=True)
 class Batch:
-    """What decides the tensors of a micro-batch.
+    """A micro-batch's sizes, which decide its tensors.
 
     Attributes:
         config: the model's.
@@ -147,7 +147,7 @@ def _known_tasks(config) -> str:
 
 
 def infer_task(config) -> str:
-    """What a configuration's model is trained for: the checkpoint's own task, else the usual one of its model type.
+    """The task of a configuration's model: the checkpoint's own, else the usual one of its model type.
 
     Raises:
         InputError: the model type has no head that a Trainer could train.

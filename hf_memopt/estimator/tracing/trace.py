@@ -47,7 +47,7 @@ from hf_memopt.presets.trl_configs import trl_trainer
 
 @dataclasses.dataclass(frozen=True)
 class TracedJob:
-    """What is traced.
+    """A job to trace.
 
     Attributes:
         make_model: builds the model; called under the fake tensor mode.
@@ -97,7 +97,7 @@ class TracedJob:
 
     @property
     def accelerator(self) -> bool:
-        """Whether memory is counted as an accelerator's allocator does."""
+        """True if memory is counted as an accelerator's allocator does."""
         return self.backend != "cpu"
 
 
@@ -189,7 +189,7 @@ def loaded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unquantized_experts(model: torch.nn.Module) -> bool:
-    """Whether a quantized model's experts stayed in 16 bits: most methods quantize linear layers only, and
+    """True if a quantized model's experts stayed in 16 bits: most methods quantize linear layers only, and
     transformers 5 keeps a layer's experts in one 3-dimensional tensor."""
     experts = (weight for weight in model.parameters() if weight.dim() == 3)
     largest = max(experts, key=torch.Tensor.numel, default=None)  # the others may be scales
@@ -242,7 +242,7 @@ def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels(job: TracedJob):
-    """What stands for kernels that the job asks for by name."""
+    """Replace kernels that the job asks for by name."""
     with contextlib.ExitStack() as stack:
         if any(map(flash_attention, job.attention)):
             stack.enter_context(counted_flash_attention(job.capability, job.padded, job.attention))
@@ -331,7 +331,7 @@ def _inputs_on_host(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContex
 
 
 def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
-    """What Trainer.evaluate does to memory: forward without gradients, and logits that wait for the metrics."""
+    """Evaluate as Trainer.evaluate uses memory: forward without gradients, and logits that wait for the metrics."""
     ledger.begin("eval", "activations")
     size = trainer.args.per_device_eval_batch_size
     if job.inputs is not None:
