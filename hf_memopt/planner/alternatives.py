@@ -109,14 +109,14 @@ def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -
         fastest = min(chosen, key=search.seconds.__getitem__)
         best = fitting[0]  # the preferred variant, which lost, not the fastest with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
-    least = min(members, key=search.needs)
-    about = "" if search.estimates.get(least) else "about "
-    if search.needs(least) > budget:
-        return f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}"
-    least = min((one for one in members if search.needs(one) <= budget), key=search.host_bytes)
+    smallest = min(members, key=search.needs)
+    about = "" if search.estimates.get(smallest) else "about "
+    if search.needs(smallest) > budget:
+        return f"needs at least {about}{gib(int(search.needs(smallest)))}, of {gib(budget)}"
+    smallest = min((choice for choice in members if search.needs(choice) <= budget), key=search.host_bytes)
     host = spec.host_memory
     return (
-        f"needs about {gib(search.host_bytes(least))} of host memory for each process, of {gib(host.bytes)} "
+        f"needs about {gib(search.host_bytes(smallest))} of host memory for each process, of {gib(host.bytes)} "
         f"({host.source}; --host-memory sets the limit)"
     )
 

@@ -128,8 +128,8 @@ class CardChoice:
 
     def fastest(self, method: str) -> Fit | None:
         """Of the cards with known speeds."""
-        known = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
-        return max(known, key=lambda fit: fit.tokens_per_second, default=None)
+        timed = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
+        return max(timed, key=lambda fit: fit.tokens_per_second, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as one JSON object."""

@@ -48,8 +48,8 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
         if checkpointed:
             checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": False}
         dropped = ("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config")
-        kept = {name: value for name, value in job.fields.items() if name not in dropped}
-        return dataclasses.replace(job, fields={**kept, **checkpointing})
+        fields = {name: value for name, value in job.fields.items() if name not in dropped}
+        return dataclasses.replace(job, fields={**fields, **checkpointing})
 
     return baselines(build, {choice.checkpointed for choice in choices}, fewest_samples(spec))
 
@@ -63,8 +63,8 @@ def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
 def smallest_choices(choices: list[Choice]) -> list[Choice]:
     """Those with the fewest samples and the most layers checkpointed: the others need more."""
     fewest = min((choice.micro_batch for choice in choices), default=0)
-    most = max((choice.checkpointed for choice in choices), default=0)
-    return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, most)]
+    checkpointed = max((choice.checkpointed for choice in choices), default=0)
+    return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, checkpointed)]
 
 
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
@@ -91,8 +91,8 @@ def _with_shares(spec: JobSpec, choices: list[Choice], sketch: Sketch) -> list[C
     Raises:
         InputError: no share holds the weights.
     """
-    weights, space = engine_weights(sketch.job, sketch.kept[0].peaks), trl_space(spec)
-    shared = [one for choice in choices for one in space.with_shares(choice, sketch.job, weights)]
+    weights, space = engine_weights(sketch.job, sketch.plain[0].peaks), trl_space(spec)
+    shared = [with_share for choice in choices for with_share in space.with_shares(choice, sketch.job, weights)]
     if not shared:
         raise InputError(
             f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "

@@ -85,7 +85,7 @@ class Choice:
 
     @property
     def levers(self) -> int:
-        """The number of memory features that are on: of equally fast choices the one with fewest wins."""
+        """The number of memory features that are on: of equally fast choices the one with fewest is chosen."""
         switches = (
             self.checkpointed > 0,
             self.inputs_offloaded,

@@ -165,7 +165,7 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
         method = [*searches][-1]
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
     # Of methods whose usual profiles use host memory, one that has a safe profile without it.
-    best = min(plans, key=lambda one: (bool(one.usual.choice.offloads), bool(one.profiles[0].choice.offloads)))
+    best = min(plans, key=lambda plan: (bool(plan.usual.choice.offloads), bool(plan.profiles[0].choice.offloads)))
     spec, search = searches[best.spec.preset.method]
     made = _plan_of(spec, search, best.profiles, rejected)
     beside = _methods(asked, methods, searches, made.usual, say) if len(methods) > 1 else []
@@ -188,7 +188,7 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         searches: method -> its JobSpec and Search.
         rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
     """
-    resident = [replace(one, settings=f"{one.settings}, all weights on the device") for one in rejected]
+    resident = [replace(reason, settings=f"{reason.settings}, all weights on the device") for reason in rejected]
     specs = filter(None, (streaming_spec(spec) for spec, _ in searches.values()))
     tried = [(spec, lacks_memory(spec)) for spec in specs]
     resident += [Rejected(_streamed_method(spec), reason) for spec, reason in tried if reason]
@@ -231,15 +231,15 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     """
     certain = search is None and _far_too_large(spec)  # which no estimate would change
     search = start_search(spec, say, smallest=True) if certain else search
-    least = search and (search.one_sample("none") if certain else search.smallest())
-    if least is None:
+    smallest = search and (search.one_sample("none") if certain else search.smallest())
+    if smallest is None:
         return Plan(spec, [], rejected)
-    estimate, budget = search.estimates.get(least), spec.memory_budget
+    estimate, budget = search.estimates.get(smallest), spec.memory_budget
     if estimate and estimate.device_bytes <= budget:
-        wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
-        return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [wanted])
-    nearest = [*nearest, *nearest_changes(spec, search, least, say)]
-    return Plan(spec, [], rejected, int(search.needs(least)) - budget, nearest)
+        change = f"--host-memory {-(-estimate.host_bytes // GIB)}"
+        return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [change])
+    nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
+    return Plan(spec, [], rejected, int(search.needs(smallest)) - budget, nearest)
 
 
 def _safe_left_out(profiles: list[Profile]) -> list[Rejected]:
@@ -304,19 +304,19 @@ def _budget(spec: JobSpec) -> str:
     return f"{budget / spec.memory:.0%} of {spec.preset.hardware.label} is {gib(budget)}"
 
 
-def _too_large(spec: JobSpec, search: Search | None, least: Choice | None) -> Rejected:
+def _too_large(spec: JobSpec, search: Search | None, smallest: Choice | None) -> Rejected:
     """Why a method does not fit at all."""
     method = _METHODS[spec.preset.method]
-    if least is None:
+    if smallest is None:
         return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
-    estimate, budget = search.estimates[least], spec.memory_budget
+    estimate, budget = search.estimates[smallest], spec.memory_budget
     if estimate.device_bytes <= budget:
         reason = (
             f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(spec.host_memory.bytes)} may be "
             f"used ({spec.host_memory.source})"
         )
-        return Rejected(method, f"{method} needs {reason} ({summarize(least)}); --host-memory sets the limit")
+        return Rejected(method, f"{method} needs {reason} ({summarize(smallest)}); --host-memory sets the limit")
     return Rejected(
         method,
-        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(least)}), and {_budget(spec)}",
+        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(smallest)}), and {_budget(spec)}",
     )

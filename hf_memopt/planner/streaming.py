@@ -98,4 +98,4 @@ def _fitting(spec: JobSpec, search: Search) -> list:
     """Choices that fit the device by their sketches and lack host memory, from the one that needs the least of it."""
     fitting = [choice for choice in search.short_of_host if search.needs(choice) <= spec.memory_budget]
     # Of larger micro-batches sketches say too little, and what is proposed must be sure to fit.
-    return sorted(fitting, key=lambda one: (search.host_bytes(one), one.approximations, search.needs(one)))
+    return sorted(fitting, key=lambda c: (search.host_bytes(c), c.approximations, search.needs(c)))

@@ -136,8 +136,8 @@ class TrlSpace:
             return
         if not self.row.generates:
             for precomputed in self._precomputed(strategy):
-                there = self.keeps_reference and not self.fixed.get("precompute_ref_log_probs")
-                yield TrlChoice(reference=there and not precomputed, precomputed=precomputed)
+                computed_beside = self.keeps_reference and not self.fixed.get("precompute_ref_log_probs")
+                yield TrlChoice(reference=computed_beside and not precomputed, precomputed=precomputed)
             return
         for steps in self._steps(micro_batch, accumulation):
             yield TrlChoice(steps_per_generation=steps, generations=max(1, accumulation // steps))
@@ -218,8 +218,8 @@ class TrlSpace:
         if not isinstance(group, int) or group < 2:
             raise InputError(f"num_generations={group} must be at least 2: advantages compare completions of a prompt")
         if batch is None:
-            whole = lcm(group, self.devices)
-            return ceil(usual / whole) * whole
+            multiple = lcm(group, self.devices)
+            return ceil(usual / multiple) * multiple
         if batch % group:
             raise InputError(
                 f"effective_batch_size={batch} counts completions and must be a multiple of num_generations={group}"

@@ -90,7 +90,7 @@ def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
     Args:
         memory: bytes of the device.
     """
-    return next((frames, micro) for least, frames, micro in reversed(GUIDE) if memory >= least)
+    return next((frames, micro) for smallest, frames, micro in reversed(GUIDE) if memory >= smallest)
 
 
 def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
@@ -101,17 +101,17 @@ def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
         memory: bytes of the device, which decide the guide's row.
         effective: samples of an optimizer step, which every micro-batch must divide.
     """
-    (_, most_frames), (least, most) = guide_row(memory)
+    (_, most_frames), (fewest, most) = guide_row(memory)
     frames = (given.max_frames,) if given.max_frames else [count for count in _FRAMES if count <= most_frames]
     sides = (math.isqrt(given.max_pixels_per_frame),) if given.max_pixels_per_frame else _SIDES
     batches = [size for size in range(min(most, effective), 0, -1) if effective % size == 0]
     if given.micro_batch:
-        batches, least = [given.micro_batch], given.micro_batch
-    enough = [size for size in batches if size >= least]
+        batches, fewest = [given.micro_batch], given.micro_batch
+    usual = [size for size in batches if size >= fewest]
     for count in frames:
         for side in sides:
-            yield from (Clip(count, side, size) for size in enough)
-        yield from (Clip(count, sides[-1], size) for size in batches if size < least)
+            yield from (Clip(count, side, size) for size in usual)
+        yield from (Clip(count, sides[-1], size) for size in batches if size < fewest)
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,11 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     if not memory:
         raise InputError(f"the memory of {job.device.label} is not known")
     budget = int(memory * wish.share)
-    if (least := _least_bytes(job)) > budget:
-        raise NothingFits(least, budget)
-    wanted = wanted_clips(job, memory, wish)
+    if (needed := _least_bytes(job)) > budget:
+        raise NothingFits(needed, budget)
+    clips = wanted_clips(job, memory, wish)
     search = FirstFit(
-        candidates=wanted,
+        candidates=clips,
         tokens=lambda clip: _load(job, clip),
         build=lambda clip: with_clip(job, clip, wish.effective_batch_size),
         used=lambda estimate: (estimate.device_bytes,),
@@ -169,7 +169,7 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
             search.estimate(first)
     clip = search.find()
     if clip is None:
-        raise NothingFits(int(min((search.needs(clip)[0] for clip in wanted), default=least)), budget)
+        raise NothingFits(int(min((search.needs(clip)[0] for clip in clips), default=needed)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
     pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
     return Tier(clip.frames, pixels, clip.micro_batch, search.estimates[clip])
