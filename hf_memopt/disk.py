@@ -35,8 +35,8 @@ def _refusal(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         if error.errno in _REFUSALS or (error.errno in _FORBIDDEN and error.filename):
             return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    elif type(error).__name__ == "SafetensorError" and (found := _SAFETENSORS.search(str(error))):
-        return found[1]
+    elif type(error).__name__ == "SafetensorError" and (match := _SAFETENSORS.search(str(error))):
+        return match[1]
     elif isinstance(error, RuntimeError) and _TORCH.search(str(error)):
         return "the disk did not take all of it (is it full?)"
     return None

@@ -85,9 +85,9 @@ def check_links(folder: Path, names: Collection[str] | None = None) -> Path:
         InputError: names the first file that is a link to elsewhere.
     """
     try:
-        whole = folder.resolve()
+        resolved = folder.resolve()
         links = sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_symlink() and not entry.is_dir())
-        allowed = [whole, *([whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [])]
+        allowed = [resolved, *([resolved.parents[1] / "blobs"] if resolved.parent.name == "snapshots" else [])]
         for link in links if names is None else [link for link in links if link.name in names]:
             if not any(link.resolve().is_relative_to(place) for place in allowed):
                 raise InputError(f"{link} is a link that leaves its folder: put the file itself there")
@@ -167,8 +167,8 @@ def parse_json(text: str) -> Any:
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(_DEEPEST):
-        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for values in inner for one in values]
+        nested = [item for item in level if isinstance(item, dict | list)]
+        level = [value for item in nested for value in (item.values() if isinstance(item, dict) else item)]
         if not level:
             return
     raise ValueError(f"it is nested deeper than {_DEEPEST}")
@@ -229,10 +229,10 @@ def write_folder(folder: Path, files: dict[str, str], overwrite: bool = False) -
     Raises:
         InputError: the folder cannot be written to, or has files of these names that say something else.
     """
-    others = [] if overwrite else [name for name, text in sorted(files.items()) if _says_else(folder / name, text)]
-    if others:
+    differing = [] if overwrite else [name for name, text in sorted(files.items()) if _says_else(folder / name, text)]
+    if differing:
         raise InputError(
-            f"{folder} has another {' and '.join(others)}: name another folder, or replace with --overwrite"
+            f"{folder} has another {' and '.join(differing)}: name another folder, or replace with --overwrite"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

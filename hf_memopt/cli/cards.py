@@ -52,8 +52,8 @@ class CardOptions:
         Raises:
             InputError: it was given.
         """
-        given = {"--prices": self.prices, "--max-price": self.max_price, "--all": self.every}
-        if names := [name for name, value in given.items() if value]:
+        options = {"--prices": self.prices, "--max-price": self.max_price, "--all": self.every}
+        if names := [name for name, value in options.items() if value]:
             raise InputError(f"{names[0]} compares cards: add --hardware any, or leave it out")
 
 
@@ -113,20 +113,20 @@ def _amount(answer) -> str:
     return f"{two_digits((answer.tokens or 10**6) / 1e6)}M tokens"
 
 
-def _shortened(fits: list, most: int) -> list:
+def _shortened(fits: list, limit: int) -> list:
     """The first rows, and of the others cards that have presets before cards that have none."""
     from hf_memopt.planner.boxes import has_preset
 
-    if len(fits) <= most:
+    if len(fits) <= limit:
         return fits
-    kept = fits[:most]
+    shown = fits[:limit]
     if fits[0].price is None:
         by_importance = sorted(
             fits[_SMALLEST:], key=lambda fit: (bool(fit.choice.offloads), not has_preset(fit.device))
         )
-        chosen = {fit.name for fit in (*fits[:_SMALLEST], *by_importance[: most - _SMALLEST])}
-        kept = [fit for fit in fits if fit.name in chosen]
-    return kept
+        chosen = {fit.name for fit in (*fits[:_SMALLEST], *by_importance[: limit - _SMALLEST])}
+        shown = [fit for fit in fits if fit.name in chosen]
+    return shown
 
 
 def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:

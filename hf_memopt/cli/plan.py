@@ -183,23 +183,23 @@ def _print_methods(made) -> None:
         return
     rows = [
         (
-            f"{one.method} (planned)" if one.method == made.spec.preset.method else one.method,
-            one.settings,
-            f"{'' if one.estimated else 'about '}{size(one.device_bytes)}",
-            _speed(one.tokens_per_second),
+            f"{row.method} (planned)" if row.method == made.spec.preset.method else row.method,
+            row.settings,
+            f"{'' if row.estimated else 'about '}{size(row.device_bytes)}",
+            _speed(row.tokens_per_second),
         )
-        for one in made.methods
+        for row in made.methods
     ]
     print_table("methods that fit", ("method", "settings", "predicted", "tokens/s"), rows)
 
 
 def _host_memory(made) -> str:
     """The host memory that the plan needs, and the host memory that it assumes."""
-    host, most = made.spec.host_memory, max(profile.estimate.host_bytes for profile in made.profiles)
-    short = "" if most <= host.bytes else ": too little to load the weights through, where that holds"
+    host, needed = made.spec.host_memory, max(profile.estimate.host_bytes for profile in made.profiles)
+    short = "" if needed <= host.bytes else ": too little to load the weights through, where that holds"
     origin = f"assumed ({host.source})" if host.assumed else f"there ({host.source})"
     return (
-        f"host memory: {gib(most)} needed for each process, of {gib(host.bytes)} {origin}{short}; "
+        f"host memory: {gib(needed)} needed for each process, of {gib(host.bytes)} {origin}{short}; "
         "--host-memory says how much there is"
     )
 
@@ -232,21 +232,21 @@ def run_lengths(spec: JobSpec, as_json: bool) -> int:
     check_asked(spec)
     spec = read_model(spec)
     specs = [settle(spec, method) for method in (METHODS if spec.method == "any" else (spec.method,))]
-    found = [(one.method, row) for one in specs for row in longest_sequences(one, progress)]
+    lengths = [(spec.method, row) for spec in specs for row in longest_sequences(spec, progress)]
     if as_json:
-        rows = [{"method": method, **vars(row), "estimate": row.estimate.to_dict()} for method, row in found]
+        rows = [{"method": method, **vars(row), "estimate": row.estimate.to_dict()} for method, row in lengths]
         print_json({"lengths": rows, "capacity_bytes": specs[0].memory})
     else:
-        _print_lengths(specs[0], found)
-    return 0 if any(row.seq_len for _, row in found) else 1
+        _print_lengths(specs[0], lengths)
+    return 0 if any(row.seq_len for _, row in lengths) else 1
 
 
-def _print_lengths(spec, found) -> None:
+def _print_lengths(spec, lengths) -> None:
     print(
         f"{spec.model_name} on {spec.preset.hardware.label} ({gib(spec.memory)}): the longest sequence "
         f"predicted to fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
     )
-    if not found:
+    if not lengths:
         print("nothing fits: the weights alone take more; see --method qlora")
         return
     table = [
@@ -259,7 +259,7 @@ def _print_lengths(spec, found) -> None:
             gib(row.estimate.host_bytes),
             f"{row.estimate.tokens_per_second:,.0f}" if row.estimate.tokens_per_second else "?",
         )
-        for method, row in found
+        for method, row in lengths
     ]
     print_table("", ("method", "settings", "tokens", "limit", "device", "host", "tokens/s"), table)
 
@@ -297,7 +297,7 @@ def frames_job(spec: JobSpec):
     from hf_memopt.planner.devices import split_count
 
     name, devices = split_count(spec.hardware)
-    asked = replace(
+    spec = replace(
         spec,
         preset=name,
         hardware=None,
@@ -306,7 +306,7 @@ def frames_job(spec: JobSpec):
         clips={"max_frames": 1, **spec.clips},
         training={"per_device_train_batch_size": 1, **spec.training},
     )
-    return spec_job(settle_job(asked))
+    return spec_job(settle_job(spec))
 
 
 def _print_frames(spec: JobSpec, job, rows) -> None:

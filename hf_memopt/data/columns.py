@@ -96,9 +96,9 @@ def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) ->
     used = {*FORMS[form].needed, *FORMS[form].optional, *(_MEDIA_ROW if with_media else ())}
     if form == "text":
         used |= {*_HARMLESS_FOR_TEXT}
-    for other in FORMS.values():  # datasets that carry the same rows in two forms
-        if set(other.needed) <= set(names):
-            used |= {*other.needed, *other.optional} - {*SYSTEM, "tools"}
+    for other_form in FORMS.values():  # datasets that carry the same rows in two forms
+        if set(other_form.needed) <= set(names):
+            used |= {*other_form.needed, *other_form.optional} - {*SYSTEM, "tools"}
     return {name: refused[name] for name in names if name in refused and name not in used}
 
 

@@ -35,5 +35,5 @@ class Place:
             return None
         if self.row is None:
             return line_of(path, lambda number, _: number == self.number)
-        wanted = without_nones(self.row)
-        return line_of(path, lambda _, row: without_nones(row) == wanted)
+        values = without_nones(self.row)
+        return line_of(path, lambda _, row: without_nones(row) == values)

@@ -151,16 +151,16 @@ def is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
 
 
-def given_as_json(given: Any) -> bool:
+def is_inline_json(value: Any) -> bool:
     """True if transformers would read a field as JSON instead of as a path."""
-    return isinstance(given, str) and given.startswith("{")
+    return isinstance(value, str) and value.startswith("{")
 
 
-def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:
+def read_settings(value: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:
     """A field of TrainingArguments that may be a dict, its JSON (as on a command line) or a file's path."""
-    if isinstance(given, Mapping):
-        return given
-    if not given_as_json(given):
-        return read_json(given)
+    if isinstance(value, Mapping):
+        return value
+    if not is_inline_json(value):
+        return read_json(value)
     with as_input_error(field, ValueError):
-        return json.loads(given)
+        return json.loads(value)

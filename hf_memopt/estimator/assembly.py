@@ -83,11 +83,11 @@ def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job,
     """
     if job.engine.step_group is None or depth == count_layers(job.config):
         return
-    rest, layer = job.elements(trained=True)
+    outside, layer = job.elements(trained=True)
     group = job.engine.step_group * job.world_size
-    if rest + layer * count_layers(job.config) <= group:
+    if outside + layer * count_layers(job.config) <= group:
         return
-    traced_group = min(group, rest + layer * depth)
+    traced_group = min(group, outside + layer * depth)
     bound = int(trace.peaks["optimizer"].by_kind.get("workspace", 0) * group / traced_group)
     peak = peaks["optimizer"]
     peak.total += bound - peak.by_kind.get("workspace", 0)

@@ -62,10 +62,10 @@ def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
         return ["vLLM's server has cards of its own, which are not in these figures"]
     share, weights = engine_share(job), engine_weights(job, peaks)
     sleeps = job.fields.get("vllm_enable_sleep_mode")
-    there = "while it generates: it sleeps at level 2 otherwise" if sleeps else "all the time"
+    times = "while it generates: it sleeps at level 2 otherwise" if sleeps else "all the time"
     tokens = int((share - weights) / cache_bytes(job.config))
     return [
-        f"vLLM: arithmetic, not measured: {gib(share)} ({_utilization(job)} of {gib(job.device.memory)}) {there}, "
+        f"vLLM: arithmetic, not measured: {gib(share)} ({_utilization(job)} of {gib(job.device.memory)}) {times}, "
         f"with {gib(weights)} of weights and a KV cache of at most {tokens:,} tokens, less vLLM's own activations and "
         "CUDA graphs; counted as other"
     ]
@@ -96,8 +96,8 @@ def engine_weights(job, peaks: dict[str, Peak]) -> int:
     cards = job.fields.get("vllm_tensor_parallel_size", 1)
     if job.quantization_config is not None:
         return peaks["load"].by_kind.get("parameters", 0) // cards
-    rest, layer = job.elements()
-    return (rest + layer * count_layers(job.config)) * _BYTES // cards
+    outside, layer = job.elements()
+    return (outside + layer * count_layers(job.config)) * _BYTES // cards
 
 
 def cache_bytes(config) -> int:

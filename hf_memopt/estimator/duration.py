@@ -118,8 +118,8 @@ def parse_count(text: str) -> int:
 
 def time_text(seconds: float) -> str:
     """Two digits of it in the unit that people would use: 40 s, 12 min, 5.3 h, 3.1 days."""
-    for unit, size, most in (("ms", 1e-3, 1), ("s", 1, 90), ("min", 60, 90 * 60), ("h", 3600, 48 * 3600)):
-        if seconds < most:
+    for unit, size, limit in (("ms", 1e-3, 1), ("s", 1, 90), ("min", 60, 90 * 60), ("h", 3600, 48 * 3600)):
+        if seconds < limit:
             return f"{two_digits(seconds / size)} {unit}"
     return f"{two_digits(seconds / 86400)} days"
 

@@ -207,14 +207,14 @@ class Job(ModelSettings):
         """Weights outside the layers and within one layer; only trained ones if `trained`."""
         adapters = self.peft_config if trained else None
         layers = count_layers(self.config)
-        one, two = (
+        single, double = (
             count_weights(
                 with_depth(self.config, depth), self.task, self.dtype, adapter_at_depth(adapters, layers, depth)
             )
             for depth in (1, 2)
         )
-        layer = max(1, two - one)
-        return one - layer, layer
+        layer = max(1, double - single)
+        return single - layer, layer
 
     def trained_sizes(self) -> list[int]:
         """The number of elements of each trained weight, in the model's order."""

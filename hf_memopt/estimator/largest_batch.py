@@ -53,10 +53,10 @@ def _prompts(trainer) -> list[dict]:
         count = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         sizes = [len(str(row["prompt"])) for row in data.select_columns(["prompt"]).take(_SAMPLED_ROWS)]
         order = sorted(range(len(sizes)), key=sizes.__getitem__)
-        kept = [data[index] for index in dict.fromkeys([*order[:1], *order[-_COLLATED_ROWS:]])]
-        tokens, *_ = trainer._tokenize_prompts([row["prompt"] for row in kept])
-        order = sorted(range(len(kept)), key=lambda index: len(tokens[index]))
-        return [kept[order[-1]]] * (count - 1) + [kept[order[0 if count > 1 else -1]]]
+        rows = [data[index] for index in dict.fromkeys([*order[:1], *order[-_COLLATED_ROWS:]])]
+        tokens, *_ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        order = sorted(range(len(rows)), key=lambda index: len(tokens[index]))
+        return [rows[order[-1]]] * (count - 1) + [rows[order[0 if count > 1 else -1]]]
 
 
 def largest_eval_batch(trainer):

@@ -48,9 +48,9 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced.
     MemoryTrainer moves one at a time, and none is there while it evaluates."""
     accumulation, alone = job.fields["gradient_accumulation_steps"], _one_at_a_time(job)
-    more = (1 if alone else accumulation) - min(2, accumulation)
+    ahead = (1 if alone else accumulation) - min(2, accumulation)
     batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
-    size = more * batch
+    size = ahead * batch
     joined = batch if _joins(job) else 0  # of which pixels are all but nothing
     without = ("load", "start", "eval") if alone else ("load", "start")
     for name, peak in peaks.items():
@@ -172,57 +172,57 @@ def describe_sample(job) -> str:
 
 def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
     """Sentences on what the numbers do and do not cover."""
-    said = []
+    lines = []
     if job.positions and job.seq_len > job.positions:
-        said.append(
+        lines.append(
             f"{job.seq_len} tokens are more than the {job.positions} positions of the model's configuration: their "
             "memory is counted; how well the model uses them, its scaling of positions decides"
         )
     optim = job.fields.get("optim", "")
     if by_formula(optim):
-        said.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
+        lines.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
     if paged := paged_bytes(peaks):
-        said.append(
+        lines.append(
             f"{gib(paged)} of paged optimizer states are CUDA managed memory, which torch does not count: they are in "
             "device bytes as far as there is room for them, and in host bytes"
         )
         if job.device.backend == "rocm":
             # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
-            said.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
+            lines.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
     if job.world_size > 1:
-        said.append(f"predicted for one of {job.world_size} devices, {job.engine.family}")
+        lines.append(f"predicted for one of {job.world_size} devices, {job.engine.family}")
     if job.engine.fsdp_version == 1:
-        said.append(
+        lines.append(
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )
     if job.device.backend != "cpu":
-        said.extend(measured_memory(job.device, job.expandable))
+        lines.extend(measured_memory(job.device, job.expandable))
     if trace.unquantized_experts:
-        said.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
-    said.extend(quantization_notes(job))
+        lines.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
+    lines.extend(quantization_notes(job))
     video = job.video
     if video is not None and video.sample is None and video.packed is None:
-        said.append(describe_sample(job))
+        lines.append(describe_sample(job))
         if not video.settings:
-            said.append("the model's processor could not be asked: frames are scaled as its family does by default")
+            lines.append("the model's processor could not be asked: frames are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:
-        said.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
-    said.extend(_of_attention(job))
+        lines.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
+    lines.extend(_of_attention(job))
     if job.fields.get("torch_compile"):
-        said.append("traced without torch_compile, which usually needs less")
+        lines.append("traced without torch_compile, which usually needs less")
     if job.fields.get("use_liger_kernel"):
-        said.append(describe_liger(job.config.model_type))
+        lines.append(describe_liger(job.config.model_type))
     if job.fuses_head and job.runs_triton:
-        said.append(
+        lines.append(
             "TRL's fused head is counted as its Triton kernels allocate, for as many labeled tokens as the longest "
             "batch has; not measured on a GPU"
         )
     if (mode := compile_mode(job.fields.get)) in CUDA_GRAPHS and job.device.backend in ("cuda", "rocm"):
-        said.append(
+        lines.append(
             f"torch_compile_mode={mode} records CUDA graphs for every shape of a batch; the memory that they "
             "keep is not counted"
         )
-    return tuple(said)
+    return tuple(lines)
 
 
 def _of_attention(job) -> Iterator[str]:

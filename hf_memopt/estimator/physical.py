@@ -85,8 +85,8 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     yield from _beyond(breakdown, "gradients", (1 + beside) * width * trained, spare, weights)
     bound = (states + beside) * width * trained
     yield from _beyond(breakdown, "optimizer_states", bound, spare, f"{optim} and {weights}")
-    if not isinstance(job, TrlJob) and (least := _fewest_loaded(job)) > loaded * (1 + _SPARE):
-        yield f"{size(loaded)} of weights are loaded, and the configuration has {size(least)}"
+    if not isinstance(job, TrlJob) and (fewest := _fewest_loaded(job)) > loaded * (1 + _SPARE):
+        yield f"{size(loaded)} of weights are loaded, and the configuration has {size(fewest)}"
 
 
 def _beyond(breakdown: dict[str, int], kind: str, bound: int, spare: int, reason: str) -> Iterator[str]:

@@ -39,13 +39,13 @@ _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "HF_HUB_DISABLE
 
 
 @contextlib.contextmanager
-def nothing_written(*kept: str) -> Iterator[None]:
+def nothing_written(*real_folders: str) -> Iterator[None]:
     """Keep apart what a script writes, and let uploads do nothing.
 
     Args:
         kept: folders where writing is real.
     """
-    with scratch_files(*kept) as scratch, contextlib.ExitStack() as stack:
+    with scratch_files(*real_folders) as scratch, contextlib.ExitStack() as stack:
         for owner, name, replacement in (*_writers(scratch), *_senders(), *_pools()):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_transformers(scratch))

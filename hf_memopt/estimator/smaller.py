@@ -101,7 +101,7 @@ def smaller_sizes(config) -> Iterator[list[dict[str, int]]]:
     if experts := next((name for name in _EXPERTS if getattr(text, name, None)), None):
         active, number = getattr(text, "num_experts_per_tok", None) or 1, getattr(text, experts)
         fewer = [number // 2**power for power in range(1, _HALVINGS + 1)]
-        yield [{experts: left} for left in fewer if left >= max(1, active)]
+        yield [{experts: count} for count in fewer if count >= max(1, active)]
 
 
 def _narrower(text) -> Iterator[dict[str, int]]:

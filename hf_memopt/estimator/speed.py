@@ -73,8 +73,8 @@ def _attention_rate(device: Hardware) -> float:
 
 
 def _catalog_rate(device: Hardware, efficiency: str) -> float:
-    if known := peak_rate(device):
-        return known * constant(efficiency, device).value
+    if rate := peak_rate(device):
+        return rate * constant(efficiency, device).value
     return constant("flops_per_byte", device).value * memory_rate(device)
 
 
@@ -84,5 +84,5 @@ def memory_rate(device: Hardware) -> float:
     efficiency = constant("bandwidth_efficiency", device).value
     if (measured := measured_value("bandwidth_bytes_per_second", device)) is not None:
         return measured * efficiency / constant("copy_efficiency", device).value
-    known = device.bandwidth or constant("unknown_bandwidth", device).value
-    return known * efficiency
+    bandwidth = device.bandwidth or constant("unknown_bandwidth", device).value
+    return bandwidth * efficiency

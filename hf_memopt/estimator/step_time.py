@@ -143,5 +143,5 @@ def host_link(device: Hardware) -> float:
     """Bytes/s between a device and its host."""
     if (measured := measured_value("host_link_bytes_per_second", device)) is not None:
         return measured
-    known = device.host_link or constant("unknown_host_link", device).value
-    return known * constant("link_efficiency", device).value
+    rate = device.host_link or constant("unknown_host_link", device).value
+    return rate * constant("link_efficiency", device).value

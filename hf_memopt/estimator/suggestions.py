@@ -103,18 +103,18 @@ def smallest_combination(job: Job, estimate: Estimate, map_fn=one_by_one) -> Sav
         estimate: the job's.
         map_fn: as for estimate_jobs().
     """
-    kept = list(_ORDER)
-    best = _fitting(_changed(job, kept)[0], map_fn)
+    changes = list(_ORDER)
+    best = _fitting(_changed(job, changes)[0], map_fn)
     if best is None:
         return None
     for place in reversed(range(len(_ORDER))):
-        fewer = kept[:place] + kept[place + 1 :]
+        fewer = changes[:place] + changes[place + 1 :]
         smaller = _changed(job, fewer)[0]
-        if smaller == _changed(job, kept)[0]:  # it changed nothing here
-            kept = fewer
+        if smaller == _changed(job, changes)[0]:  # it changed nothing here
+            changes = fewer
         elif fitting := _fitting(smaller, map_fn):
-            kept, best = fewer, fitting
-    return Saving(", ".join(_changed(job, kept)[1]), estimate.device_bytes - best.device_bytes, True)
+            changes, best = fewer, fitting
+    return Saving(", ".join(_changed(job, changes)[1]), estimate.device_bytes - best.device_bytes, True)
 
 
 def _fitting(job: Job, map_fn) -> Estimate | None:

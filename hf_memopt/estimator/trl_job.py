@@ -111,42 +111,42 @@ def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
         own["inputs"] = made.inputs[-steps * job.fields["per_device_train_batch_size"] :]
         fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
         job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
-    kept = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
-    kept = (*kept, "expandable")
-    return TrlJob(**own | {name: getattr(job, name) for name in kept})
+    names = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
+    names = (*names, "expandable")
+    return TrlJob(**own | {name: getattr(job, name) for name in names})
 
 
 def _make_trainer(row: TrlTask, job: Job, folder: str):
     """TRL's trainer on fake models."""
     fields = {name: value for name, value in job.fields.items() if name not in _NOT_OF_TRAINER}
     half = bool(job.fields.get("bf16") or job.fields.get("fp16"))
-    whole = fields.get("padding_free") and not fields.get("packing")  # which TRL takes without a limit alone
-    there = {"use_cpu": True, "report_to": "none", "fp16": False, "bf16": half}
+    unlimited = fields.get("padding_free") and not fields.get("packing")  # which TRL takes without a limit alone
+    overrides = {"use_cpu": True, "report_to": "none", "fp16": False, "bf16": half}
     if row.generates:  # of all processes at once: the generation batch has to hold whole groups
         fields.pop("generation_batch_size", None)
-        there["steps_per_generation"] = _steps_per_generation(job) * job.world_size
+        overrides["steps_per_generation"] = _steps_per_generation(job) * job.world_size
     else:
-        there["max_length"] = None if whole else job.seq_len
-    args = row.config_class(output_dir=folder, **fields | there)
+        overrides["max_length"] = None if unlimited else job.seq_len
+    args = row.config_class(output_dir=folder, **fields | overrides)
     own = {item.name: getattr(job, item.name) for item in dataclasses.fields(ModelSettings)}
     settings = ModelSettings(**own | {"peft_config": None, "memory_args": None})
-    more = {}
+    extras = {}
     with fake_models() as mode, contextlib.ExitStack() as stack:
         with mode:
             model = make_model(settings)
             alone = job.peft_config is None and not fields.get("precompute_ref_log_probs")
             if row.reference and alone:
-                more["ref_model"] = make_model(settings)
+                extras["ref_model"] = make_model(settings)
         if job.peft_config is not None:
             adapters = adapters_for(dataclasses.replace(settings, peft_config=job.peft_config), model)
             if row.model == "sequence-classification":
                 adapters.task_type = "SEQ_CLS"  # so that the score layer is trained, too
-            more["peft_config"] = adapters
+            extras["peft_config"] = adapters
         if row.generates:
-            more["reward_funcs"] = unscored
+            extras["reward_funcs"] = unscored
             stack.enter_context(without_engine(lambda: make_model(settings), mode))
         return trl_class(row.trainer)(
-            model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **more
+            model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **extras
         )
 
 

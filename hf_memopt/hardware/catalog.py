@@ -100,8 +100,8 @@ def catalog_entry(name: str) -> Hardware:
     Raises:
         InputError: no such device, or several.
     """
-    known = catalog()
-    return known[name] if name in known else known[match(name, known)]
+    devices = catalog()
+    return devices[name] if name in devices else devices[match(name, devices)]
 
 
 @functools.cache

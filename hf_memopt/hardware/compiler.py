@@ -22,11 +22,11 @@ def has_libaio() -> bool:
 
     DeepSpeed's own check (OpBuilder.has_function) answers no wherever stderr is not a file, as in a notebook.
     """
-    found = compiler()
-    if found is None:
+    path = compiler()
+    if path is None:
         return False
     with tempfile.TemporaryDirectory() as folder:
-        command = [found, "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
+        command = [path, "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
         return subprocess.run(command, input=_USES_LIBAIO, text=True, capture_output=True).returncode == 0
 
 

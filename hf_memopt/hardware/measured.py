@@ -70,9 +70,9 @@ def constant(name: str, device: Hardware) -> Constant:
     Raises:
         KeyError: there is none of that name.
     """
-    found = measured_value(name, device)
+    value = measured_value(name, device)
     row = assumed(name, device)
-    return row if found is None else replace(row, value=found, measured=True, source=measured_on(device).source)
+    return row if value is None else replace(row, value=value, measured=True, source=measured_on(device).source)
 
 
 def measured_value(name: str, device: Hardware) -> float | None:
@@ -129,12 +129,12 @@ def _newest(name: str, label: str, folder: str) -> DeviceFile | None:
 
 
 def _different_versions(file: DeviceFile) -> str:
-    here = versions_here()
+    versions = versions_here()
     named = dict(file._named_versions())
     return ", ".join(
-        f"{named[key]} {file.versions[key]} (here {here[key]})"
+        f"{named[key]} {file.versions[key]} (here {versions[key]})"
         for key in VERSIONS
-        if here[key] and file.versions.get(key) and here[key] != file.versions[key]
+        if versions[key] and file.versions.get(key) and versions[key] != file.versions[key]
     )
 
 
@@ -159,8 +159,8 @@ def _driver(amd: bool) -> str | None:
             file = Path("/sys/module/amdgpu/version")
             loaded = Path("/sys/module/amdgpu").is_dir()
             return file.read_text().strip() if file.is_file() else platform.release() if loaded else None
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         return answer.split("\n")[0].strip() or None
     except (OSError, subprocess.SubprocessError):  # no driver here
         return None

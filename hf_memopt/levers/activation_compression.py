@@ -41,13 +41,12 @@ class Compressed:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.source = StorageWeakRef(
-            tensor.untyped_storage()
-        )  # while it is referenced, no other storage gets its address
+        # While it is referenced, no other storage gets its address.
+        self.source = StorageWeakRef(tensor.untyped_storage())
         flat = (tensor if is_dense(tensor) else tensor.contiguous()).as_strided((tensor.numel(),), (1,))
-        whole = len(flat) // _BLOCK * _BLOCK
-        blocks = flat[:whole].view(-1, _BLOCK)
-        self.dtype, self.rest = tensor.dtype, flat[whole:].clone()
+        end = len(flat) // _BLOCK * _BLOCK
+        blocks = flat[:end].view(-1, _BLOCK)
+        self.dtype, self.rest = tensor.dtype, flat[end:].clone()
         self.codes = torch.empty(blocks.shape, dtype=torch.int8, device=tensor.device)
         self.scales = torch.empty((len(blocks), 1), dtype=torch.float32, device=tensor.device)
         quantize, _ = _kernels(tensor.device.type)
@@ -62,12 +61,12 @@ class Compressed:
         """
         codes = self.codes if codes is None else codes
         flat = torch.empty(codes.numel() + len(self.rest), dtype=self.dtype, device=codes.device)
-        whole = codes.numel()
-        blocks = flat[:whole].view(-1, _BLOCK)
+        end = codes.numel()
+        blocks = flat[:end].view(-1, _BLOCK)
         _, restore = _kernels(codes.device.type)
         for rows in _slices(len(blocks)):
             restore(codes[rows], self.scales[rows], blocks[rows])
-        flat[whole:] = self.rest
+        flat[end:] = self.rest
         return flat
 
 
@@ -103,10 +102,10 @@ class Compressor:
         stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
         return compressed, tensor.shape, stride
 
-    def unpack(self, kept):
-        if isinstance(kept, torch.Tensor):
-            return kept
-        compressed, shape, stride = kept
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        compressed, shape, stride = packed
         return compressed.decompress().as_strided(shape, stride)
 
     def _is_compressible(self, tensor: torch.Tensor) -> bool:

@@ -133,8 +133,8 @@ def _before(module: torch.nn.Module, inputs: tuple) -> None:
     def keep(tensor: torch.Tensor):
         return _find_weight(module, tensor) or pack(tensor)
 
-    def restore(kept):
-        return kept.dequantize() if isinstance(kept, _View) else unpack(kept)
+    def restore(packed):
+        return packed.dequantize() if isinstance(packed, _View) else unpack(packed)
 
     running = vars(module)["_running"] = ExitStack()
     running.enter_context(parametrize.cached())
@@ -151,8 +151,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _same(kept):
-    return kept
+def _same(packed):
+    return packed
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Streamer:
         self.inner = inner
         self.lanes: Any = None
         self._placed = False
-        self._known: dict[int, Weights] = {}
+        self._weights: dict[int, Weights] = {}
         self._layers = self._stream_layers(ratio)
         self._embedding = self._unit(_of(inner, "get_input_embeddings"))
         self._head = self._unit(_of(inner, "get_output_embeddings"))
@@ -202,7 +202,7 @@ class Streamer:
             if weight.requires_grad or weight.dim() < 2:
                 continue
             _check_kind(weight)
-            weights[id(weight)] = self._known.setdefault(id(weight), Weights(weight))
+            weights[id(weight)] = self._weights.setdefault(id(weight), Weights(weight))
         return Unit(module, list(weights.values())) if weights else None
 
     def install(self) -> None:
@@ -214,7 +214,7 @@ class Streamer:
         if self._head is not None:
             replace(self._head.module, "forward", self._of_head(self._head, self._head.module.forward))
         for module in self.inner.modules():
-            own = {name: self._known[id(w)] for name, w in module.named_parameters(recurse=False) if self.streams(w)}
+            own = {name: self._weights[id(w)] for name, w in module.named_parameters(recurse=False) if self.streams(w)}
             if own:
                 replace(module, "_save_to_state_dict", _saving(self, own, module._save_to_state_dict))
                 replace(module, "_load_from_state_dict", _loading(self, own, module._load_from_state_dict))
@@ -245,11 +245,11 @@ class Streamer:
 
     def weights(self) -> Collection[Weights]:
         """The streamed weights, on the device or not."""
-        return self._known.values()
+        return self._weights.values()
 
     def streams(self, weight: torch.Tensor) -> bool:
         """True if a weight is streamed."""
-        return id(weight) in self._known
+        return id(weight) in self._weights
 
     def release_all(self) -> None:
         """Free what is on the device: after backward, and of a step that failed."""
@@ -344,7 +344,7 @@ def streamed_layers(inner: torch.nn.Module, ratio: float) -> list[tuple[torch.nn
         for layer in stack
         if isinstance(layer, GradientCheckpointingLayer)
     ]
-    return [one for number, one in enumerate(layers) if is_checkpointed(number, ratio)]
+    return [layer for number, layer in enumerate(layers) if is_checkpointed(number, ratio)]
 
 
 def _of(inner: torch.nn.Module, name: str):

@@ -202,8 +202,8 @@ def predict_savings(settings: Settings, peak: Callable[[Settings], int]) -> Iter
     for optimization in OPTIMIZATIONS.values():
         on = optimization.is_on(settings)
         try:
-            other = peak(optimization.switch_off(settings) if on else optimization.switch_on(settings))
+            switched = peak(optimization.switch_off(settings) if on else optimization.switch_on(settings))
         except InputError as error:
             yield {"memory_savings": None, "not_predicted": str(error)}
         else:
-            yield {"memory_savings": other - current if on else current - other}
+            yield {"memory_savings": switched - current if on else current - switched}

@@ -90,13 +90,13 @@ def is_chosen(name: str, method: str) -> bool:
 def _models(name: str) -> str:
     """The models that a preset is predicted to fit, of every method, in a sentence."""
     verbs = {"full": "full fine-tuning of", "lora": "LoRA of", "qlora": "QLoRA of"}
-    found = []
+    texts = []
     for method in METHODS:
         if row := reference_row(name, method):
             text = f"{verbs[method]} {_short(row['model'])} at {row['micro_batch']} × {row['seq_len']} tokens"
             larger = row["largest"]
-            found.append(text + (f" (one sample at a time: {_short(larger['model'])})" if larger else ""))
-    return f"Predicted to fit: {'; '.join(found)}." if found else ""
+            texts.append(text + (f" (one sample at a time: {_short(larger['model'])})" if larger else ""))
+    return f"Predicted to fit: {'; '.join(texts)}." if texts else ""
 
 
 def _short(model: str) -> str:

@@ -44,7 +44,7 @@ def largest_model(preset: Preset) -> str | None:
     return row and (row["largest"] or row)["model"]
 
 
-def summarize(found: dict) -> str:
+def summarize(estimate: dict) -> str:
     """The estimate in one line."""
-    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[found["fits"]]
-    return f"{gib(found['device_bytes'])} of {gib(found['capacity_bytes'])} (predicted, not measured), {verdict}"
+    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate["fits"]]
+    return f"{gib(estimate['device_bytes'])} of {gib(estimate['capacity_bytes'])} (predicted, not measured), {verdict}"

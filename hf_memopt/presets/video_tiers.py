@@ -34,8 +34,8 @@ def summarize(row: dict[str, Any]) -> str:
     if not row["max_frames"]:
         return f"nothing fits: {gib(row['needed_bytes'])} at least (predicted, not measured)"
     batch = f"micro-batch {row['per_device_train_batch_size']} × {row['gradient_accumulation_steps']}"
-    taken = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} (predicted, not measured)"
-    return f"{limits_in_words(row['max_frames'], row['max_pixels_per_frame'])}, {batch}: {taken}"
+    memory = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} (predicted, not measured)"
+    return f"{limits_in_words(row['max_frames'], row['max_pixels_per_frame'])}, {batch}: {memory}"
 
 
 def limits_in_words(max_frames: int | None, max_pixels: int | None) -> str:

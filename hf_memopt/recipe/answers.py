@@ -68,10 +68,10 @@ def _choose_loss(job: Job, kind: str, tokenizer) -> bool:
             "the tokenizer has no chat template for rows of messages: use a model that has one, or write rows as "
             "texts, `prompt` and `completion`"
         )
-    asked = job.recipe.assistant_only_loss
-    marked = kind == "messages" and asked is None and _marks_answers(tokenizer)
-    job.args.assistant_only_loss = marked or bool(asked)
-    if kind != "messages" or asked is not None or marked:
+    choice = job.recipe.assistant_only_loss
+    marked = kind == "messages" and choice is None and _marks_answers(tokenizer)
+    job.args.assistant_only_loss = marked or bool(choice)
+    if kind != "messages" or choice is not None or marked:
         return False
     logger.warning("the chat template does not mark answers: each answer is a sample, behind what was said before it")
     return True
@@ -104,6 +104,6 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
         if samples is not None and hasattr(samples, "__len__") and len(samples) == 0:
             remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
-    kept = len(trainer.train_dataset)
-    if not job.args.packing and kept < rows:
-        logger.warning("%d of %d rows dropped: no answer within max_length=%d", rows - kept, rows, length)
+    left = len(trainer.train_dataset)
+    if not job.args.packing and left < rows:
+        logger.warning("%d of %d rows dropped: no answer within max_length=%d", rows - left, rows, length)

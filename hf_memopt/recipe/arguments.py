@@ -114,7 +114,7 @@ def parse(
     Args:
         argv: without the program's name; by default sys.argv[1:].
         description: shown by --help.
-        own: RecipeArguments, or a recipe's subclass of it; its `profile_of(given)` says what a profile stands for.
+        own: RecipeArguments, or a recipe's subclass of it; its `profile_of(values)` says what a profile stands for.
         config_class: by default TrainingArguments; a field of the same name in `own` goes before its.
 
     Raises:

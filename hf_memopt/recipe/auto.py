@@ -119,7 +119,7 @@ def free_memory_of(device) -> int:
     return max(1, min(free, device.memory) - int(constant("free_memory_margin_bytes", device).value))
 
 
-def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: int) -> None:
+def step_down(argv: list[str], safer: str | None, samples_at_once: int, micro_batch: int) -> None:
     """Start again with the next safer profile, after the largest batch did not fit at once.
 
     Raises:
@@ -130,7 +130,7 @@ def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: i
     logger.warning(
         "the largest batch ran in chunks of %d of %d samples: starting again with the profile %s",
         samples_at_once,
-        asked,
+        micro_batch,
         safer,
     )
     raise StartAgain([*argv, "--profile", safer], free_memory)

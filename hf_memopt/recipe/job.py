@@ -197,17 +197,16 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
         "dtype": preset.dtype,
     }
     micro = args.per_device_train_batch_size
-    now = {
+    settings = {
         "per_device_train_batch_size": micro,
         "effective_batch_size": micro * args.gradient_accumulation_steps * job.preset.batches(args.world_size),
         "activation_checkpointing": bool(args.activation_checkpointing),
         "dtype": job.preset.dtype,
     }
+    names = [name for name in usual if settings[name] == parsed.profile.get(name) != usual[name]]
     changed = [
-        f"{name} {now[name]} ({'' if number else 'the preset has '}{usual[name]})"
-        for number, name in enumerate(
-            name for name in usual if now[name] == parsed.profile.get(name) != usual[name] and name not in parsed.given
-        )
+        f"{name} {settings[name]} ({'' if number else 'the preset has '}{usual[name]})"
+        for number, name in enumerate(name for name in names if name not in parsed.given)
     ]
     name = getattr(job.recipe, "video_profile", None)
     return f"{name}: {', '.join(changed)}" if name and changed else None
@@ -308,16 +307,16 @@ def sequence_length(job: Job, config, usual: int | None = None) -> int:
     """
     usual = usual or job.preset.seq_len
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    asked = job.recipe.max_length
-    if asked is not None and asked < 2:
-        raise InputError(f"max_length={asked} must be at least 2")
-    if asked and asked > positions:
+    length = job.recipe.max_length
+    if length is not None and length < 2:
+        raise InputError(f"max_length={length} must be at least 2")
+    if length and length > positions:
         raise InputError(
-            f"max_length={asked} is more than the {positions} positions of {job.model_name}: use at most {positions}"
+            f"max_length={length} is more than the {positions} positions of {job.model_name}: use at most {positions}"
         )
-    if not asked and positions < usual < sys.maxsize:
+    if not length and positions < usual < sys.maxsize:
         logger.warning("max_length is %d, the model's positions (the preset has %d)", positions, usual)
-    return asked or min(usual, positions)
+    return length or min(usual, positions)
 
 
 def load_tokenizer(job: Job):

@@ -57,13 +57,13 @@ def _depends_on_the_sample_before(trainer) -> bool:
 
     model.eval()
     try:
-        one, other = logits(tokens[0]), logits(tokens[1])
+        left, right = logits(tokens[0]), logits(tokens[1])
     finally:
         model.train(training)
-    if has_no_values(one):
+    if has_no_values(left):
         return False
-    rounding = _ROUNDING if one.dtype == torch.float32 and _computes_in_fp32(model) else _HALF_ROUNDING
-    return bool((one - other).abs().max() > rounding * one.abs().max())
+    rounding = _ROUNDING if left.dtype == torch.float32 and _computes_in_fp32(model) else _HALF_ROUNDING
+    return bool((left - right).abs().max() > rounding * left.abs().max())
 
 
 def _computes_in_fp32(model) -> bool:

@@ -115,10 +115,10 @@ def _sizes(launch: Launch) -> Iterator[str]:
 
 
 def _batches(launch: Launch) -> Iterator[str]:
-    for name, wanted in launch.batches.items():
-        given = (launch.deepspeed or {}).get(name, "auto")
-        if given not in ("auto", wanted):
-            yield f'the DeepSpeed configuration says {name}={given}, TrainingArguments {wanted}: write "auto" there'
+    for name, size in launch.batches.items():
+        configured = (launch.deepspeed or {}).get(name, "auto")
+        if configured not in ("auto", size):
+            yield f'the DeepSpeed configuration says {name}={configured}, TrainingArguments {size}: write "auto" there'
 
 
 def _loading(launch: Launch) -> Iterator[str]:
@@ -136,10 +136,10 @@ def _loading(launch: Launch) -> Iterator[str]:
 def _operators(launch: Launch) -> Iterator[str]:
     for part, operator in (("offload_optimizer", "cpu_adam"), ("offload_param", None)):
         device = launch.zero(part).get("device", "none")
-        wanted = [
+        names = [
             name for name in (operator if device != "none" else None, "async_io" if device == "nvme" else None) if name
         ]
-        for name in wanted:
+        for name in names:
             if not launch.compiles.get(name, True):
                 needs = "libaio-dev and a C++ compiler" if name == "async_io" else "a C++ compiler (g++)"
                 yield f"{part}.device={device} needs DeepSpeed's {name}, which cannot be built here: install {needs}"
@@ -305,10 +305,9 @@ def check_sharded(model, stage: int) -> None:
     """
     if stage != 3:
         return
-    whole = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
-    base = [
-        name for name in whole if "lora_" not in name
-    ]  # adapters are created after loading and sharded by the engine
+    unsharded = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
+    # Adapters are created after loading and sharded by the engine.
+    base = [name for name in unsharded if "lora_" not in name]
     if base:
         raise InputError(
             f"preflight: {len(base)} weights ({base[0]}, …) were loaded whole on every process: TrainingArguments "

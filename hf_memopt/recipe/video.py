@@ -128,13 +128,13 @@ class VideoArguments(RecipeArguments):
     )
 
     @classmethod
-    def profile_of(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def profile_of(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The settings of the profile that was asked for; the balanced one where none was.
 
         Raises:
             InputError: an unknown profile.
         """
-        name = given.get("video_profile") or "balanced"
+        name = values.get("video_profile") or "balanced"
         if name not in PROFILES:
             raise choose("video_profile", name, PROFILES)
         return PROFILES[name]
@@ -237,12 +237,12 @@ def _frame_cache(job: Job) -> FrameCache | None:
     return None if largest is None else FrameCache(Path(job.args.output_dir) / "frame_cache", largest)
 
 
-def _folder(given: str | None, source: str) -> Path:
+def _folder(media_folder: str | None, source: str) -> Path:
     path = Path(source).expanduser()
-    found = Path(given).expanduser() if given else path.parent if path.is_file() else path
-    if given and not found.is_dir():
-        raise InputError(f"media_folder={given}: no such folder")
-    return found if found.is_dir() else Path()
+    folder = Path(media_folder).expanduser() if media_folder else path.parent if path.is_file() else path
+    if media_folder and not folder.is_dir():
+        raise InputError(f"media_folder={media_folder}: no such folder")
+    return folder if folder.is_dir() else Path()
 
 
 def _holds_files(rows) -> bool:
@@ -323,8 +323,8 @@ def show_answers(job: Job, trainer) -> None:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     for number in range(min(job.recipe.samples, len(held_out))):
-        said, meant = answer(model, trainer.processing_class.tokenizer, held_out[number])
-        print(f"  {' '.join(meant.split())!r} → {' '.join(said.split())!r}")
+        reply, expected = answer(model, trainer.processing_class.tokenizer, held_out[number])
+        print(f"  {' '.join(expected.split())!r} → {' '.join(reply.split())!r}")
 
 
 def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) -> tuple[str, str]:
@@ -338,5 +338,5 @@ def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) 
     inputs = send_to_device(inputs, model.device)
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)[0]
-    said = tokenizer.decode(ids[first:], skip_special_tokens=True)
-    return said, tokenizer.decode(labels[labels != IGNORED], skip_special_tokens=True)
+    reply = tokenizer.decode(ids[first:], skip_special_tokens=True)
+    return reply, tokenizer.decode(labels[labels != IGNORED], skip_special_tokens=True)

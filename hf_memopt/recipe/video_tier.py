@@ -137,8 +137,8 @@ def _limits(job: Job) -> str:
 def _effective(job: Job, training: dict[str, Any]) -> int:
     if training.get(_MICRO) and training.get(_ACCUMULATION):
         return training[_MICRO] * training[_ACCUMULATION]
-    given = training.get("effective_batch_size")
-    return job.preset.effective_batch_size if given is None else given
+    batch = training.get("effective_batch_size")
+    return job.preset.effective_batch_size if batch is None else batch
 
 
 def _batch(job: Job, training: dict[str, Any]) -> tuple[int, int]:
@@ -147,8 +147,8 @@ def _batch(job: Job, training: dict[str, Any]) -> tuple[int, int]:
     Raises:
         InputError: no whole numbers give the effective batch.
     """
-    given = training.get(_MICRO), training.get(_ACCUMULATION)
-    return batch_settings(_effective(job, training), job.preset.micro_batch_size, 1, *given)
+    factors = training.get(_MICRO), training.get(_ACCUMULATION)
+    return batch_settings(_effective(job, training), job.preset.micro_batch_size, 1, *factors)
 
 
 def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
@@ -157,21 +157,21 @@ def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
     batch = [name for name in (_MICRO, _ACCUMULATION) if training.get(name) is not None]
     micro, _ = _batch(job, training)  # the profile's too
     names = ", ".join([*fixed, *batch])
-    said = [f"{names} as given"] if names else []
+    reasons = [f"{names} as given"] if names else []
     if profile := job.recipe.video_profile:
         fixed.setdefault("max_frames", parsed.profile["max_frames"])
-        said.append(f"video_profile {profile} goes over preset {job.recipe.preset}")
+        reasons.append(f"video_profile {profile} goes over preset {job.recipe.preset}")
     micro = micro if batch or profile else None
     unbounded = next((name for name, value in fixed.items() if value is None), None)
-    return _Asked(Given(**fixed, micro_batch=micro), unbounded, f" ({'; '.join(said)})" if said else "")
+    return _Asked(Given(**fixed, micro_batch=micro), unbounded, f" ({'; '.join(reasons)})" if reasons else "")
 
 
 def _not_chosen(job: Job, config, asked: _Asked) -> str | None:
     """Why nothing is chosen; None where something is."""
-    given = (asked.given.max_frames, asked.given.max_pixels_per_frame, asked.given.micro_batch)
+    limits = (asked.given.max_frames, asked.given.max_pixels_per_frame, asked.given.micro_batch)
     if asked.unbounded:
         return f"{asked.unbounded} none leaves no largest clip to predict"
-    if None not in given and not plans_here(job.recipe.preset):
+    if None not in limits and not plans_here(job.recipe.preset):
         return "all of it is given"
     if not job.preset.engine.alone or world_size() > 1 or launched_strategy() is not None:
         return "that is predicted for one device alone"
@@ -266,9 +266,9 @@ class _Wanted:
         frames, pixels, micro = (mine or limit for mine, limit in zip(own, limits, strict=True))
         if self._tokens(frames, pixels) > _longest(self.job):
             return None
-        taken = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} at most"
+        memory = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} at most"
         where = f"{preset.name} with {preset.method} of {self.bundled}"
-        return _Chosen(frames, pixels, micro, f"what is predicted to fit {where} ({taken})")
+        return _Chosen(frames, pixels, micro, f"what is predicted to fit {where} ({memory})")
 
     def estimated(self) -> _Chosen:
         """The clips that estimates say fit, made now.
@@ -282,7 +282,7 @@ class _Wanted:
         share = PLAN_PROFILES[recipe.profile][1] if planned else SHARE
         where = f"the {gib(memory)} that are free" if planned else preset.name
         own = (given.max_frames, given.max_pixels_per_frame, given.micro_batch)
-        smallest = [mine or least for mine, least in zip(own, _SMALLEST, strict=True)]
+        smallest = [mine or default for mine, default in zip(own, _SMALLEST, strict=True)]
         if planned and given.max_frames and given.max_pixels_per_frame:
             return _Chosen(*smallest, "as given")
         wish = Wish(_effective(self.job, self.training), given, memory, share, _longest(self.job))
@@ -299,8 +299,8 @@ class _Wanted:
         except InputError as error:  # training may still work
             usual = (recipe.max_frames, recipe.max_pixels_per_frame, given.micro_batch or preset.micro_batch_size)
             return _Chosen(*usual, f"not predicted ({error})")
-        taken = f"{gib(tier.estimate.device_bytes)} of {gib(memory)}"
-        about = f"what is predicted to fit {where} with {preset.method} ({taken})"
+        usage = f"{gib(tier.estimate.device_bytes)} of {gib(memory)}"
+        about = f"what is predicted to fit {where} with {preset.method} ({usage})"
         return _Chosen(tier.max_frames, tier.max_pixels_per_frame, tier.micro_batch, about)
 
     def _traced_job(self) -> EstimatedJob:
@@ -421,12 +421,12 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
         return []
     name, method = job.preset.name, job.preset.method
     rows = [row for row in all_tiers() if row["max_frames"]]
-    here = {row["method"] for row in rows if (row["preset"], row["model"]) == (name, bundled)}
-    found = [f"method={other}" for other in METHODS if other in here][:1]
+    methods = {row["method"] for row in rows if (row["preset"], row["model"]) == (name, bundled)}
+    changes = [f"method={candidate}" for candidate in METHODS if candidate in methods][:1]
     size = {model: _size(model) for model in bundled_video_models()}
     smaller = [row for row in rows if row["preset"] == name and size[row["model"]] < size[bundled]]
     smaller.sort(key=lambda row: (-size[row["model"]], row["method"] != method))
-    found += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
+    changes += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
     backend = job.preset.hardware.backend
     larger = [
         row
@@ -435,7 +435,7 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
         and preset_by_name(row["preset"], method).hardware.backend == backend
     ]
     larger.sort(key=lambda row: row["capacity_bytes"])
-    return found + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]
+    return changes + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]
 
 
 def _size(model: str) -> int:

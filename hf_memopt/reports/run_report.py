@@ -108,7 +108,7 @@ def compare_page(runs: list[Run]) -> str:
     """The HTML page that compares runs."""
     names = _names(runs)
     rows = {name: figures(run) for name, run in zip(names, runs, strict=True)}
-    known = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
+    keys = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
     logged = {name: run.readings for name, run in zip(names, runs, strict=True) if run.readings}
     chart = None
     if logged:
@@ -116,7 +116,7 @@ def compare_page(runs: list[Run]) -> str:
     return render_page(
         "runs",
         names=names,
-        figures=[[_label(key)] + [_cell(key, row[key]) for row in rows.values()] for key in known],
+        figures=[[_label(key)] + [_cell(key, row[key]) for row in rows.values()] for key in keys],
         differences=[[key, *map(str, values)] for key, values in differences(runs).items()],
         chart_of_all=chart,
     )

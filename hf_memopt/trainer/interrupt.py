@@ -177,9 +177,8 @@ class _StopAtStepEnd(TrainerCallback):
         return self.trainer.args.save_strategy != "no"
 
     def _leave(self, control) -> None:
-        self.trainer.callback_handler.on_train_end(
-            self.trainer.args, self.trainer.state, control
-        )  # so that trackers close
+        # So that trackers close.
+        self.trainer.callback_handler.on_train_end(self.trainer.args, self.trainer.state, control)
         raise self.ending()
 
     def _announce(self) -> None:

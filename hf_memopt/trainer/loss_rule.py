@@ -39,13 +39,13 @@ class LossRule(StrEnum):
     UNSHIFTED = "a mean over unshifted labels"
     SAMPLES = "a mean over samples"
 
-    def weight(self, trainer, whole: dict[str, Any], chunk: dict[str, Any]) -> float:
+    def weight(self, trainer, micro_batch: dict[str, Any], chunk: dict[str, Any]) -> float:
         """The weight of a chunk's loss in the loss of its micro-batch."""
         if self is LossRule.SUM:
             return 1.0
-        _check_spans(whole)
-        rule = self if self.count_items(trainer, whole) else LossRule.SAMPLES  # every label is -100
-        return rule.count_items(trainer, chunk) / rule.count_items(trainer, whole)
+        _check_spans(micro_batch)
+        rule = self if self.count_items(trainer, micro_batch) else LossRule.SAMPLES  # every label is -100
+        return rule.count_items(trainer, chunk) / rule.count_items(trainer, micro_batch)
 
     def count_items(self, trainer, inputs: dict[str, Any]) -> int:
         """The number of items that the mean is over."""
@@ -208,9 +208,9 @@ class _Measure:
     def holds(self, rule: LossRule, compared: tuple[tuple[int, int, int], list[float]]) -> bool:
         """True if a group's loss is the weighted sum of its halves'."""
         (start, middle, stop), (together, *halves) = compared
-        whole = self._part(start, stop)
+        group = self._part(start, stop)
         parts = [self._part(start, middle), self._part(middle, stop)]
-        weights = [rule.weight(self._trainer, whole, part) for part in parts]
+        weights = [rule.weight(self._trainer, group, part) for part in parts]
         # Halves of weight 0 are left out: their losses are means over no label, NaN.
         total = sum(weight * loss for weight, loss in zip(weights, halves, strict=True) if weight)
         largest = max((abs(loss) for loss in (together, *halves) if isfinite(loss)), default=0.0)

@@ -185,8 +185,8 @@ def torch_optimizer(trainer):
 
 def sees_writes(optimizer) -> bool:
     """True if all writes of an optimizer's step go through torch's dispatcher, where StepWatch sees them."""
-    known = type(optimizer).__module__.startswith(_DISPATCHED)
-    return known and not any(map(_is_compiled, _wrapped_functions(optimizer.step)))
+    dispatched = type(optimizer).__module__.startswith(_DISPATCHED)
+    return dispatched and not any(map(_is_compiled, _wrapped_functions(optimizer.step)))
 
 
 def _wrapped_functions(function) -> Iterator[Callable]:

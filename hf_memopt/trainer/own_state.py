@@ -25,8 +25,8 @@ def fingerprint(trainer) -> dict[str, Any]:
 
 
 def _own(trainer) -> dict[str, Any]:
-    known = frozenset().union(*(_stored_names(kind) for kind in type(trainer).__mro__ if is_known(kind)))
-    return {name: value for name, value in vars(trainer).items() if name not in known}
+    stored = frozenset().union(*(_stored_names(kind) for kind in type(trainer).__mro__ if is_known(kind)))
+    return {name: value for name, value in vars(trainer).items() if name not in stored}
 
 
 @cache

@@ -93,8 +93,8 @@ def holds_whole_model(trainer) -> bool:
     """True if each process holds the whole model."""
     from accelerate.utils import DistributedType
 
-    whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-    return not trainer.is_distributed_loading_by_transformers and trainer.accelerator.distributed_type in whole
+    replicated = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+    return not trainer.is_distributed_loading_by_transformers and trainer.accelerator.distributed_type in replicated
 
 
 def changes_weights_in_backward(trainer) -> bool:

@@ -77,9 +77,9 @@ class KtoLayout(RowLayout):
     """TRL's KTO batches. The KL term is a mean over the micro-batch, without gradients, so chunks get all its rows."""
 
     def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        whole = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
-        rest = {name: value for name, value in inputs.items() if name not in whole}
-        return super().chunk(rest, start, stop) | whole
+        shared = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
+        split = {name: value for name, value in inputs.items() if name not in shared}
+        return super().chunk(split, start, stop) | shared
 
 
 class UnpaddedLayout(RowLayout):

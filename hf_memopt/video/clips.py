@@ -170,9 +170,9 @@ def _decode(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> Clip
         stream = video_stream(container, source)
         buffer.check_host_memory(stream.height, stream.width)
         if times.stamps is None:
-            wanted = set(indices)
+            selected = set(indices)
             for index, frame in enumerate(decode_frames(container, stream)):
-                if index in wanted:
+                if index in selected:
                     buffer.append(frame)
                 if buffer.filled == len(chosen):
                     break

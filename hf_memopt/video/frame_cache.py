@@ -74,13 +74,13 @@ class FrameCache:
     def _make_space(self, size: int) -> None:
         """Remove the least recently used clips until `size` more bytes are within the bound."""
         remove_abandoned(self.folder)
-        kept = []
+        files = []
         for path in self.folder.glob("*.npz"):
             with contextlib.suppress(FileNotFoundError):  # another process removes files, too
                 status = path.stat()
-                kept.append((status.st_mtime_ns, status.st_size, path))
-        excess = sum(bytes_ for _, bytes_, _ in kept) + size - self.max_gib * _GIB
-        for _, bytes_, path in sorted(kept):
+                files.append((status.st_mtime_ns, status.st_size, path))
+        excess = sum(bytes_ for _, bytes_, _ in files) + size - self.max_gib * _GIB
+        for _, bytes_, path in sorted(files):
             if excess <= 0:
                 return
             path.unlink(missing_ok=True)
@@ -112,8 +112,8 @@ def _load(path: Path) -> Clip | None:
 
 def _mark_used(path: Path) -> None:
     """By the clock: the time that the system itself would write is some milliseconds old."""
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
+    moment = time.time_ns()
+    os.utime(path, ns=(moment, moment))
 
 
 def _write(path: Path, clip: Clip) -> None:

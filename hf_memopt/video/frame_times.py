@@ -150,6 +150,6 @@ def _evenly_in_time(seconds: list[float], count: int) -> list[int]:
     chosen: list[int] = []
     for number, second in enumerate(numpy.linspace(seconds[0], seconds[-1], count)):
         shown = bisect_right(seconds, second + 1e-9) - 1
-        least = chosen[-1] + 1 if chosen else 0
-        chosen.append(min(max(shown, least), len(seconds) - (count - number)))
+        earliest = chosen[-1] + 1 if chosen else 0
+        chosen.append(min(max(shown, earliest), len(seconds) - (count - number)))
     return chosen

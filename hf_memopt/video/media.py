@@ -189,8 +189,8 @@ class MediaEncoder:
         }
         videos = [torch.from_numpy(frames)]
         # Some processors write timestamps from the metadata that others drop unless it is asked for.
-        given = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
-        return replace(self._process("video", len(frames), **given), duration=clip.duration)
+        inputs = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
+        return replace(self._process("video", len(frames), **inputs), duration=clip.duration)
 
     def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
         image = open_image(self.open_source(source))

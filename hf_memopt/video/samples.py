@@ -75,13 +75,13 @@ class VideoSamples(torch.utils.data.Dataset):
         """
         if self._lengths is None:
             encode, count = outline_encoder(self.encode), len(self)
-            found = [self._length(encode, index) for index in range(count)]
+            lengths = [self._length(encode, index) for index in range(count)]
             for index in reversed(range(2 * count)):  # twice, since the first row follows the last
-                if found[index % count] is None:
-                    found[index % count] = found[(index + 1) % count]
-            if None in found:
+                if lengths[index % count] is None:
+                    lengths[index % count] = lengths[(index + 1) % count]
+            if None in lengths:
                 raise self._nothing_left()
-            self._lengths = found
+            self._lengths = lengths
         return self._lengths
 
     def _length(self, encode: Encoder, index: int) -> int | None:

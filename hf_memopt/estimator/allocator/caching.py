@@ -88,10 +88,10 @@ class CachingAllocator:
         free.pop(bisect_left(free, (block.size, block.address)))
 
     def _split(self, block: Block, size: int) -> None:
-        rest = block.size - size
-        if rest < (BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
+        remainder = block.size - size
+        if remainder < (BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
             return
-        after = Block(block.address + size, rest, block.pool)
+        after = Block(block.address + size, remainder, block.pool)
         after.previous, after.next = block, block.next
         if block.next is not None:
             block.next.previous = after
@@ -99,7 +99,7 @@ class CachingAllocator:
             self._tails[block.pool] = after
         block.size, block.next = size, after
         self._at[after.address] = after
-        insort(self._free[block.pool], (rest, after.address))
+        insort(self._free[block.pool], (remainder, after.address))
 
     def _grow(self, size: int, pool: str) -> Block:
         if self._limit is not None and self.reserved + self._needed(size, pool) > self._limit:
@@ -138,15 +138,15 @@ class CachingAllocator:
                 if not self._expandable and block.previous is None and block.next is None:
                     self._remove(block)
                 elif self._expandable and block is self._tails[pool]:
-                    whole = block.size // _PAGES[pool] * _PAGES[pool]
-                    if whole == block.size and block.previous is not None:
+                    released = block.size // _PAGES[pool] * _PAGES[pool]
+                    if released == block.size and block.previous is not None:
                         self._tails[pool] = block.previous
                         block.previous.next = None
                         self._remove(block)
-                    elif 0 < whole < block.size:
-                        self.reserved -= whole
+                    elif 0 < released < block.size:
+                        self.reserved -= released
                         self._unlist(block)
-                        block.size -= whole
+                        block.size -= released
                         insort(free, (block.size, block.address))
 
     def _remove(self, block: Block) -> None:

@@ -180,14 +180,14 @@ def _find_blocks(trace: TraceResult, period: int) -> dict[int, range]:
 def _runs(events: list[Event], blocks: dict[int, range]) -> Iterator[list[Event]]:
     """Consecutive events in one block of layers, in one other layer, or outside the layers."""
     run: list[Event] = []
-    place: object = None
+    last: object = None
     for event in events:
         block = blocks.get(_stack(event.layer))
-        here = block if block is not None and event.layer in block else event.layer
-        if run and here != place:
+        place = block if block is not None and event.layer in block else event.layer
+        if run and place != last:
             yield run
             run = []
-        place = here
+        last = place
         run.append(event)
     if run:
         yield run

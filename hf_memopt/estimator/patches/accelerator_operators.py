@@ -110,8 +110,8 @@ def _in_fp32(operator, by_default: bool) -> Callable:
         with torch.autocast("cpu", enabled=False):
             if not by_default:
                 return operator(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
-            asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-            if not asked and args[0].dtype in _HALVES:
+            has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+            if not has_dtype and args[0].dtype in _HALVES:
                 kwargs["dtype"] = torch.float32
             return operator(*args, **kwargs)
 

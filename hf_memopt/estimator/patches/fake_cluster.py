@@ -309,7 +309,7 @@ def fully_shard_model(
                 weight.data = weight.data.float()
     settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": packed}
     names = {id(weight): name for name, weight in model.named_parameters()}
-    kept = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshards, **settings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -321,5 +321,5 @@ def fully_shard_model(
         fully_shard(tail, reshard_after_forward=False, **settings)
     fully_shard(model, **settings)
     sharded = dict(model.named_parameters())
-    for group, group_names in zip(optimizer.param_groups, kept, strict=True):
+    for group, group_names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [sharded[name] for name in group_names]

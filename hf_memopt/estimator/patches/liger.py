@@ -327,9 +327,9 @@ def _fuse_loss(inner, capability: float) -> None:
         skip = bool(skip) and (labels is not None or kwargs.get("shift_labels") is not None)
         return forward(*args, labels=labels, **kwargs)
 
-    def promise(hidden, then=None):
-        if then is not None:  # engines gather a module's weight only while the module is called
-            return then(hidden, head.weight, head.bias)
+    def promise(hidden, compute=None):
+        if compute is not None:  # engines gather a module's weight only while the module is called
+            return compute(hidden, head.weight, head.bias)
         return LazyLogits(hidden, head) if skip else torch.nn.functional.linear(hidden, head.weight, head.bias)
 
     def fused(logits, labels, vocab_size=None, **kwargs):
@@ -342,7 +342,7 @@ def _fuse_loss(inner, capability: float) -> None:
             )
         _shifted(labels, kwargs.get("shift_labels"))
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        return logits.head(hidden, then=lambda *tensors: _FusedLinearCrossEntropy.apply(*tensors, capability))
+        return logits.head(hidden, compute=lambda *tensors: _FusedLinearCrossEntropy.apply(*tensors, capability))
 
     inner.forward, inner.loss_function, head.forward = run, fused, promise
 

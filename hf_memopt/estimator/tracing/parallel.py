@@ -42,8 +42,8 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
         first = function(items[0])
         _warm = True
         return [first, *on_all_cores(function, items[1:])]
-    own, *others = _shares(len(items), cores)
-    forks = [_Fork(function, items, share) for share in others]
+    own, *shares = _shares(len(items), cores)
+    forks = [_Fork(function, items, share) for share in shares]
     try:
         began = time.monotonic()
         results = _run_items(function, items, own)

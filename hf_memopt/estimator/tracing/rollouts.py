@@ -202,20 +202,20 @@ def _lengthen(cache: Any, tokens: int) -> None:
     for layer in getattr(cache, "layers", ()):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None:
             continue
-        kept = tokens
+        length = tokens
         if type(layer) is DynamicSlidingWindowLayer:
-            layer.cumulative_length, kept = tokens, min(tokens, layer.sliding_window - 1)
+            layer.cumulative_length, length = tokens, min(tokens, layer.sliding_window - 1)
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            shape = (*states.shape[:-2], kept, states.shape[-1])
+            shape = (*states.shape[:-2], length, states.shape[-1])
             setattr(layer, name, None)
             setattr(layer, name, states.new_empty(shape))
             del states
 
 
 def _lengthened(mask: torch.Tensor, length: int) -> torch.Tensor:
-    ones = torch.ones((len(mask), length - mask.shape[1]), dtype=mask.dtype)
-    return torch.cat([mask, ones], dim=1)
+    added = torch.ones((len(mask), length - mask.shape[1]), dtype=mask.dtype)
+    return torch.cat([mask, added], dim=1)
 
 
 def _completed(trainer, prompts: torch.Tensor) -> torch.Tensor:

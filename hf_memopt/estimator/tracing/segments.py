@@ -191,9 +191,9 @@ def _state_tensors(optimizer):
     """An optimizer's states. GaLore's and APOLLO's are also in objects; GrokAdamW's in its groups, AdaLomo's in
     attributes."""
     for each in _optimizers(optimizer):
-        kept = [*each.state.values(), *(group.get("state", {}) for group in each.param_groups)]
-        kept += [value for name, value in vars(each).items() if name.startswith("exp_avg")]
-        for states in kept:
+        state_values = [*each.state.values(), *(group.get("state", {}) for group in each.param_groups)]
+        state_values += [value for name, value in vars(each).items() if name.startswith("exp_avg")]
+        for states in state_values:
             yield from tensors_in(states)
             for part in states.values() if isinstance(states, dict) else ():
                 if hasattr(part, "ortho_matrix"):

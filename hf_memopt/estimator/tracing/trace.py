@@ -308,9 +308,9 @@ def _optimizer_errors(args):
         if not (made or chosen or (foreign and isinstance(error, RuntimeError))):
             raise
         settings = {"optim": name, "optim_args": args.optim_args, "optim_target_modules": args.optim_target_modules}
-        said = ", ".join(f"{field}={value}" for field, value in settings.items() if value)
+        options = ", ".join(f"{field}={value}" for field, value in settings.items() if value)
         form = "; optim_args are written as key=value,key=value" if args.optim_args else ""
-        raise InputError(f"{said}: {one_line(error)}{form}") from error
+        raise InputError(f"{options}: {one_line(error)}{form}") from error
 
 
 def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
@@ -342,14 +342,14 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     model = trainer.model if job.engine.plain else trainer.model_wrapped
     model.eval()
     reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
-    kept = []
+    all_logits = []
     for _ in range(min(job.kept_logits, 2) or 1):
         inputs = make_collator(job)(None)
         if not generates(trainer):  # those complete their prompts in prediction_step
             inputs = trainer._prepare_inputs(inputs)
         with nothing_but_loss(model, not job.kept_logits):
             _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
-        kept.append(logits if reduce is None or logits is None else reduce(logits, labels))
-    ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(kept[0]))
-    kept, logits, labels = [], None, None
+        all_logits.append(logits if reduce is None or logits is None else reduce(logits, labels))
+    ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(all_logits[0]))
+    all_logits, logits, labels = [], None, None
     ledger.begin("between", "other")
