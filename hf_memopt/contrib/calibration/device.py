@@ -147,10 +147,10 @@ def allocator_setting() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"setting": setting, "expandable": None}
-    kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
     segments = torch.cuda.memory_snapshot()
     return {
         "setting": setting,
-        "bytes": kept.nbytes,
+        "bytes": block.nbytes,
         "expandable": all(segment.get("is_expandable") for segment in segments),
     }

@@ -45,13 +45,13 @@ class Processes:
             limit: seconds after which its process is killed.
             env: variables of the process.
         """
-        found = self._run(function, limit, env or {})
-        started = any(phrase in found.get("reason", "") for phrase in ("forked subprocess", "initialization error"))
+        result = self._run(function, limit, env or {})
+        started = any(phrase in result.get("reason", "") for phrase in ("forked subprocess", "initialization error"))
         if started and self.context.get_start_method() == "forkserver":
             print("CUDA cannot be used after the fork: every case imports for itself from here on", file=sys.stderr)
             self.context = multiprocessing.get_context("spawn")
-            found = self._run(function, limit, env or {})
-        return found
+            result = self._run(function, limit, env or {})
+        return result
 
     def _run(self, function: Callable[[], dict], limit: float, env: dict[str, str]) -> dict:
         with tempfile.TemporaryDirectory() as folder:
@@ -93,10 +93,10 @@ def _answer(function: Callable[[], dict], env: dict[str, str], answer: Path, log
     os.dup2(output, 2)
     os.environ |= env
     try:
-        found = {**function(), "outcome": "measured"}
+        result = {**function(), "outcome": "measured"}
     except Skip as reason:
-        found = {"outcome": "skipped", "reason": str(reason)}
-    write_whole(answer, json.dumps(found, default=str))
+        result = {"outcome": "skipped", "reason": str(reason)}
+    write_whole(answer, json.dumps(result, default=str))
 
 
 def die_with_parent() -> None:

@@ -141,8 +141,8 @@ class Adapted:
     def _replace(self, name: str, weight: torch.Tensor) -> None:
         """Take the adapter's own weight for the base's; what else changes it does so afterwards."""
         self.replaced[name] = weight.detach()
-        then = self.changes.get(name, lambda own: own)
-        self.changes[name] = lambda base: then(self.replaced[name].to(base.dtype, copy=True))
+        change = self.changes.get(name, lambda own: own)
+        self.changes[name] = lambda base: change(self.replaced[name].to(base.dtype, copy=True))
 
 
 def _refuse_wrong_value(file: Path) -> None:

@@ -60,9 +60,9 @@ def rounded_modules(model) -> set[str]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = get_keys_to_not_convert(model)
+    unconverted = get_keys_to_not_convert(model)
     return {
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and should_convert_module(name, kept)
+        if isinstance(module, torch.nn.Linear) and should_convert_module(name, unconverted)
     }
