@@ -32,7 +32,7 @@ from hf_memopt.planner.video_tiers import (
     with_clip,
 )
 from hf_memopt.presets import METHODS
-from hf_memopt.presets.video_tiers import all_tiers, tiers_of
+from hf_memopt.presets.video_tiers import all_tiers, shipped_tiers
 from hf_memopt.recipe import auto, video, video_tier
 from hf_memopt.recipe import job as jobs
 from hf_memopt.units import GIB
@@ -142,14 +142,14 @@ def test_every_row_fits_its_card_and_keeps_to_the_rule():
 
 def test_the_guides_tiers_hold_for_the_3b_model_with_qlora():
     for card, frames in (("rtx_3070", 75), ("rtx_4080", 150), ("rtx_4090", 200)):
-        assert tiers_of(get_preset(card, "qlora"))["qwen2.5-vl-3b"]["max_frames"] == frames
-    assert tiers_of(get_preset("rtx_3070", "qlora"))["qwen2.5-vl-7b"]["max_frames"] == 0
+        assert shipped_tiers(get_preset(card, "qlora"))["qwen2.5-vl-3b"]["max_frames"] == frames
+    assert shipped_tiers(get_preset("rtx_3070", "qlora"))["qwen2.5-vl-7b"]["max_frames"] == 0
 
 
 @pytest.mark.slow
 def test_a_row_is_what_the_estimator_says(writer):
     preset = get_preset("rtx_3070", "qlora")
-    assert writer.tier_row(preset, "qwen2.5-vl-3b") == tiers_of(preset)["qwen2.5-vl-3b"]
+    assert writer.tier_row(preset, "qwen2.5-vl-3b") == shipped_tiers(preset)["qwen2.5-vl-3b"]
 
 
 def test_show_prints_it(command):
@@ -220,7 +220,7 @@ def clips_of(job) -> tuple:
 
 
 def test_the_recipe_takes_its_presets_row(started, no_traces):
-    row = tiers_of(get_preset("rtx_3070", "qlora"))["qwen2.5-vl-3b"]
+    row = shipped_tiers(get_preset("rtx_3070", "qlora"))["qwen2.5-vl-3b"]
     job, line = started("--learning_rate", "1e-4", "--save_steps", "10")
     assert clips_of(job) == (75, 224 * 224, row["per_device_train_batch_size"], row["gradient_accumulation_steps"])
     assert job.args.activation_checkpointing
@@ -392,8 +392,8 @@ def test_a_model_that_no_row_knows_is_estimated(recipe, own_model, capsys):
 @pytest.mark.slow
 def test_auto_plans_for_what_is_free(recipe, own_model, monkeypatch, capsys):
     main, arguments = recipe("video_sft"), [*own_model, "--optim", "adamw_torch", "--max_frames", "12"]
-    monkeypatch.setattr(auto, "free_memory_of", lambda device: 2 * GIB)
-    monkeypatch.setattr(video_tier, "free_memory_of", lambda device: 2 * GIB)
+    monkeypatch.setattr(auto, "usable_memory", lambda device: 2 * GIB)
+    monkeypatch.setattr(video_tier, "usable_memory", lambda device: 2 * GIB)
     trainer = main([*arguments, "--max_steps", "1", "--effective_batch_size", "4", "--save_strategy", "no"])
     args = trainer.args
     assert args.per_device_train_batch_size == 4 and not args.activation_checkpointing  # everything fits

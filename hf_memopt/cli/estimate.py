@@ -59,7 +59,7 @@ def run_estimate(spec: JobSpec, levers: bool, plot_file: str | None, as_json: bo
         from hf_memopt.estimator.plot import plot
 
         plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
-    settings, sizes = _settings_of(preset)
+    settings, sizes = _describe_settings(preset)
     took = amount.time_and_cost(estimate, job.seq_len, job.world_size)
     if as_json:
         print_json(
@@ -137,7 +137,7 @@ def _resolve_preset(spec: JobSpec) -> Preset:
     return plain_settings(get_hardware("auto"), spec.method, spec.strategy)
 
 
-def _settings_of(preset: Preset) -> tuple[str, str | None]:
+def _describe_settings(preset: Preset) -> tuple[str, str | None]:
     """Where the settings come from, in words, and the preset whose sizes they are."""
     if not preset.name:
         return preset.meant_for, None

@@ -18,7 +18,7 @@ _KINDS = {
 }
 
 
-def kind_of(rows, form: str) -> str:
+def find_answer_kind(rows, form: str) -> str:
     """The form of TRL's that rows of a form of columns.FORMS become."""
     if form != "prompt/completion":
         return "text" if form == "text" else "messages"
@@ -34,7 +34,7 @@ def to_trl(rows, form: str, kind: str, tokenizer, source: str = "", split: bool 
 
     Args:
         form: of columns.FORMS.
-        kind: what kind_of() returned for the training rows.
+        kind: what find_answer_kind() returned for the training rows.
         split: make a sample of every answer, with the conversation up to it as its prompt: for chat templates that do
             not mark what the assistant writes.
 

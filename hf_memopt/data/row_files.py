@@ -69,7 +69,7 @@ def _encoded(value: Any) -> str | None:
     return None if value is None else json.dumps(value)
 
 
-def line_of(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
+def find_line(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
     """The line of the first row for which is_wanted(row number, row) is true; None where there is none."""
     try:
         for number, (line, row) in enumerate(numbered_rows(path)):

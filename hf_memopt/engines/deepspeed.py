@@ -92,7 +92,7 @@ class DeepSpeed(Engine):
         return {"deepspeed": deepspeed_config(self.strategy)}
 
     def check(self, fields, world_size):
-        for name, size in batch_of(self.deepspeed).items():
+        for name, size in numeric_batch_sizes(self.deepspeed).items():
             if size != fields[name]:
                 raise InputError(
                     f"the DeepSpeed JSON has {brief(size)} and TrainingArguments {fields[name]} for {name}: leave one "
@@ -138,7 +138,7 @@ class DeepSpeed(Engine):
         return super().exchanged(weights, gradients)
 
 
-def batch_of(deepspeed: Mapping[str, Any]) -> dict[str, int]:
+def numeric_batch_sizes(deepspeed: Mapping[str, Any]) -> dict[str, int]:
     """The batch sizes that a configuration has as numbers, as TrainingArguments fields."""
     return {name: deepspeed[key] for key, name in _SIZES.items() if deepspeed.get(key, "auto") != "auto"}
 

@@ -10,7 +10,7 @@ from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.job_checks import check_combination, check_length, own_attention, positions_of
+from hf_memopt.estimator.job_checks import check_combination, check_length, count_positions, own_attention
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
@@ -107,7 +107,7 @@ class Job(ModelSettings):
     @property
     def positions(self) -> int | None:
         """The positions that its configuration names; None where there is no such number."""
-        return positions_of(self.config)
+        return count_positions(self.config)
 
     @property
     def generates(self) -> bool:

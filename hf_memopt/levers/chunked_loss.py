@@ -212,8 +212,6 @@ def _loss(
 
     with torch.autocast(kind, enabled=False):
         total = logits.head(hidden.to(dtype), compute=summed)
-    return total / (counted.sum() if num_items_in_batch is None else _on_device_of(num_items_in_batch, total))
-
-
-def _on_device_of(number, tensor: torch.Tensor):
-    return number.to(tensor.device) if isinstance(number, torch.Tensor) else number
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)

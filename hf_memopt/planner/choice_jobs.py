@@ -11,7 +11,7 @@ from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.sketch import Sketch, baselines, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import Sketch, baselines, make_sketch, traced_jobs
 from hf_memopt.planner.trl_choices import fewest_samples, trl_space
 from hf_memopt.units import gib
 
@@ -57,7 +57,7 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
 def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
     """The sketch of all choices, from a few traces."""
     jobs = baseline_jobs(spec, choices)
-    return sketch_of(jobs, traced_jobs(jobs))
+    return make_sketch(jobs, traced_jobs(jobs))
 
 
 def smallest_choices(choices: list[Choice]) -> list[Choice]:

@@ -19,7 +19,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, list_choices
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.planner.streaming import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
@@ -186,7 +186,7 @@ def _methods(spec: JobSpec, smallest: Choice) -> Iterator[tuple[dict[str, int], 
         yield {"dtype": 1}, [text], replace(spec, preset=replace(spec.preset, **settings))
     for change, settings in proposals(job, (LORA, QLORA)):
         try:
-            preset = preset_of(hardware.name, settings["method"])
+            preset = resolve_preset(hardware.name, settings["method"])
         except InputError:  # a device that the catalog lacks
             continue
         preset = replace(preset, hardware=hardware, processes=spec.preset.processes)

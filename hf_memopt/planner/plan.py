@@ -167,12 +167,12 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
     # Of methods whose usual profiles use host memory, one that has a safe profile without it.
     best = min(plans, key=lambda plan: (bool(plan.usual.choice.offloads), bool(plan.profiles[0].choice.offloads)))
     spec, search = searches[best.spec.preset.method]
-    made = _plan_of(spec, search, best.profiles, rejected)
+    made = _make_plan(spec, search, best.profiles, rejected)
     beside = _methods(asked, methods, searches, made.usual, say) if len(methods) > 1 else []
     return replace(made, plain=plain_alternative(spec, search, made.usual), methods=beside)
 
 
-def _plan_of(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
+def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
     """A plan with profiles, and why it has no others."""
     made = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
     made.rejected.extend(left_out(spec, search, [profile.choice for profile in profiles]))
@@ -203,7 +203,7 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         if search is None:
             continue
         if profiles := _profiles(spec, search):
-            return _plan_of(spec, search, profiles, resident)
+            return _make_plan(spec, search, profiles, resident)
         lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
         rejected.append(lacking)
         resident.append(lacking)

@@ -285,7 +285,7 @@ def baselines(build: Callable[..., Job], shares: set[float], fewest: int = 1) ->
     return [build(samples, checkpointed) for checkpointed in needed for samples in (fewest, 2 * fewest)]
 
 
-def sketch_of(jobs: list[Job], traces: list[Traced]) -> Sketch:
+def make_sketch(jobs: list[Job], traces: list[Traced]) -> Sketch:
     """The sketch from the traces of baselines()."""
     outside, layer = jobs[0].elements(trained=True)
     trained = outside + layer * count_layers(jobs[0].config)

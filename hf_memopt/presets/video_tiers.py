@@ -22,7 +22,7 @@ def all_tiers() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(TIERS_FILE.read_text(encoding="utf-8"))["tiers"]) if TIERS_FILE.is_file() else ()
 
 
-def tiers_of(preset: Preset) -> dict[str, dict[str, Any]]:
+def shipped_tiers(preset: Preset) -> dict[str, dict[str, Any]]:
     """Model -> its row, for a preset and its method."""
     return {row["model"]: row for row in all_tiers() if (row["preset"], row["method"]) == (preset.name, preset.method)}
 

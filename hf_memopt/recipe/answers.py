@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
-from hf_memopt.data.answers import kind_of, to_trl
+from hf_memopt.data.answers import find_answer_kind, to_trl
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
@@ -44,7 +44,7 @@ def load_answers(job: Job, tokenizer):
     source = job.recipe.dataset_name or "builtin:questions"
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, form = load_job_rows(job, source)
-        kind = kind_of(train, form)
+        kind = find_answer_kind(train, form)
         split = _choose_loss(job, kind, tokenizer)
         train, held_out = (rows and to_trl(rows, form, kind, tokenizer, source, split) for rows in (train, held_out))
         if job.recipe.streaming:

@@ -59,7 +59,7 @@ def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **
 
     training = dict(training)
     training.pop("use_cpu", None)  # the preset's hardware says so
-    memory = free_memory_of(preset.hardware)
+    memory = usable_memory(preset.hardware)
     spec = JobSpec(
         model=config,
         hardware=preset,
@@ -104,7 +104,7 @@ def _host_memory(device) -> HostMemory | None:
     return own_host_memory(1) if device.discrete_memory else None
 
 
-def free_memory_of(device) -> int:
+def usable_memory(device) -> int:
     """Bytes that a job may use on this machine's device: what is free, less a margin.
 
     The context that this process already has on the device is added back, because the estimate counts it too.

@@ -361,7 +361,7 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
     auto = auto or AutoModelForCausalLM
     if not resolve_engine(job.args).plain:
         adapted = job.peft_config is not None
-        preflight.check(preflight.launch_of(job.args, config, infer_task(config), job.preset.dtype, adapted))
+        preflight.check(preflight.describe_launch(job.args, config, infer_task(config), job.preset.dtype, adapted))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if job.preset.mesh:

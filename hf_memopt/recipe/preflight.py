@@ -238,7 +238,7 @@ def _disk(launch: Launch) -> Iterator[str]:
             yield f"nvme_path={path} needs {gib(needed)} for what is offloaded, and {gib(free)} are free"
 
 
-def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> Launch:
+def describe_launch(args, config, task: str, dtype: str, adapters: bool = False) -> Launch:
     """The launch of this process.
 
     Args:

@@ -33,9 +33,9 @@ from hf_memopt.planner.video_tiers import (
 )
 from hf_memopt.presets import METHODS, preset_by_name
 from hf_memopt.presets.batch import batch_settings
-from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
+from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, shipped_tiers
 from hf_memopt.recipe.arguments import Parsed
-from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
+from hf_memopt.recipe.auto import plan_here, plans_here, usable_memory
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
 from hf_memopt.recipe.resume import checkpoint_to_resume
@@ -252,7 +252,7 @@ class _Wanted:
         preset = self.job.preset
         if plans_here(self.job.recipe.preset) or not self.bundled or not _as_shipped(self.job, self.parsed):
             return None
-        row = tiers_of(preset).get(self.bundled)
+        row = shipped_tiers(preset).get(self.bundled)
         if not row or "refused" in row or row["capacity_bytes"] > preset.hardware.memory * 1.001:
             return None
         if not row["max_frames"]:
@@ -278,7 +278,7 @@ class _Wanted:
         """
         recipe, preset, given = self.job.recipe, self.job.preset, self.given
         planned = plans_here(recipe.preset)
-        memory = free_memory_of(preset.hardware) if planned else preset.hardware.memory
+        memory = usable_memory(preset.hardware) if planned else preset.hardware.memory
         share = PLAN_PROFILES[recipe.profile][1] if planned else SHARE
         where = f"the {gib(memory)} that are free" if planned else preset.name
         own = (given.max_frames, given.max_pixels_per_frame, given.micro_batch)

@@ -234,7 +234,7 @@ class MediaEncoder:
         patch = self._patch_size
         for medium in media:
             if medium.kind == "video":
-                frames = self._count_frames_of(medium)
+                frames = self._count_frames(medium)
                 above = max_frames is not None and frames > max(max_frames, self.temporal_patch_size)
                 if frames != medium.frames or above:
                     raise InputError(
@@ -252,7 +252,7 @@ class MediaEncoder:
         """Pixels of a patch's side."""
         return self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
 
-    def _count_frames_of(self, medium: EncodedMedium) -> int:
+    def _count_frames(self, medium: EncodedMedium) -> int:
         if "target_sizes_videos" in medium.tensors:  # MiniCPM-V: of frames and of their slices
             return medium.text.count(self.processor.image_start_token)
         return self.count_frames(medium.tensors)

@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):
         if live and layer is not None:
             self.layers[live[2]] = layer
 
-    def layer_of(self, tensor: torch.Tensor) -> int | None:
+    def find_layer(self, tensor: torch.Tensor) -> int | None:
         """The number of the layer that tag() noted for a storage."""
         live = self._live.get(_storage(tensor)._cdata)
         return self.layers.get(live[2]) if live else None

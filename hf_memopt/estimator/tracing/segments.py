@@ -60,7 +60,7 @@ def announce_held(model: torch.nn.Module, stacks: list, ledger: Ledger) -> None:
                     ledger.tag(weight, index)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            _announce_gradient(weight, name, ledger.layer_of(weight), ledger)
+            _announce_gradient(weight, name, ledger.find_layer(weight), ledger)
 
 
 def _announce_layer(layer: torch.nn.Module, ledger: Ledger, is_last: bool) -> None:
@@ -137,7 +137,7 @@ def make_phase_callback(ledger: Ledger, trainer):
                     if not weight.requires_grad:  # an optimizer of the user's own may hold frozen weights, too
                         continue
                     weight.grad = torch.empty_like(weight)
-                    ledger.tag(weight.grad, ledger.layer_of(weight))
+                    ledger.tag(weight.grad, ledger.find_layer(weight))
             self.on_pre_optimizer_step()
             if hasattr(optimizer.optimizer, "train"):  # schedule-free optimizers step in train mode only
                 optimizer.optimizer.train()
