@@ -1,4 +1,4 @@
-"""Where the shipped configs and recipes are, and how files are read and written."""
+"""Folders of the shipped configs and recipes, and reading and writing of files."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def from_here(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt; it need not be there."""
+    """The folder of what can be made again: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt; it need not be there."""
     return Path(os.environ.get("HF_MEMOPT_CACHE") or os.path.expanduser("~/.cache/hf_memopt"))
 
 

@@ -224,7 +224,7 @@ def _show() -> dict[str, Any]:
 
 
 def _doctor() -> dict[str, Any]:
-    """Of this machine; with files, their faults."""
+    """The report on this machine; with files, their faults."""
     fault = _object(file=_TEXT, line=_or_none(_INTEGER), message=_TEXT)
     package = _object(version=_or_none(_TEXT), tested=_or_none(_TEXT), needed_for=_TEXT)
     machine = _object(

@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def fewest_layers(self) -> int:
-        """Of a shallow model that is traced: first, last and one between; a second for engines that prefetch."""
+        """Layers of a traced shallow model: first, last and one between; a second for engines that prefetch."""
         return 3 if self.plain else 4
 
     def setup(self) -> dict[str, Any]:

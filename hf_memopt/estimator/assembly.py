@@ -1,4 +1,4 @@
-"""From the traces of a job to its Estimate: extrapolation, the allocator's replay, and what no trace on a CPU sees."""
+"""Assemble an Estimate from a job's traces: extrapolation, the allocator's replay, and what no CPU trace sees."""
 
 from collections.abc import Sequence
 

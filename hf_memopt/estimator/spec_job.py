@@ -1,4 +1,4 @@
-"""From a JobSpec and its preset to the Job that is traced."""
+"""Make the Job that is traced from a JobSpec and its preset."""
 
 import logging
 from dataclasses import replace
@@ -168,7 +168,7 @@ def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
 
 
 def _refuse_second_engine(preset: Preset, fields: dict) -> None:
-    """As the run would: Preset.training_arguments() refuses an engine beside the preset's."""
+    """Refuse as the run would: Preset.training_arguments() refuses an engine beside the preset's."""
     for name in ("fsdp", "deepspeed"):
         if fields.get(name) and name not in preset.engine.beside:
             value, strategy = brief(fields[name]), preset.strategy

@@ -55,7 +55,7 @@ class DeviceFile:
 
     @property
     def source(self) -> str:
-        """On what and when it was measured, for a note."""
+        """The device and the date of the measurements, for a note."""
         versions = [f"{name} {self.versions[key]}" for key, name in self._named_versions() if self.versions.get(key)]
         return f"measured on {self.device['label']} ({', '.join([self.date, *versions])})"
 
@@ -93,7 +93,7 @@ def measured_on(device: Hardware) -> DeviceFile | None:
 
 
 def device_folder() -> Path:
-    """Where the files of this user's devices are."""
+    """The folder of the files of this user's devices."""
     return cache_folder() / "devices"
 
 

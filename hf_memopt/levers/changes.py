@@ -75,14 +75,14 @@ _NOT_TRAINING = {"strategy", "method", "dtype", "seq_len", "max_frames"}
 
 
 def training_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a change's settings that are TrainingArguments fields."""
+    """Select those of a change's settings that are TrainingArguments fields."""
     return {
         name: value for name, value in settings.items() if name not in _NOT_TRAINING.union(MemoryArguments.names())
     }
 
 
 def proposals(job: JobFacts, changes: Iterable[Change]) -> Iterator[tuple[Change, Mapping[str, Any]]]:
-    """Those of the changes that the job can take, each with its settings."""
+    """Yield those of the changes that the job can take, each with its settings."""
     for change in changes:
         if (settings := change.settings_for(job)) is not None:
             yield change, settings

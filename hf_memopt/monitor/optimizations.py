@@ -51,7 +51,7 @@ class Settings:
         return resolve_engine(self.fields)
 
     def changed(self, **fields: Any) -> "Settings":
-        """With other fields; None takes one out."""
+        """The settings with other fields; None takes one out."""
         merged = {name: value for name, value in (self.fields | fields).items() if value is not None}
         return replace(self, fields=merged)
 

@@ -60,12 +60,12 @@ class DataWait:
         self._waiting_since, self._arrived, self._fetching = end, None, None
 
     def share(self) -> float | None:
-        """Of the steps since the last call, 0 to 1; None where there were none."""
+        """The share of the steps since the last call, 0 to 1; None where there were none."""
         share, self._since_share = self._since_share.share(), _Seconds()
         return share
 
     def share_of_run(self) -> float | None:
-        """Of all steps but the first, 0 to 1; None where there were none."""
+        """The share of all steps but the first, 0 to 1; None where there were none."""
         return self._run.share()
 
 

@@ -13,7 +13,7 @@ from hf_memopt.errors import chain, one_line
 
 
 class OomKind(StrEnum):
-    """Whose memory ran out."""
+    """The owner of the memory that ran out."""
 
     DEVICE = "device"
     LIBRARY_WORKSPACE = "library workspace"
@@ -145,7 +145,7 @@ _GAP = " … "
 
 
 def classify_oom(error: BaseException) -> OomKind:
-    """Whose memory ran out, from an exception or one in its chain of causes."""
+    """Diagnose whose memory ran out, from an exception or one in its chain of causes."""
     return diagnose(error).kind
 
 

@@ -40,7 +40,7 @@ class Alternative:
     tokens_per_second: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The alternative as one JSON object."""
         return {
             **vars(self),
             "relative_time": round(self.relative_time, 3),

@@ -14,7 +14,7 @@ _DESKTOP_BOX = 12 * GIB  # nobody builds or rents boxes of cards with less
 
 
 def box_name(device: Hardware, devices: int) -> str:
-    """As `--hardware` takes it."""
+    """The box as `--hardware` takes it."""
     return device.name if devices == 1 else f"{device.name}x{devices}"
 
 
@@ -59,7 +59,7 @@ def _typicality(device: Hardware) -> tuple:
 
 
 def all_cards() -> list[Hardware]:
-    """Of the catalog, without CPUs."""
+    """The cards of the catalog, without CPUs."""
     return [device for device in catalog().values() if device.backend != "cpu"]
 
 

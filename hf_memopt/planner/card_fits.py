@@ -47,7 +47,7 @@ class Fit:
 
     @property
     def name(self) -> str:
-        """As `--hardware` takes it."""
+        """The card or box as `--hardware` takes it."""
         return box_name(self.device, self.devices)
 
     @property
@@ -67,14 +67,14 @@ class Fit:
 
     @property
     def hours(self) -> float | None:
-        """For all tokens."""
+        """The hours for all tokens."""
         if self.tokens is None or self.tokens_per_second is None:
             return None
         return duration(self.tokens, self.tokens_per_second).hours
 
     @property
     def cost(self) -> float | None:
-        """Of all tokens, by default of a million."""
+        """The cost of all tokens, by default of a million."""
         if self.price is None or self.tokens_per_second is None:
             return None
         return duration(self.tokens or 10**6, self.tokens_per_second, self.price).cost
@@ -127,7 +127,7 @@ class CardChoice:
         return itertools.chain.from_iterable(self.fits.values())
 
     def fastest(self, method: str) -> Fit | None:
-        """Of the cards with known speeds."""
+        """The fastest of the cards with known speeds."""
         timed = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
         return max(timed, key=lambda fit: fit.tokens_per_second, default=None)
 

@@ -64,7 +64,7 @@ class _Candidate:
 
     @property
     def name(self) -> str:
-        """As `--hardware` takes it."""
+        """The card or box as `--hardware` takes it."""
         return box_name(self.device, self.spec.preset.processes)
 
     @property
@@ -126,7 +126,7 @@ class _Market:
 
     @property
     def candidates(self) -> list[_Candidate]:
-        """Those that were looked at."""
+        """The candidates that were looked at."""
         return [candidate for candidate in self._candidates.values() if candidate is not None]
 
     def candidate(self, device: Hardware, devices: int, method: str) -> _Candidate | None:
@@ -402,7 +402,7 @@ def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator
 
 
 def _least(market: _Market, method: str) -> tuple[str, int, str] | None:
-    """Of the boxes that were looked at: the one that comes nearest, the bytes of each device, and the settings."""
+    """The box that comes nearest, of those that were looked at, the bytes of each device, and the settings."""
     candidates = [box for box in market.candidates if box.spec.preset.method == method]
     if not candidates:
         return None

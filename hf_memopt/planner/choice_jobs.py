@@ -61,7 +61,7 @@ def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
 
 
 def smallest_choices(choices: list[Choice]) -> list[Choice]:
-    """Those with the fewest samples and the most layers checkpointed: the others need more."""
+    """The choices with the fewest samples and the most layers checkpointed: the others need more."""
     fewest = min((choice.micro_batch for choice in choices), default=0)
     checkpointed = max((choice.checkpointed for choice in choices), default=0)
     return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, checkpointed)]

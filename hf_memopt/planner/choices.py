@@ -39,7 +39,7 @@ STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offl
 
 
 def available_strategies() -> list[str]:
-    """Those of STRATEGIES whose package is installed: DeepSpeed is on Linux alone."""
+    """The strategies whose package is installed: DeepSpeed is on Linux alone."""
     return [name for name in STRATEGIES if is_installed(engine_named(name).package or "torch")]
 
 

@@ -76,7 +76,7 @@ class Cost:
         return size / host_link(self.sketch.job.device) if size else 0.0
 
     def link_bound(self, choice: Choice) -> str | None:
-        """That a micro-batch waits for its weights, in a sentence; None where it does not."""
+        """Say that a micro-batch waits for its weights, in a sentence; None where it does not."""
         copying, micro = self.copying(choice), self._micro(choice)
         if copying <= micro:
             return None

@@ -84,7 +84,7 @@ class FirstFit:
         return nearest + self.slope[-2:] if len(nearest) == 1 else nearest or self.slope
 
     def open_candidates(self) -> list[Any]:
-        """Those that no estimate rules out: what does not fit, does not fit with more tokens either."""
+        """The candidates that no estimate rules out: what does not fit, does not fit with more tokens either."""
         too_many = [
             self.tokens(candidate) for candidate, estimate in self.estimates.items() if not self.fits(estimate)
         ]
@@ -124,7 +124,7 @@ class FirstFit:
         return max(self.shares(estimate)) <= 1
 
     def shares(self, estimate: Estimate) -> list[float]:
-        """Of each limit, what an estimate takes."""
+        """The share of each limit that an estimate takes."""
         return [used / limit for used, limit in zip(self.used(estimate), self.limits, strict=True)]
 
     def _may_fit(self, candidate: Any) -> bool:

@@ -92,7 +92,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
         return two + (frames - 2) * per_frame
 
     def guess(estimates: dict[int, Estimate]) -> float:
-        """Where the budget ends if all but the model grows with the tokens of the first estimate."""
+        """Guess where the budget ends, as if all but the model grew with the tokens of the first estimate."""
         if not estimates:
             return tokens(_FIRST)
         ((frames, estimate),) = estimates.items()

@@ -187,7 +187,7 @@ def recipe_name(spec: JobSpec) -> str:
 
 
 def _recipe_file(spec: JobSpec) -> Path:
-    """In this installation."""
+    """The recipe's file in this installation."""
     return shipped("recipes") / f"{recipe_name(spec)}.py"
 
 

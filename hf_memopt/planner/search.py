@@ -119,7 +119,7 @@ class Search:
         return picks
 
     def relative_time(self, choice: Choice, other: Choice) -> float:
-        """Of a choice's step to that of another: by their estimates, which plans show, or else by their sketches."""
+        """The ratio of two choices' steps: by their estimates, which plans show, or else by their sketches."""
         estimates = (self.estimates.get(choice), self.estimates.get(other))
         shown = [estimate and estimate.step_seconds for estimate in estimates]
         seconds, of_other = shown if all(shown) else (self.seconds[choice], self.seconds[other])
@@ -146,7 +146,7 @@ class Search:
         return min((choice for choice in self.estimates if self.estimates[choice]), key=self.needs, default=None)
 
     def one_sample(self, strategy: str) -> Choice | None:
-        """Of the smallest micro-batch with the most layers checkpointed, the choice that needs the least memory."""
+        """The choice that needs the least memory, with the smallest micro-batch and the most layers checkpointed."""
         choices = (choice for choice in self._traceable() if choice.strategy == strategy)
         return min(choices, key=lambda c: (c.micro_batch, -c.checkpointed, self.needs(c)), default=None)
 
@@ -166,7 +166,7 @@ class Search:
         return None
 
     def fits(self, choice: Choice, budget: int) -> bool:
-        """By its estimate, or else by its sketch."""
+        """True if a choice fits by its estimate, or else by its sketch."""
         if choice not in self.estimates:
             return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
         estimate = self.estimates[choice]

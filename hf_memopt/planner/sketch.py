@@ -142,7 +142,7 @@ class Sketch:
         return int(fixed + moving) + overheads.context(self.job.device), int(moving)
 
     def _engine_bytes(self, choice: Choice) -> int:
-        """Of a vLLM that shares the card (estimator.colocation)."""
+        """Bytes of a vLLM that shares the card (estimator.colocation)."""
         share = choice.trl.share
         if share is not None:
             return int(share * self.job.device.memory)
@@ -156,7 +156,7 @@ class Sketch:
         return (outside + layer * count_layers(self.job.config)) * getattr(torch, self.job.dtype).itemsize
 
     def samples(self, choice: Choice) -> float:
-        """Of a choice's micro-batch, in those of the first trace."""
+        """Samples of a choice's micro-batch, in those of the first trace."""
         return choice.micro_batch / self.job.fields["per_device_train_batch_size"]
 
     def _samples(self, name: str, choice: Choice) -> float:
@@ -265,7 +265,7 @@ class Sketch:
 
 
 def _line(single: dict[str, int], double: dict[str, int], samples: float) -> dict[str, float]:
-    """By kind, the line through one sample and two."""
+    """Draw the line through one sample and two, by kind."""
     line = {}
     for kind in single.keys() | double.keys():
         first, second = single.get(kind, 0), double.get(kind, 0)

@@ -279,7 +279,7 @@ def trl_space(spec: JobSpec) -> TrlSpace | None:
 
 
 def fewest_samples(spec: JobSpec) -> int:
-    """Of a micro-batch."""
+    """The fewest samples of a micro-batch."""
     space = trl_space(spec)
     return 1 if space is None else space.fewest_samples
 

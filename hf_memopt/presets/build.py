@@ -1,4 +1,4 @@
-"""From table.toml to Presets: a row's sizes over what every device of its kind gets."""
+"""Build Presets from table.toml: a row's sizes over what every device of its kind gets."""
 
 import functools
 import tomllib

@@ -80,7 +80,7 @@ class Advice:
     figures: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The advice as one JSON object."""
         return asdict(self)
 
 

@@ -19,7 +19,7 @@ def numbers(trainer) -> dict[str, Any]:
 
 
 def fingerprint(trainer) -> dict[str, Any]:
-    """Of the user's own attributes that are no numbers, what changes when they do."""
+    """Fingerprint the user's own attributes that are no numbers: a value that changes when they do."""
     counted = numbers(trainer)
     return {name: _print(value, _DEEPEST) for name, value in _own(trainer).items() if name not in counted}
 

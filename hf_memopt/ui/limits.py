@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one question.
+    """The limits of one question.
 
     Attributes:
         seconds: time after which its process is ended.

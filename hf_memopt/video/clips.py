@@ -114,7 +114,7 @@ class ClipOutline:
 
     @property
     def pixels(self) -> int:
-        """Of all frames."""
+        """The pixels of all frames."""
         return self.frames * self.height * self.width
 
 

@@ -128,7 +128,7 @@ class Encoder:
         return _replace(text, spans, replacements)
 
     def _places(self, text: str) -> Iterator[dict]:
-        """Where the processor sees media in a text."""
+        """Find where the processor sees media in a text."""
         copies = {
             f"{kind}s_replacements": [""] * text.count(getattr(self.processor, f"{kind}_token"))
             for kind in ("image", "video")

@@ -111,7 +111,7 @@ def _load(path: Path) -> Clip | None:
 
 
 def _mark_used(path: Path) -> None:
-    """By the clock: the time that the system itself would write is some milliseconds old."""
+    """Mark a file as used by the clock: the time that the system itself would write is some milliseconds old."""
     moment = time.time_ns()
     os.utime(path, ns=(moment, moment))
 

@@ -123,7 +123,7 @@ class VideoInputs:
         return self.prompt_tokens + self.answer_tokens + step_tokens * steps + closing_tokens
 
     def halved(self) -> "VideoInputs | None":
-        """With half the frames; None where that is impossible."""
+        """The clip with half the frames; None where that is impossible."""
         real = self.sample is not None or self.packed is not None
         return None if real or self.frames < 2 else replace(self, frames=self.frames // 2)
 

@@ -107,7 +107,7 @@ def _without_sources(device: Hardware) -> Hardware:
 
 
 def _predict(setting: Setting, device: dict[str, Any]) -> dict:
-    """In a process that reads what has been measured so far; the step's time as if none had been compared yet."""
+    """Predict in a process that reads what was measured so far; the step's time as if none had been compared yet."""
     hardware = Hardware(**device)
     prediction = predict(setting, hardware)
     return prediction | {"step_seconds": prediction["step_seconds"] / constant("step_time_ratio", hardware).value}
@@ -136,7 +136,7 @@ def constants_from(measurements: dict[str, dict], device: Hardware) -> dict[str,
 
 
 def reserved_errors(measurements: dict[str, dict]) -> list[float]:
-    """Of each job: predicted reserved bytes over measured, less 1; none where the device counts no reserved bytes."""
+    """The error of each job: predicted reserved bytes over measured, less 1; none where the device counts none."""
     pairs = [(predicted_reserved(job), job["reserved_bytes"]) for job in trained(measurements).values()]
     return [round(predicted / measured - 1, 4) for predicted, measured in pairs if measured]
 

@@ -81,7 +81,7 @@ def end_session(process: multiprocessing.Process) -> None:
 
 
 def _answer(function: Callable[[], dict], env: dict[str, str], answer: Path, log: Path) -> None:
-    """In the new process: call the function, and write what it returns."""
+    """Call the function in the new process, and write what it returns."""
     if hasattr(os, "setsid"):
         os.setsid()
     die_with_parent()

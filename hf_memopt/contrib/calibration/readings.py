@@ -40,7 +40,7 @@ def _nvidia_bytes() -> dict[str, int]:
 
 
 def _amd_bytes() -> dict[str, int]:
-    """By PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed."""
+    """Memory by PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed."""
     files = Path("/sys/bus/pci/devices").glob("*/mem_info_vram_used")
     return {file.parent.name: int(file.read_text()) for file in files}
 

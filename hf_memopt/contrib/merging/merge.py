@@ -101,7 +101,7 @@ class MergeResult:
     dequantized: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result, for JSON."""
         return asdict(self)
 
 

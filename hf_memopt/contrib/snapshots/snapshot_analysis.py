@@ -47,7 +47,7 @@ class Snapshot:
     timeline: list[tuple[float, dict[str, int]]]
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON object, without the timeline."""
+        """The analysis as one JSON object, without the timeline."""
         fields = asdict(self)
         del fields["timeline"]
         return fields

@@ -61,7 +61,7 @@ def replay(trace: TraceResult, period: int, added: int, device: Hardware) -> Rep
 
 
 def _allocators(device: Hardware) -> list[CachingAllocator] | list[MetalAllocator]:
-    """With and without expandable segments where a device has them; none on a CPU."""
+    """The replay with and without expandable segments where a device has them; none on a CPU."""
     if device.backend == "cpu":
         return []
     if device.backend == "mps":

@@ -92,7 +92,7 @@ def _attend(flash: str, capability: float):
 
 
 def _kernel_arguments(is_causal: bool, max_seqlen_q=None, max_seqlen_k=None, **_) -> dict:
-    """Of what transformers passes, what counts here (_process_flash_attention_kwargs)."""
+    """Select the arguments of transformers that count here (_process_flash_attention_kwargs)."""
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return {"causal": is_causal, **{name: value for name, value in lengths.items() if value is not None}}
 

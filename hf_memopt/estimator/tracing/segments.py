@@ -1,4 +1,4 @@
-"""Where a traced job is: hooks and a callback that announce layers, phases and optimizer steps to the ledger."""
+"""Announce where a traced job is: hooks and a callback name layers, phases and optimizer steps to the ledger."""
 
 from math import prod
 
