@@ -150,7 +150,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def parse_json(text: str) -> Any:
-    """JSON that whoever walks through it can: not nested without end.
+    """Parse JSON that is not nested too deeply to be walked through.
 
     Raises:
         ValueError: it is not such JSON.

@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_memopt.files import cache_folder
 
 VOCABULARY = 4096
-MAX_POSITIONS = 512
+MAX_POSITIONS = 512  # tokens
 _VERSION = 2  # raise it when anything below changes: it invalidates cached folders
 
 # One turn: a role marker, the content, and an end marker that is also the end-of-text token. What the assistant writes

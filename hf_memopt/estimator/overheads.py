@@ -51,7 +51,7 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     ahead = (1 if alone else accumulation) - min(2, accumulation)
     batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
     size = ahead * batch
-    joined = batch if _joins(job) else 0  # of which pixels are all but nothing
+    joined = batch if _joins(job) else 0  # nearly all of it pixels
     without = ("load", "start", "eval") if alone else ("load", "start")
     for name, peak in peaks.items():
         if not name.startswith(without):

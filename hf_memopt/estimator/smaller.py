@@ -11,8 +11,8 @@ from hf_memopt.estimator.model_sizes import check_sizes
 # Fields of a configuration that are not sizes of the model.
 _NO_SIZES = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path", "source")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_DEPTH_SHARES = (3 / 4, 1 / 2, 1 / 4)
-_HALVINGS = 3
+_DEPTH_SHARES = (3 / 4, 1 / 2, 1 / 4)  # of the model's layers
+_HALVINGS = 3  # at most, of the width or of the experts
 
 
 def with_sizes(config, changes: Mapping[str, Any]):

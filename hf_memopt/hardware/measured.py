@@ -25,7 +25,7 @@ from hf_memopt.terminal import plain
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 1  # of a device's file; files of another one are not read
 SWITCH = "HF_MEMOPT_CALIBRATION"  # off: predictions rest on the table alone, as the ones in docs/ do
 VERSIONS = ("torch", "runtime", "driver")  # a file counts only under the ones that it was measured with
 _LARGEST = 2**20  # bytes; a file has some twenty KiB

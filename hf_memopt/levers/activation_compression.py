@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _BLOCK = 128  # elements per scale, which adds 1/32 byte per element
 _SMALLEST = 4096  # elements; smaller tensors are kept uncompressed
 _AT_ONCE = 1 << 22  # elements quantized at a time, which bounds temporaries
-_LARGEST_CODE = 127
+_LARGEST_CODE = 127  # of int8, symmetric about 0
 
 
 def compress_activations(model: torch.nn.Module) -> "Compressor":

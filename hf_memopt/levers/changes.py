@@ -43,7 +43,7 @@ class JobFacts:
 
     @classmethod
     def on_device(cls, device: str) -> "JobFacts":
-        """A job of which nothing but its kind of device is known: cuda, rocm, mps, xpu or cpu."""
+        """A job of which only the kind of device is known: cuda, rocm, mps, xpu or cpu."""
         return cls(setup=Setup(device=device), discrete_memory=device not in ("mps", "cpu"))
 
     @property

@@ -176,7 +176,7 @@ class _View:
 
 
 def _find_weight(module: torch.nn.Module, tensor: torch.Tensor) -> _View | None:
-    """Find the dequantized parameter that a saved tensor is a view of; None where it is of none of the module."""
+    """Find the dequantized parameter that a saved tensor is a view of; None where it is no such view."""
     storage = tensor.untyped_storage()._cdata
     for name in module.parametrizations:
         # torch's own cache (2.13), which cached() fills while the module runs

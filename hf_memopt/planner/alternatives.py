@@ -107,7 +107,7 @@ def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -
     budget = spec.memory_budget
     if fitting := [choice for choice in members if search.fits(choice, budget)]:
         fastest = min(chosen, key=search.seconds.__getitem__)
-        best = fitting[0]  # the preferred variant, which lost, not the fastest with more features
+        best = fitting[0]  # the preferred variant, not the fastest with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
     smallest = min(members, key=search.needs)
     about = "" if search.estimates.get(smallest) else "about "

@@ -9,7 +9,7 @@ from hf_memopt.hardware.measured import measured_value
 from hf_memopt.presets.catalog import nearest_preset
 from hf_memopt.units import GIB
 
-_LARGEST_BOX = 8
+_LARGEST_BOX = 8  # devices of one machine
 _DESKTOP_BOX = 12 * GIB  # nobody builds or rents boxes of cards with less
 
 

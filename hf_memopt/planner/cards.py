@@ -33,9 +33,9 @@ from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import preset_for
 
 SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
-_MOST_ESTIMATES = 6
-_ROUNDS = 3
-_FAILURES = 3
+_MOST_ESTIMATES = 6  # full ones; the other cards keep their sketches
+_ROUNDS = 3  # of estimates
+_FAILURES = 3  # so many cards, and it is not the card
 _ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as much
 _REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits, an engine, discrete memory
 
@@ -78,7 +78,7 @@ class _Candidate:
 
     @property
     def least(self) -> Choice:
-        """The choice that needs the least memory, without the host's if it can."""
+        """The choice that needs the least memory, without host memory if it can."""
         plain = [choice for choice in self.search.choices if not choice.offloads]
         return min(plain or self.search.choices, key=self.search.needs)
 

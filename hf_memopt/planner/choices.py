@@ -30,10 +30,10 @@ from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
 MOST_SAMPLES = 64  # of a micro-batch; more do not make matmuls faster
-_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
-_LONGEST_PERIOD = 4
+_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the layers, checkpointed
+_LONGEST_PERIOD = 4  # layers after which the traced pattern repeats; the model's own may be longer
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine takes three times as long
-_STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)
+_STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the layers
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
 

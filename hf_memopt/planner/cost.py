@@ -20,7 +20,7 @@ COMPRESSION_ON_CPU = 0.44
 # 90 % of the time of one that does not, and a little less than that for the features that the other may have.
 COMPLEXITY = 1.125
 ENGINE = 1.02  # a sharding engine brings settings, checkpoints and failures of its own, which DDP has not
-LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest wins
+LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest is chosen
 
 
 @dataclass(frozen=True)

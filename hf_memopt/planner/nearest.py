@@ -30,7 +30,7 @@ _SHORTEST = 128  # tokens
 _LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
 _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
-_MOST_CHANGES = 3
+_MOST_CHANGES = 3  # in a combination
 _PROPOSED = 3  # combinations
 # Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
 # (_CAUTION_MPS in sketch.py), of Qwen3-32B with LoRA under ZeRO-3 on eight cards by 5 %.

@@ -33,7 +33,7 @@ def read_prices(path: str) -> Prices:
     """The price table of a file: a line for each card, `"RTX 4090" = 0.40`, and perhaps `currency = "€"`.
 
     Raises:
-        InputError: an unreadable file, an unknown or ambiguous card, a card priced twice, or a price that is none.
+        InputError: an unreadable file, an unknown or ambiguous card, a card priced twice, or an invalid price.
     """
     written = read_bytes(path, _LARGEST).decode("utf-8", "replace")
     try:

@@ -15,7 +15,7 @@ from hf_memopt.planner.sketch import Sketch, caution
 
 _OPTIMISM = 1.01  # a choice is tried where its sketch exceeds the budget by no more than this
 _ROUNDS = 8
-_FAILURES = 3
+_FAILURES = 3  # so many choices, and it is not the choice
 _LOOKS = 3  # rounds of estimates for the choice that needs the least
 # A plain choice is estimated before another takes its place, unless its sketch exceeds the budget by more than this.
 _DOUBT = 1.05

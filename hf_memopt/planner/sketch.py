@@ -86,7 +86,7 @@ def _counted(trace_of: tuple[Job, int]) -> TraceResult:
 def _at_full_depth(config, depths: tuple[int, ...], traces: list[TraceResult]) -> Traced:
     peaks = extrapolate_peaks(config, depths, [trace.moments for trace in traces])
     kernels = traces[0].kernels
-    if len(depths) == 1:  # a shallow model, traced whole: all but a little is its layers'
+    if len(depths) == 1:  # a shallow model, traced whole: nearly all activations are its layers'
         return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, kernels)
     low, high = (trace.peaks for trace in traces)
     apart, depth = depths[1] - depths[0], count_layers(config)

@@ -26,7 +26,7 @@ _WAVES = (1, 2, 4, 8)  # in which vLLM writes the completions of a generation ba
 # vLLM's activations and CUDA graphs beside weights and cache: assumed, vLLM measures them when it starts.
 _OWN_MEMORY = 1.1
 _STEP, _LARGEST = 0.05, 0.9  # of shares; 0.9 is vLLM's own default, for a card of its own
-_ROUNDED_DOWN = 1e-9
+_ROUNDED_DOWN = 1e-9  # of a share: floating-point noise must not cost a whole _STEP
 
 
 @dataclass(frozen=True)

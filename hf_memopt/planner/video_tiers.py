@@ -29,7 +29,7 @@ SHARE = 0.90  # of a device's memory: what MemoryArguments.target_memory_utiliza
 # Bytes of a device (from; an "8 GB" card has a little less, and so have the others) -> the founding guide's frames and
 # micro-batch, from and to: 8 GB, 16 GB, 24 GB and more.
 GUIDE = ((0, (50, 75), (2, 4)), (14 * GIB, (100, 150), (4, 8)), (21 * GIB, (200, 200), (8, 16)))
-_FRAMES = (200, 150, 100, 75, 50, 32, 16, 8)
+_FRAMES = (200, 150, 100, 75, 50, 32, 16, 8)  # the guide's, and fewer
 _SIDES = (448, 336, 224)  # of a square frame, pixels; 224 is what the smallest of today's video models see
 # A weight's bytes that cannot be saved on: 4-bit weights, weights of 16 bits, and those with their gradients.
 _LEAST = {"qlora": 0.5, "lora": 2, "full": 4}

@@ -157,7 +157,7 @@ def nearest_preset(device: Hardware) -> str:
     if device.name in preset_names():
         return device.name
     catalog = [get_hardware(name) for name in preset_names() if name in list_hardware()]
-    # XPU has no preset yet; its cards speak the same vocabulary as an NVIDIA card of their size.
+    # XPU has no preset yet; its cards take the settings of an NVIDIA card of their size.
     backend = "cuda" if device.backend == "xpu" else device.backend
     kind = [card for card in catalog if card.backend == backend]
     alike = [card for card in kind if card.native_bf16 == device.native_bf16] or kind

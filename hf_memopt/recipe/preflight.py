@@ -26,7 +26,7 @@ _BUFFERED = {"offload_param": 5, "offload_optimizer": 4}  # buffers (deepspeed.r
 _BUFFER = 100_000_000  # elements of a weights' buffer, by default
 _GROUP = 1_000_000_000  # sub_group_size, by default: elements that the optimizer swaps at a time
 _LEFT_ALONE = 0.9  # share of the host's free memory that may be used
-_DISK_SPARE = 1.05
+_DISK_SPARE = 1.05  # of what is offloaded
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _operators(launch: Launch) -> Iterator[str]:
 
 
 def _buffer_size(launch: Launch) -> Iterator[str]:
-    """A weight's part is swapped in one piece."""
+    """A weight's shard is swapped whole."""
     params, part = launch.zero("offload_param"), -(-launch.largest // launch.world_size)
     size = int(params.get("buffer_size", _BUFFER))
     if params.get("device") == "nvme" and part > size:

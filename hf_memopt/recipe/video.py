@@ -29,7 +29,7 @@ from hf_memopt.video.samples import VideoSamples
 
 _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 
-# What the command line or a file says goes over them.
+# The command line and a file override them.
 PROFILES: dict[str, dict[str, Any]] = {
     "maximum_savings": {
         "max_frames": 50,

@@ -1,7 +1,7 @@
 """The frames, frame size and micro-batch of a run that were not asked for: what is predicted to fit its device.
 
-The command line and the file go over a profile that was named, and that goes over what is chosen here. Where nothing
-can be chosen the balanced profile stands in, which the first line says.
+The command line and the file override a named profile, which overrides what is chosen here. Where nothing can be
+chosen, the balanced profile is used, and the first line says so.
 """
 
 import functools

@@ -15,7 +15,7 @@ from hf_memopt.terminal import plain_values
 LARGEST_LOG = 64 * 2**20  # bytes read from the end: some 200,000 logging steps, in seconds
 _LONGEST_LINE = 2**20  # bytes; an event lists at most the samples of one batch
 MOST_READINGS = 2000  # more than a chart has pixels for
-MOST_EVENTS = 2000
+MOST_EVENTS = 2000  # the latest; older ones are counted
 _NEEDED = ("time", "step", "allocated", "peak_allocated")
 
 

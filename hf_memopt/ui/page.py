@@ -27,7 +27,7 @@ _FEATURES = {
     "Activations in 8 bits": "activation_compression=int8",
 }
 _MOST_WAITING = 20  # questions; another gets the queue's own refusal
-_FILES_KEPT_SECONDS = 3600
+_FILES_KEPT_SECONDS = 3600  # time to download an answer's files
 # System fonts: nothing is fetched from elsewhere.
 _FONTS = ["system-ui", "sans-serif"]
 _CSS = """
@@ -201,7 +201,7 @@ def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tupl
 def _read_link(request: gr.Request) -> list:
     """The form as the page's address asks, and a sentence where the address is faulty."""
     query = str(request.request.url.query) if request.request else ""
-    # gradio's own fields, as a Space's __theme, are none of the question's.
+    # gradio's own fields, as a Space's __theme, are not part of the question.
     query = "&".join(part for part in query.split("&") if part and not part.startswith("__"))
     if not query:
         return [gr.skip()] * 7

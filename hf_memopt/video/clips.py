@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy
 
 from hf_memopt.errors import InputError
+from hf_memopt.units import MIB
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.frame_times import (
     FrameTimes,
@@ -29,7 +30,6 @@ from hf_memopt.video.video_files import (
 
 # Of free host memory, for a clip's frames: their float tensors and the other workers need the rest.
 _HOST_SHARE = 0.5
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class FrameBuffer:
         if self.count > fitting:
             raise InputError(
                 f"{self.name}: {self.count} frames of {width} × {height} pixels take "
-                f"{self.count * frame_bytes / _MIB:,.0f} MiB of host memory, of which {available / _MIB:,.0f} MiB are "
+                f"{self.count * frame_bytes / MIB:,.0f} MiB of host memory, of which {available / MIB:,.0f} MiB are "
                 f"free: use --max_frames {max(1, fitting)} or fewer, or --max_pixels_per_frame"
             )
 

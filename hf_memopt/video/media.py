@@ -29,7 +29,7 @@ _TEXT_OUTPUTS = {
     "text_replacement_offsets",
     "video_metadata",
 }
-_CHANNELS = 3
+_CHANNELS = 3  # red, green, blue
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class MediaEncoder:
         return self._process("image", 0, images=[image.resize((width, height))])
 
     def _process(self, kind: str, frames: int, **media) -> EncodedMedium:
-        """The processor's output for one medium alone: a prompt that is nothing but its placeholder."""
+        """The processor's output for one medium alone: a prompt of its placeholder alone."""
         placeholder = getattr(self.processor, f"{kind}_token")
         with as_input_error(f"{self._name} cannot encode a {kind}", Exception):
             output = self.processor(

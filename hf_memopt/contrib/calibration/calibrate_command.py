@@ -13,7 +13,7 @@ from hf_memopt.contrib.calibration.session import Session, export_path
 from hf_memopt.hardware.constants import MEASURABLE, TABLE, assumed, show_value
 from hf_memopt.units import GIB
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 app = typer.Typer(add_completion=False)

@@ -50,7 +50,7 @@ class Peak:
 
 
 class Moment(NamedTuple):
-    """Where in the job a peak was: what of one is the same whatever the number of layers.
+    """The place of a peak in the job, named by what does not depend on the number of layers.
 
     Attributes:
         segment: its name.

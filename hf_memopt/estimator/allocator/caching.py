@@ -9,11 +9,11 @@ for large blocks, which grows at its end.
 from bisect import bisect_left, insort
 
 from hf_memopt.estimator.accounting.ledger import BLOCK
+from hf_memopt.units import MIB
 
-_MIB = 2**20
-_SMALL = _MIB  # bytes; the largest request that is served from small segments
-_PAGES = {"small": 2 * _MIB, "large": 20 * _MIB}
-_OWN_SEGMENT = 10 * _MIB  # from this size on a request gets a segment of its own
+_SMALL = MIB  # bytes; the largest request that is served from small segments
+_PAGES = {"small": 2 * MIB, "large": 20 * MIB}
+_OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
 
 
 class Block:
@@ -127,7 +127,7 @@ class CachingAllocator:
         """Bytes to reserve for a request."""
         tail = self._tails[pool]
         spare = tail.size if tail is not None and tail.free else 0
-        page = _PAGES[pool] if self._expandable or size < _OWN_SEGMENT else 2 * _MIB
+        page = _PAGES[pool] if self._expandable or size < _OWN_SEGMENT else 2 * MIB
         return -(-(size - spare) // page) * page
 
     def _release_cached(self) -> None:

@@ -11,7 +11,7 @@ from hf_memopt.estimator.allocator.metal import Buffer, MetalAllocator
 from hf_memopt.hardware import Hardware
 
 _POSITION = re.compile(r"\b(first|between|last)\b")
-_TIMELINE_POINTS = 2000
+_TIMELINE_POINTS = 2000  # about; each is the highest of its stretch
 
 
 @dataclass(frozen=True)

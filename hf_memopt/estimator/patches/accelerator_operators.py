@@ -139,7 +139,7 @@ def _fused_dropout(input, probability, train):
 
 def _fused_rms_norm(input, normalized_shape, weight=None, eps=None):
     """One kernel (rms_norm_symint in ATen/native/layer_norm.cpp) that keeps its input and a number a row; the CPU's
-    operators keep the input in fp32 and two products of its size."""
+    operators keep the input in fp32 and two more tensors of its size."""
     if input.is_complex() or (weight is not None and weight.dtype is not input.dtype):
         return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
     return _RMSNorm.apply(input, normalized_shape, weight, eps)

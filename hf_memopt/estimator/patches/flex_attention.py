@@ -59,7 +59,7 @@ def own_attention() -> Iterator[tuple[MutableMapping, MutableMapping]]:
     finally:
         for table, functions in zip(tables, before, strict=True):
             for name in [name for name, function in table.items() if functions.get(name) is not function]:
-                with suppress(KeyError):  # registered meanwhile, for good
+                with suppress(KeyError):  # registered while the context lasted, permanently
                     del table[name]
                 if name in functions and table.get(name) is not functions[name]:  # set by somebody else before
                     table[name] = functions[name]

@@ -302,7 +302,7 @@ def _logits_buffer(hidden: torch.Tensor, weight: torch.Tensor, bias) -> torch.Te
 
 
 def _add_matmul(total: torch.Tensor, logits: torch.Tensor, part: torch.Tensor, capability: float) -> None:
-    """Accumulate a chunk's gradient of the head, by way of one more matrix before Ampere and in fp32."""
+    """Accumulate a chunk's gradient of the head, through one more matrix before Ampere and in fp32."""
     if 0 < capability < 8 or logits.dtype is torch.float32:
         total += torch.mm(logits.t(), part).float()
         return

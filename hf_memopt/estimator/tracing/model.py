@@ -198,7 +198,7 @@ def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> li
     return list(_remembered("sizes", config, build, task, dtype, repr(peft_config)))
 
 
-_MOST_REMEMBERED = 1000
+_MOST_REMEMBERED = 1000  # answers; then all are forgotten
 _answers: dict[tuple, Any] = {}
 
 

@@ -16,7 +16,7 @@ _MAX_PROCESSES = 8  # each needs about as much memory as this process
 _FEWEST = 3  # items
 # A fork that is not stuck may share its core with other programs.
 _PATIENCE = 60  # seconds
-_TIMES_SLOWER = 4
+_TIMES_SLOWER = 4  # than this process, which computes a share of its own meanwhile
 _warm = False  # a first item has run in this process
 
 

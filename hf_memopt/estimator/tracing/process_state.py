@@ -125,7 +125,7 @@ def quiet():
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
-            # bitsandbytes does not page on a CPU; fake_tensors books what it pages on a card.
+            # bitsandbytes does not page on a CPU; fake_tensors counts what it pages on a card.
             warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
             # The Trainer compares data pointers to count tied weights once.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
