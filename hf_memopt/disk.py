@@ -23,7 +23,7 @@ _TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*u
 
 
 def write_failure(error: BaseException | None) -> str | None:
-    """Why a disk did not take a file; None where an error, and what it was raised from, is about something else."""
+    """The reason that a disk did not take a file; None where an error, and its cause, are about something else."""
     while error is not None:
         if reason := _refusal(error):
             return reason

@@ -1,4 +1,4 @@
-"""How recipes and commands end: errors in one line, exit codes, processes of a launcher."""
+"""Ends of recipes and commands: errors in one line, exit codes, processes of a launcher."""
 
 import atexit
 import os

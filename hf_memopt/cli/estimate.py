@@ -138,7 +138,7 @@ def _resolve_preset(spec: JobSpec) -> Preset:
 
 
 def _describe_settings(preset: Preset) -> tuple[str, str | None]:
-    """Where the settings come from, in words, and the preset whose sizes they are."""
+    """The source of the settings, in words, and the preset whose sizes they are."""
     if not preset.name:
         return preset.meant_for, None
     if preset.name in list_presets():

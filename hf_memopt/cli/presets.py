@@ -8,8 +8,8 @@ from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.reference import largest_model, reference_estimate, summarize
 from hf_memopt.presets.trl_configs import DEFAULTS
-from hf_memopt.presets.video_tiers import shipped_tiers
 from hf_memopt.presets.video_tiers import summarize as summarize_clips
+from hf_memopt.presets.video_tiers import tiers_of
 from hf_memopt.terminal import say
 from hf_memopt.units import gib
 
@@ -50,7 +50,7 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
         rows.append(("its memory", summarize(estimated)))
     if largest := largest_model(preset):
         rows.append(("largest, at micro-batch 1", largest))
-    rows += [(f"video frames, {model}", summarize_clips(row)) for model, row in shipped_tiers(preset).items()]
+    rows += [(f"video frames, {model}", summarize_clips(row)) for model, row in tiers_of(preset).items()]
     rows += [(f"${key}", value) for key, value in preset.environment.items()]
     rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
     rows += [
@@ -76,7 +76,7 @@ def describe(preset: Preset) -> dict[str, Any]:
         "deepspeed_config": preset.deepspeed_config(),
         "environment": dict(preset.environment),
         "reference_estimate": reference_estimate(preset),
-        "video_tiers": shipped_tiers(preset),
+        "video_tiers": tiers_of(preset),
         "trl_defaults": [asdict(default) for default in DEFAULTS],
         "hardware": {item.name: getattr(preset.hardware, item.name) for item in fields(Hardware)}
         | {"sources": dict(preset.hardware.sources)},

@@ -70,7 +70,7 @@ _DEEPSPEED_TOP = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in a file.
+    """What is wrong in a file.
 
     Attributes:
         line: counted from 1; None where it is of the whole file.
@@ -131,12 +131,12 @@ def find_faults(path: str | Path) -> list[Fault]:
 
 
 def _by_its_ending(path: Path) -> bool:
-    """True if a file may be a configuration; one that cannot be read at all says so itself."""
+    """Whether a file may be a configuration; one that cannot be read at all says so itself."""
     return path.suffix.lower() in _ENDINGS or not path.is_file()
 
 
 def difference_here(path: str | Path) -> str | None:
-    """The difference between what a valid file says and what it does on this machine; None where there is none."""
+    """What a valid file does on this machine instead of what it says; None where it does as it says."""
     import torch
 
     if kind_of(path) == "deepspeed":

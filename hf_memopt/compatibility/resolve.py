@@ -1,4 +1,4 @@
-"""Which engine a job really trains under: the one answer for presets, recipes, estimates and trainers."""
+"""Resolve the engine that a job really trains under: the one answer for presets, recipes, estimates and trainers."""
 
 import os
 from collections.abc import Mapping

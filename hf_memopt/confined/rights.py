@@ -99,7 +99,7 @@ def confine(folder: str) -> str | None:
 
 
 def cannot_confine() -> str | None:
-    """Why this system cannot confine a process, or None."""
+    """The reason that this system cannot confine a process, or None."""
     if sys.platform == "darwin":
         return None
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""Check that DeepSpeed can read the values of its configuration: its own classes are asked, where it is
+"""Whether the values of a DeepSpeed configuration are what DeepSpeed reads: its own classes are asked, where it is
 installed."""
 
 import math
@@ -119,7 +119,7 @@ def _wrong_fields(keys: tuple[str, ...], block: Mapping[str, Any], kind) -> Foun
 
 
 def _wrong_elsewhere(config: Mapping[str, Any]) -> Found:
-    """Find what DeepSpeed refuses of its whole configuration; one sentence, of what it meets first.
+    """What DeepSpeed's whole configuration refuses; one sentence, of what it meets first.
 
     Of clipping and aio it asks nothing before it computes with them.
     """

@@ -90,7 +90,7 @@ class Engine:
         }
 
     def mesh(self, world_size: int):
-        """How processes share a model that transformers shards, a mesh.Mesh; None under other engines."""
+        """The mesh.Mesh by which processes share a model that transformers shards; None under other engines."""
 
     def shipped_config(self) -> dict[str, Any] | None:
         """The content of accelerate_configs/deepspeed/<strategy>.json; None without DeepSpeed."""

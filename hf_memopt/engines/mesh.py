@@ -17,7 +17,7 @@ _STRATEGY = re.compile(r"(?=.)(?:tp(?P<tp>[1-9]\d*))?(?:(?(tp)_)hsdp(?P<fsdp>[1-
 
 @dataclass(frozen=True)
 class Mesh:
-    """How processes share a model: their number is the product.
+    """The processes that share a model: their number is the product.
 
     Attributes:
         tp_size, fsdp_size, dp_replicate_size: as in transformers.distributed.DistributedConfig.

@@ -148,8 +148,8 @@ def _place(error: BaseException, script: Path) -> str:
     folder = script.resolve().parent
 
     def is_own(file: Path) -> bool:
-        beside = folder in file.resolve().parents and "site-packages" not in file.parts
-        return file == script or (beside and file.is_file())
+        is_beside = folder in file.resolve().parents and "site-packages" not in file.parts
+        return file == script or (is_beside and file.is_file())
 
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(Path(frame.filename))]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else script.name

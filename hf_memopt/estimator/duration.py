@@ -1,4 +1,4 @@
-"""How long so many tokens take at a predicted speed, and what they cost."""
+"""The time and the cost of so many tokens at a predicted speed."""
 
 import math
 import re
@@ -31,7 +31,7 @@ class Duration:
 
 
 def duration(tokens: int, tokens_per_second: float, price: float | None = None, devices: int = 1) -> Duration:
-    """How long training takes.
+    """The time that training takes.
 
     Args:
         tokens_per_second: of all devices together.
@@ -45,7 +45,7 @@ def duration(tokens: int, tokens_per_second: float, price: float | None = None, 
 def run_duration(
     steps: int | None, step_seconds: float | None, price: float | None = None, devices: int = 1
 ) -> Duration | None:
-    """How long a script's own steps take; None where their number or the speed is unknown."""
+    """The time of a script's own steps; None where their number or the speed is unknown."""
     if steps is None or step_seconds is None:
         return None
     seconds = steps * step_seconds
@@ -72,7 +72,7 @@ def training_steps(trainer, world_size: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """How much is trained: tokens, or epochs over samples; neither where nobody asks.
+    """An amount of training: tokens, or epochs over samples; neither where nobody asks.
 
     Attributes:
         epochs: passes over the samples; 1 where only `samples` is set.

@@ -14,7 +14,7 @@ def longest_sample(config, seq_len: int) -> int:
 
 
 def count_positions(config) -> int | None:
-    """How many tokens a model takes; of speech models, how many of text. None: any number."""
+    """Count the tokens that a model takes; of speech models, those of text. None: any number."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     return positions if positions and positions > 0 else None  # XLNet has -1: as many as there are

@@ -78,12 +78,12 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     trained = sum(sizes)
     width = max(_FP32, getattr(torch, job.dtype).itemsize)
     # DeepSpeed has fp32 master weights, and gradients of those beside the weights' own.
-    beside = job.engine.flat_buffers
+    has_master = job.engine.flat_buffers
     optim = job.fields.get("optim", "adamw_torch_fused")
     states = _MOST_STATES + 1 if optim in PROJECTED else _STATES.get(optim, _MOST_STATES)
     weights = f"{trained:,} trained weights"
-    yield from _beyond(breakdown, "gradients", (1 + beside) * width * trained, spare, weights)
-    bound = (states + beside) * width * trained
+    yield from _beyond(breakdown, "gradients", (1 + has_master) * width * trained, spare, weights)
+    bound = (states + has_master) * width * trained
     yield from _beyond(breakdown, "optimizer_states", bound, spare, f"{optim} and {weights}")
     if not isinstance(job, TrlJob) and (fewest := _fewest_loaded(job)) > loaded * (1 + _SPARE):
         yield f"{size(loaded)} of weights are loaded, and the configuration has {size(fewest)}"

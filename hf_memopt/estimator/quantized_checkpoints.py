@@ -1,4 +1,4 @@
-"""Which quantization a job trains on: the checkpoint's own or the one asked for, if transformers trains it at all."""
+"""The quantization that a job trains on: the checkpoint's own or the one asked for, if transformers trains it."""
 
 import copy
 from collections.abc import Iterator

@@ -86,8 +86,8 @@ def spec_job(spec: JobSpec) -> Job:
         resolved["deepspeed"] = deepspeed
     if preset.engine.fsdp_version and world_size > 1:
         # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
-        training = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
-        checkpoints = training.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
+        asked = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
+        checkpoints = asked.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
         changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
         resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
     if "activation_checkpointing" not in fields:

@@ -43,7 +43,7 @@ def _total(kernels: Counter[Kernel], device: Hardware, optimizer: bool, cached: 
 
 
 def matmuls(kernels: Counter[Kernel]) -> int:
-    """How many matmuls a micro-batch has."""
+    """Count the matmuls of a micro-batch."""
     return sum(count for kernel, count in kernels.items() if kernel.matmul and not kernel.optimizer)
 
 

@@ -1,4 +1,4 @@
-"""How fast a job trains: tokens per second and MFU, from the kernels of its trace."""
+"""The speed of a job: tokens per second and MFU, from the kernels of its trace."""
 
 import dataclasses
 from collections import Counter
@@ -127,7 +127,7 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
 
 
 def unknown_speed(job: Job) -> str | None:
-    """Why no speed is predicted; None where it is."""
+    """The reason that no speed is predicted; None where it is."""
     fields, device = job.fields, job.device
     if reason := unknown_rates(device):
         return reason
@@ -144,7 +144,7 @@ def unknown_speed(job: Job) -> str | None:
 
 
 def unknown_rates(device: Hardware) -> str | None:
-    """Why nothing is known of a device's speed; None where it is."""
+    """The reason that nothing is known of a device's speed; None where it is."""
     if has_rates(device):
         return None
     figures = {"bandwidth": device.bandwidth, "bf16_flops": peak_rate(device)}

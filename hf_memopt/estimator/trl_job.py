@@ -103,12 +103,12 @@ def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
     ):
         trainer = _make_trainer(row, job, folder)
         check_held(trainer, job.engine)
-        made = describe_trainer(trainer, job.device, 1, None)
-    own = {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}
+        described = describe_trainer(trainer, job.device, 1, None)
+    own = {item.name: getattr(described, item.name) for item in dataclasses.fields(described)}
     if row.generates:
         steps = _steps_per_generation(job)
         own["seq_len"] = job.seq_len
-        own["inputs"] = made.inputs[-steps * job.fields["per_device_train_batch_size"] :]
+        own["inputs"] = described.inputs[-steps * job.fields["per_device_train_batch_size"] :]
         fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
         job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
     names = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
@@ -120,14 +120,14 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
     """TRL's trainer on fake models."""
     fields = {name: value for name, value in job.fields.items() if name not in _NOT_OF_TRAINER}
     half = bool(job.fields.get("bf16") or job.fields.get("fp16"))
-    unlimited = fields.get("padding_free") and not fields.get("packing")  # which TRL takes without a limit alone
-    overrides = {"use_cpu": True, "report_to": "none", "fp16": False, "bf16": half}
+    whole = fields.get("padding_free") and not fields.get("packing")  # which TRL takes without a limit alone
+    there = {"use_cpu": True, "report_to": "none", "fp16": False, "bf16": half}
     if row.generates:  # of all processes at once: the generation batch has to hold whole groups
         fields.pop("generation_batch_size", None)
-        overrides["steps_per_generation"] = _steps_per_generation(job) * job.world_size
+        there["steps_per_generation"] = _steps_per_generation(job) * job.world_size
     else:
-        overrides["max_length"] = None if unlimited else job.seq_len
-    args = row.config_class(output_dir=folder, **fields | overrides)
+        there["max_length"] = None if whole else job.seq_len
+    args = row.config_class(output_dir=folder, **fields | there)
     own = {item.name: getattr(job, item.name) for item in dataclasses.fields(ModelSettings)}
     settings = ModelSettings(**own | {"peft_config": None, "memory_args": None})
     extras = {}

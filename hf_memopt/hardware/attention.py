@@ -1,4 +1,4 @@
-"""Which attention implementation runs on a device: flash attention by its version, else sdpa, never silently."""
+"""Choose a device's attention implementation: flash attention by its version, else sdpa, never silently."""
 
 import importlib
 import logging
@@ -111,7 +111,7 @@ def resolve_attention(hardware: Hardware, requested: str | None = None) -> str:
 
 
 def _unsupported(name: str, hardware: Hardware) -> str:
-    """Why a device cannot train with an attention implementation, "" where it can or where the name is not known."""
+    """The reason that a device cannot train with an attention; "" where it can or where the name is not known."""
     if name.startswith("paged"):
         return "paged attention generates text, it does not train"
     if name == "flex_attention" and hardware.backend not in ("cuda", "rocm"):
@@ -135,7 +135,7 @@ def _unfit(flash: FlashAttention, hardware: Hardware) -> str:
 
 
 def _obstacle(name: str, hardware: Hardware) -> str:
-    """Why a flash attention cannot be used on a device of this machine, "" where it can."""
+    """The reason that a flash attention cannot be used on a device of this machine, "" where it can."""
     flash = FLASH[name]
     return _unfit(flash, hardware) or _import_error(flash.module, flash.package)
 

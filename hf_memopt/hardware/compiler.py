@@ -43,5 +43,5 @@ def abandoned_locks() -> list[Path]:
 
 
 def _build_prefix() -> str:
-    """How torch's folders of this Python's extensions begin (torch.utils.cpp_extension._get_build_directory)."""
+    """The beginning of torch's folders of this Python's extensions (cpp_extension._get_build_directory)."""
     return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_"

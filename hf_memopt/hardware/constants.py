@@ -393,7 +393,7 @@ MEASURABLE = {
     "step_time_ratio": Measurable("step time", "measured ÷ predicted", 1e-2, 1e3),
 }
 
-SPEEDS = tuple(name for name, one in MEASURABLE.items() if one.unit != "bytes")
+SPEEDS = tuple(name for name, row in MEASURABLE.items() if row.unit != "bytes")
 _SHOWN = {
     "bytes": lambda value: f"{value / MIB:,.{0 if value > 100 * MIB else 1}f} MiB",
     "FLOP/s": lambda value: f"{value / 1e12:,.1f} TFLOP/s",

@@ -73,5 +73,5 @@ def candidates(name: str, devices: Mapping) -> list[str]:
 
 
 def _distance(missing: frozenset[str]) -> float:
-    """How far a name is from a device's; a size left out counts less than a "Ti" or "Laptop"."""
+    """The distance of a name from a device's; a size left out counts less than a "Ti" or "Laptop"."""
     return sum(0.5 if token.endswith("gb") else 1 for token in missing)

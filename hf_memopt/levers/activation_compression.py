@@ -102,10 +102,10 @@ class Compressor:
         stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
         return compressed, tensor.shape, stride
 
-    def unpack(self, packed):
-        if isinstance(packed, torch.Tensor):
-            return packed
-        compressed, shape, stride = packed
+    def unpack(self, saved):
+        if isinstance(saved, torch.Tensor):
+            return saved
+        compressed, shape, stride = saved
         return compressed.decompress().as_strided(shape, stride)
 
     def _is_compressible(self, tensor: torch.Tensor) -> bool:

@@ -121,16 +121,16 @@ class Offloader:
             self._drop_oldest()
 
     def pack(self, tensor):
-        packed = self.compressor.pack(tensor) if self.compressor is not None else tensor
-        if isinstance(packed, torch.Tensor):
-            return self._offload(packed), packed.shape, packed.stride()
-        compressed = packed[0]
+        saved = self.compressor.pack(tensor) if self.compressor is not None else tensor
+        if isinstance(saved, torch.Tensor):
+            return self._offload(saved), saved.shape, saved.stride()
+        compressed = saved[0]
         if not isinstance(compressed.codes, Offloaded):
             compressed.codes = self._offload(compressed.codes)
-        return packed
+        return saved
 
-    def unpack(self, packed):
-        first, shape, stride = packed
+    def unpack(self, saved):
+        first, shape, stride = saved
         if isinstance(first, torch.Tensor):
             return first
         if isinstance(first, Offloaded):

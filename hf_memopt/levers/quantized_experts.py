@@ -106,9 +106,9 @@ def quantize(values: torch.Tensor, quantization) -> torch.nn.Parameter:
         compress_statistics=quantization.bnb_4bit_use_double_quant,
         quant_type=quantization.bnb_4bit_quant_type,
     )
-    packed = torch.nn.Parameter(codes, requires_grad=False)
-    packed.expert_state = state
-    return packed
+    quantized = torch.nn.Parameter(codes, requires_grad=False)
+    quantized.expert_state = state
+    return quantized
 
 
 def dequantize_on_access(module: torch.nn.Module, name: str) -> None:
@@ -133,8 +133,8 @@ def _before(module: torch.nn.Module, inputs: tuple) -> None:
     def keep(tensor: torch.Tensor):
         return _find_weight(module, tensor) or pack(tensor)
 
-    def restore(packed):
-        return packed.dequantize() if isinstance(packed, _View) else unpack(packed)
+    def restore(saved):
+        return saved.dequantize() if isinstance(saved, _View) else unpack(saved)
 
     running = vars(module)["_running"] = ExitStack()
     running.enter_context(parametrize.cached())
@@ -151,8 +151,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _same(packed):
-    return packed
+def _same(saved):
+    return saved
 
 
 @dataclass(frozen=True)
@@ -186,19 +186,19 @@ def _find_weight(module: torch.nn.Module, tensor: torch.Tensor) -> _View | None:
     return None
 
 
-def dequantize_rows(packed: torch.Tensor, state, start: int, stop: int) -> torch.Tensor:
+def dequantize_rows(codes: torch.Tensor, state, start: int, stop: int) -> torch.Tensor:
     """Dequantize the experts from `start` up to, but not including, `stop`: the same bits as in the whole tensor.
 
     Args:
-        packed: all experts' codes, two in a byte.
+        codes: all experts' codes, two in a byte.
         state: their bitsandbytes.functional.QuantState.
     """
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     if (start, stop) == (0, state.shape[0]):
-        return dequantize_4bit(packed, state)
+        return dequantize_4bit(codes, state)
     size = state.shape[1:].numel()
-    codes = packed.view(-1)[start * size // 2 : stop * size // 2].view(-1, 1)
+    rows = codes.view(-1)[start * size // 2 : stop * size // 2].view(-1, 1)
     part = QuantState(
         absmax=_scales(state, start * size // state.blocksize, stop * size // state.blocksize),
         shape=torch.Size((stop - start, *state.shape[1:])),
@@ -207,7 +207,7 @@ def dequantize_rows(packed: torch.Tensor, state, start: int, stop: int) -> torch
         code=state.code,
         quant_type=state.quant_type,
     )
-    return dequantize_4bit(codes, part)
+    return dequantize_4bit(rows, part)
 
 
 def _scales(state, start: int, stop: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Keeper(Protocol):
     def end(self) -> None:
         """Called after every forward pass, including one that raised."""
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """Restore the tensor in the backward pass; may be called several times."""
 
 

@@ -145,7 +145,7 @@ class Unit:
     """A module whose streamed weights come and go together.
 
     Attributes:
-        after: the unit that runs next, whose weights travel meanwhile; None where none does.
+        after: the unit that runs next, whose weights are copied meanwhile; None where none does.
         before: the one that ran before it, which is next in backward.
         in_graph: its output of this forward pass waits for a backward pass.
     """

@@ -1,4 +1,4 @@
-"""Why memory grows over steps: a leak, fragmentation, longer samples, or another process."""
+"""Reasons for memory that grows over steps: a leak, fragmentation, longer samples, or another process."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class Observation:
         peak: most bytes allocated within the step.
         reserved: held by the allocator.
         elements: tensor elements in the step's micro-batches.
-        others: used by other processes on the device.
+        used_elsewhere: by other processes on the device.
     """
 
     resting: int
     peak: int
     reserved: int
     elements: int
-    others: int = 0
+    used_elsewhere: int = 0
 
 
 class GrowthDiagnosis:
@@ -58,7 +58,7 @@ class GrowthDiagnosis:
             return None
         if self._grows(lambda step: step.resting, steadily=True):
             return "leak"
-        if self._grows(lambda step: step.others):
+        if self._grows(lambda step: step.used_elsewhere):
             return "other process"
         if self._grows(lambda step: step.reserved - step.peak):
             return "fragmentation"

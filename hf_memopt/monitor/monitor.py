@@ -174,7 +174,7 @@ class MemoryMonitor:
     def track_memory_optimizations(
         self, config, model=None, seq_len: int = 512, hardware: str = "auto", world_size: int | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Which memory optimizations a configuration switches on, and what each saves or would save.
+        """List the memory optimizations that a configuration switches on, and what each saves or would save.
 
         Args:
             config: TrainingArguments, a dict of its fields, a DeepSpeed configuration, or the nested sections of an

@@ -1,4 +1,4 @@
-"""Which memory optimizations a configuration switches on, and the settings with each switched over.
+"""The memory optimizations that a configuration switches on, and the settings with each switched over.
 
 A configuration is TrainingArguments, a DeepSpeed JSON, or a YAML of older guides: nested sections with keys like
 `use_flash_attention` and `zero_stage`, which become Hugging Face's here.

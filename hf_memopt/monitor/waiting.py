@@ -1,4 +1,4 @@
-"""How much of training time is spent waiting for batches and for the disk."""
+"""The share of training time that is spent waiting for batches and for the disk."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Why memory ran out, and what helps: from when it did, and what the message says."""
+"""Causes of memory that ran out, and what helps: from when it did, and what the message says."""
 
 import re
 from collections.abc import Mapping
@@ -105,7 +105,8 @@ class Failure:
 
 def guess_job(message: str) -> JobFacts:
     """Guess the job from a failure's message: its kind of device, CUDA where no other is named."""
-    return JobFacts.on_device(next((name for name, said in _DEVICES.items() if re.search(said, message)), "cuda"))
+    devices = (name for name, pattern in _DEVICES.items() if re.search(pattern, message))
+    return JobFacts.on_device(next(devices, "cuda"))
 
 
 def parse_figures(text: str) -> dict[str, int]:

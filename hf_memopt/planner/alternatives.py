@@ -122,7 +122,7 @@ def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -
 
 
 def _comparison(relative_time: float, best: Choice, fastest: Choice) -> str:
-    """Why settings that fit were left out, though they may be faster."""
+    """Explain why settings that fit were left out, though they may be faster."""
     text = f"predicted to take {relative_time:.2f} × the time of the fastest profile"
     if relative_time >= 1:
         return text

@@ -19,7 +19,7 @@ def box_name(device: Hardware, devices: int) -> str:
 
 
 def boxes(device: Hardware) -> tuple[int, ...]:
-    """How many of a card people have in one machine."""
+    """The numbers of devices that people have of a card in one machine."""
     label = device.label
     if not device.discrete_memory or "Laptop" in label or "GH200" in label:
         return (1,)

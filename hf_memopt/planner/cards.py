@@ -115,7 +115,7 @@ class _Market:
         refused: why cards that cannot run the job cannot.
     """
 
-    asked: JobSpec
+    request: JobSpec
     say: Callable[[str], None]
     refused: list[InputError] = field(default_factory=list)
     _sketches: dict[tuple, Sketch] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class _Market:
 
     def _settled(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
-        return settle(replace(self.asked, hardware=preset), method)
+        return settle(replace(self.request, hardware=preset), method)
 
     def _group(self, spec: JobSpec) -> _Group | None:
         preset, device = spec.preset, spec.preset.hardware
@@ -182,10 +182,10 @@ class _Market:
 
     def _architecture(self, device: Hardware) -> str:
         """The device's, where the job names kernels that not every card has."""
-        asked = self.asked
-        named = asked.attn_implementation or asked.training.get("use_liger_kernel")
-        quantized = getattr(asked.config, "quantization_config", None) is not None
-        patterns = asked.memory_args.sliding_window or asked.memory_args.sparse_block_size
+        request = self.request
+        named = request.attn_implementation or request.training.get("use_liger_kernel")
+        quantized = getattr(request.config, "quantization_config", None) is not None
+        patterns = request.memory_args.sliding_window or request.memory_args.sparse_block_size
         return device.architecture if named or quantized or patterns else ""
 
     def _sketch(self, spec: JobSpec) -> Sketch:
@@ -353,16 +353,16 @@ def choose_card(
 
 def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str, list[Fit]]:
     """The cards by method, after full estimates of the first of each method and of what is near its limit."""
-    made = 0
+    count = 0
     for _ in range(_ROUNDS):
         fits = {method: wish.fits(market, method) for method in methods}
         doubtful = {(id(box.search.estimates), choice): box for box, choice in _doubtful(market, fits)}
-        doubtful = list(doubtful.items())[: _MOST_ESTIMATES - made]
+        doubtful = list(doubtful.items())[: _MOST_ESTIMATES - count]
         if not doubtful:
             return fits
         for (_, choice), candidate in doubtful:
             candidate.search.estimate([choice])
-        made += len(doubtful)
+        count += len(doubtful)
     return {method: wish.fits(market, method) for method in methods}
 
 
@@ -387,7 +387,7 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
 
 
 def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator[Fit]:
-    """Where nothing fits: the best of the same methods whatever it costs, and of the other methods."""
+    """The best where nothing fits: of the same methods whatever it costs, and of the other methods."""
     anything = replace(wish, prices=None, max_price=None, every=False)
     other_methods = tuple(method for method in METHODS if method not in methods)
     for wider, of_methods in (

@@ -178,7 +178,7 @@ class Choice:
         return fields
 
     def refused(self, preset: Preset, memory_args: MemoryArguments, fixed: dict[str, Any]) -> str | None:
-        """Why the configured preset cannot run; None where it can."""
+        """The reason that the configured preset cannot run; None where it can."""
         if reasons := setup_refusals(preset.setup()):
             return reasons[0]
         fields = {**preset.training, **self.fields(preset, fixed)}

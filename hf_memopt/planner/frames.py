@@ -85,7 +85,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
     two, four = _tokens(job, 2), _tokens(job, 4)
     per_frame = max(1e-9, (four - two) / 2)
     positions = getattr(job.config.get_text_config(), "max_position_embeddings", None)
-    most_frames = _MOST if positions is None else int((positions - two) / per_frame) + 2 if two <= positions else 0
+    highest = _MOST if positions is None else int((positions - two) / per_frame) + 2 if two <= positions else 0
     merged = job.video.temporal_patch_size(job.config)  # frames of a step in time
 
     def tokens(frames: int) -> float:
@@ -101,7 +101,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
         return tokens(frames) * min(_FURTHEST, max(1 / _FURTHEST, times))
 
     search = FirstFit(
-        candidates=range(min(_MOST, most_frames) // merged * merged, 0, -merged),
+        candidates=range(min(_MOST, highest) // merged * merged, 0, -merged),
         tokens=tokens,
         build=lambda frames: _with_frames(job, frames),
         used=lambda estimate: (estimate.device_bytes,),

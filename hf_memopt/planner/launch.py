@@ -150,19 +150,19 @@ def recipe_command(spec: JobSpec, profile) -> list[str]:
     argv += _length_arguments(spec)
     argv += ["--effective_batch_size", str(spec.effective_batch_size)]
     usual = preset_by_name(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
-    arguments: dict[str, Any] = {
+    given: dict[str, Any] = {
         "per_device_train_batch_size": preset.micro_batch_size,
         "per_device_eval_batch_size": preset.micro_batch_size,
     }
     for name in (usual.training.keys() | preset.training.keys()) - {"activation_checkpointing_kwargs"}:
         if preset.training.get(name) != usual.training.get(name):
-            arguments[name] = preset.training.get(name, False)
+            given[name] = preset.training.get(name, False)
     if kwargs := preset.training.get("activation_checkpointing_kwargs"):
-        arguments |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+        given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if preset.dtype != usual.dtype:
-        arguments["dtype"] = preset.dtype
-    arguments |= {**without_secrets(spec.training), **profile.choice.trl.fields(), **memory_settings(profile)}
-    for name, value in sorted(arguments.items()):
+        given["dtype"] = preset.dtype
+    given |= {**without_secrets(spec.training), **profile.choice.trl.fields(), **memory_settings(profile)}
+    for name, value in sorted(given.items()):
         argv += [f"--{name}", as_word(value)]
     return argv + [
         word for key, value in without_secrets(spec.lora).items() for word in (f"--lora.{key}", as_word(value))

@@ -1,4 +1,4 @@
-"""Where nothing fits: the smallest combinations of changes with which the job would.
+"""The smallest combinations of changes with which a job would fit that does not.
 
 A combination changes the method, the length of samples, the number of devices, the weights' dtype, a strategy that the
 user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed; of

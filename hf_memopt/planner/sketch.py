@@ -89,12 +89,12 @@ def _at_full_depth(config, depths: tuple[int, ...], traces: list[TraceResult]) -
     if len(depths) == 1:  # a shallow model, traced whole: nearly all activations are its layers'
         return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, kernels)
     low, high = (trace.peaks for trace in traces)
-    apart, depth = depths[1] - depths[0], count_layers(config)
+    period, depth = depths[1] - depths[0], count_layers(config)
     growing = {}
     for name in peaks:
         shallow, deep = (phase_peaks[name].by_kind.get("activations", 0) for phase_peaks in (low, high))
-        growing[name] = max(0, deep - shallow) * depth // apart
-    return Traced(peaks, growing, extended(kernels, traces[1].kernels, (depth - depths[0]) // apart))
+        growing[name] = max(0, deep - shallow) * depth // period
+    return Traced(peaks, growing, extended(kernels, traces[1].kernels, (depth - depths[0]) // period))
 
 
 @dataclass(frozen=True)

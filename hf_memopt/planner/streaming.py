@@ -60,7 +60,7 @@ def streaming_spec(spec: JobSpec) -> JobSpec | None:
 
 
 def lacks_memory(spec: JobSpec) -> str:
-    """Why device and host together cannot hold the weights, which is known without a trace; empty where they may."""
+    """The reason that device and host cannot hold the weights, known without a trace; empty where they may."""
     alone, host = weights_alone(spec), spec.host_memory
     if alone is None or host is None or alone[0] <= spec.memory_budget + host.bytes:
         return ""
@@ -71,7 +71,7 @@ def lacks_memory(spec: JobSpec) -> str:
 
 
 def what_lacks(spec: JobSpec, search: Search) -> str:
-    """Why nothing fits a spec with streamed weights."""
+    """The reason that nothing fits a spec with streamed weights."""
     fitting, host = _fitting(spec, search), spec.host_memory
     if not fitting or host is None:
         needs = int(min(map(search.needs, (*search.choices, *search.short_of_host))))

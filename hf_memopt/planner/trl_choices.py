@@ -143,7 +143,7 @@ class TrlSpace:
             yield TrlChoice(steps_per_generation=steps, generations=max(1, accumulation // steps))
 
     def refused(self, strategy: str) -> str | None:
-        """Why a strategy cannot be planned, as estimator.trainer_job refuses it; None where it can."""
+        """The reason that a strategy cannot be planned, as estimator.trainer_job refuses it; None where it can."""
         if self.row.generates and engine_named(strategy).gathers_to_generate:
             return f"what {self.row.trainer} gathers to generate is not modelled: plan it with ddp, zero2 or fsdp2"
         precomputes = not self.row.generates and self.fixed.get("precompute_ref_log_probs", True)
@@ -235,7 +235,7 @@ class TrlSpace:
         ]
 
     def notes(self, choice, device) -> list[str]:
-        """How a step's completions are generated and trained, and what vLLM leaves.
+        """Notes on how a step's completions are generated and trained, and on what vLLM leaves.
 
         Args:
             choice: a Choice.

@@ -48,7 +48,7 @@ _FIRST = (Clip(8, 224, 1), Clip(75, 224, 2))  # the clips that the line is drawn
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedLimits:
     """Limits that stay: frames, height × width of a frame, the micro-batch; None for what is to be chosen."""
 
     max_frames: int | None = None
@@ -93,7 +93,7 @@ def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return next((frames, micro) for smallest, frames, micro in reversed(GUIDE) if memory >= smallest)
 
 
-def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
+def candidates(memory: int, effective: int, fixed: FixedLimits) -> Iterator[Clip]:
     """Clips, the preferred first: most frames first, then memory for the guide's smallest micro-batch
     in frames that are as large as possible, then a larger micro-batch.
 
@@ -102,11 +102,11 @@ def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
         effective: samples of an optimizer step, which every micro-batch must divide.
     """
     (_, most_frames), (fewest, most) = guide_row(memory)
-    frames = (given.max_frames,) if given.max_frames else [count for count in _FRAMES if count <= most_frames]
-    sides = (math.isqrt(given.max_pixels_per_frame),) if given.max_pixels_per_frame else _SIDES
+    frames = (fixed.max_frames,) if fixed.max_frames else [count for count in _FRAMES if count <= most_frames]
+    sides = (math.isqrt(fixed.max_pixels_per_frame),) if fixed.max_pixels_per_frame else _SIDES
     batches = [size for size in range(min(most, effective), 0, -1) if effective % size == 0]
-    if given.micro_batch:
-        batches, fewest = [given.micro_batch], given.micro_batch
+    if fixed.micro_batch:
+        batches, fewest = [fixed.micro_batch], fixed.micro_batch
     usual = [size for size in batches if size >= fewest]
     for count in frames:
         for side in sides:
@@ -120,14 +120,14 @@ class Wish:
 
     Attributes:
         effective_batch_size: samples of an optimizer step.
-        given: what stays.
+        fixed: what stays.
         memory: bytes that the device has for the job; None for all of its memory.
         share: of it that may be filled.
         longest: tokens of a sample, at most.
     """
 
     effective_batch_size: int = EFFECTIVE_BATCH
-    given: Given = Given()
+    fixed: FixedLimits = FixedLimits()
     memory: int | None = None
     share: float = SHARE
     longest: float = math.inf
@@ -171,7 +171,7 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     if clip is None:
         raise NothingFits(int(min((search.needs(clip)[0] for clip in clips), default=needed)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
-    pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
+    pixels = wish.fixed.max_pixels_per_frame or (None if one_size else clip.side**2)
     return Tier(clip.frames, pixels, clip.micro_batch, search.estimates[clip])
 
 
@@ -182,8 +182,8 @@ def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
     Args:
         memory: bytes of the device.
     """
-    clips = list(candidates(memory, wish.effective_batch_size, wish.given))
-    if wish.given.max_frames:
+    clips = list(candidates(memory, wish.effective_batch_size, wish.fixed))
+    if wish.fixed.max_frames:
         return clips
     positions = getattr(job.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tokens = {clip: _tokens(job, clip) for clip in clips}

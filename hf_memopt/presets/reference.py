@@ -28,13 +28,13 @@ def reference_row(name: str, method: str) -> dict[str, Any]:
 def reference_estimate(preset: Preset) -> dict[str, Any] | None:
     """The preset's reference_row(); None where the preset was changed or the file does not have it."""
     row = reference_row(preset.name, preset.method)
-    mine = {
+    settings = {
         "model": preset.reference_model,
         "micro_batch": preset.micro_batch_size,
         "seq_len": preset.seq_len,
         "strategy": preset.strategy,
     }
-    return row if row.items() >= mine.items() else None
+    return row if row.items() >= settings.items() else None
 
 
 def largest_model(preset: Preset) -> str | None:

@@ -22,7 +22,7 @@ def all_tiers() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(TIERS_FILE.read_text(encoding="utf-8"))["tiers"]) if TIERS_FILE.is_file() else ()
 
 
-def shipped_tiers(preset: Preset) -> dict[str, dict[str, Any]]:
+def tiers_of(preset: Preset) -> dict[str, dict[str, Any]]:
     """Model -> its row, for a preset and its method."""
     return {row["model"]: row for row in all_tiers() if (row["preset"], row["method"]) == (preset.name, preset.method)}
 
@@ -39,7 +39,7 @@ def summarize(row: dict[str, Any]) -> str:
 
 
 def limits_in_words(max_frames: int | None, max_pixels: int | None) -> str:
-    """How many frames of a clip are taken, and how large they are, at most; without the word "frames"."""
+    """The most frames of a clip that are taken, and their largest size, in words; without the word "frames"."""
     count = "all" if max_frames is None else str(max_frames)
     if max_pixels is None:
         return f"{count} of the model's own size"

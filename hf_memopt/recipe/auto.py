@@ -70,14 +70,14 @@ def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **
         host_memory=_host_memory(preset.hardware),
         **settings,
     )
-    made = plan_job(spec, lambda text: print(text, file=sys.stderr))
-    if not made.profiles:
-        changes = "; ".join(made.nearest) or "a smaller model"
+    plan = plan_job(spec, lambda text: print(text, file=sys.stderr))
+    if not plan.profiles:
+        changes = "; ".join(plan.nearest) or "a smaller model"
         raise InputError(
-            f"nothing fits the {gib(memory)} that are free here: {gib(made.missing_bytes)} missing. What would fit: "
+            f"nothing fits the {gib(memory)} that are free here: {gib(plan.missing_bytes)} missing. What would fit: "
             f"{changes}. A named --preset runs without a plan"
         )
-    return _pick_profile(made.profiles, profile, memory)
+    return _pick_profile(plan.profiles, profile, memory)
 
 
 def _pick_profile(profiles, name: str, memory: int) -> Planned:

@@ -198,7 +198,7 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
 
 
 def _how_to_resume(job: Job, checkpoint: str | None) -> str:
-    """How a run that was stopped continues."""
+    """Say how a run that was stopped continues."""
     if checkpoint is None:
         return ""
     if str(job.args.resume_from_checkpoint or "true").lower() != "true":
@@ -373,8 +373,8 @@ def _count_parameters(weight) -> int:
     """Parameters of a tensor: a ZeRO-3 shard and a quantized 4-bit weight keep their true number apart."""
     if hasattr(weight, "ds_numel"):
         return weight.ds_numel
-    packed = getattr(weight, "quant_state", None)
-    return packed.shape.numel() if packed is not None else weight.numel()
+    quant_state = getattr(weight, "quant_state", None)
+    return quant_state.shape.numel() if quant_state is not None else weight.numel()
 
 
 def _rows(data) -> str:

@@ -218,13 +218,13 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
     encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
-    made = [
+    data_sets = [
         None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
         for rows, name in ((train, "row"), (held_out, "held-out row"))
     ]
-    for samples in filter(None, made):
+    for samples in filter(None, data_sets):
         samples.check(_GLANCED_AT if _holds_files(samples.rows) else math.inf)
-    return tuple(made)
+    return tuple(data_sets)
 
 
 def _downloads(job: Job) -> Downloads | None:

@@ -1,4 +1,4 @@
-"""Why a run that fits is slow: it waits for data or for the disk, or its device is idle."""
+"""Reasons for a slow run that fits: it waits for data or for the disk, or its device is idle."""
 
 from dataclasses import dataclass
 from statistics import median

@@ -1,4 +1,4 @@
-"""How much of a micro-batch runs at once: halved when memory runs out, doubled again after quiet steps."""
+"""The part of a micro-batch that runs at once: halved when memory runs out, doubled again after quiet steps."""
 
 from math import ceil
 

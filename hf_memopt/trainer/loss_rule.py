@@ -1,4 +1,4 @@
-"""How a chunk's loss relates to that of its micro-batch.
+"""The relation of a chunk's loss to that of its micro-batch.
 
 The form of the mean follows from the kind of model or TRL trainer, or from what the user declares. At the first OOM it
 is compared on the rows of the batch that failed: the loss of a group of samples must be the weighted sum of its

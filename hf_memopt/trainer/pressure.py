@@ -9,7 +9,7 @@ _MIN_SAVING = 0.02  # of the capacity: activations must be at least this much fo
 
 
 class Pressure:
-    """How full the device gets in a step.
+    """The memory pressure of a step.
 
     Attributes:
         reader: reads the device's memory.

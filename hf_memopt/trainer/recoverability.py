@@ -31,7 +31,7 @@ _DECLARE = 'if the loss is a mean over samples or tokens, set loss_reduction="sa
 
 @dataclass(frozen=True)
 class Recoverability:
-    """How a trainer's steps can be recovered.
+    """The ways in which a trainer's steps can be recovered.
 
     Attributes:
         layout: how batches hold their samples.
@@ -63,7 +63,7 @@ def assess_recoverability(trainer) -> Recoverability:
 
 
 def why_not_evaluated_in_chunks(trainer) -> str:
-    """Why an evaluation batch does not run again, in chunks; "" where it does."""
+    """The reason that an evaluation batch does not run again, in chunks; "" where it does."""
     kind = trl_trainer(trainer)
     if trainer.args.world_size > 1:
         return "processes that evaluate together cannot repeat a batch"

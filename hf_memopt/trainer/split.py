@@ -121,7 +121,7 @@ def copy_batch(value: Any) -> Any:
 
 
 def tensor_versions(value: Any) -> list[int]:
-    """How often each tensor of a batch was written to in place (torch's `_version`, which autograd checks too)."""
+    """Count the writes to each tensor of a batch in place (torch's `_version`, which autograd checks too)."""
     if isinstance(value, Mapping):
         return [version for inner in value.values() for version in tensor_versions(inner)]
     return [value._version] if isinstance(value, torch.Tensor) else []

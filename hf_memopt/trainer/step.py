@@ -287,7 +287,7 @@ class StepRunner:
         return self.stage == "backward"
 
     def _why_not_again(self) -> str:
-        """Why the micro-batch that failed cannot run again; "" where it can.
+        """The reason that the micro-batch that failed cannot run again; "" where it can.
 
         Asked after a failure, since hooks and callbacks may have come since the trainer was made.
         """

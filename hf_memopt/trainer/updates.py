@@ -1,4 +1,4 @@
-"""When weights, optimizer states and step number are consistent, so that another thread may save them."""
+"""Tell when weights, optimizer states and step number are consistent, so that another thread may save them."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How many frames of a clip to take, and how large."""
+"""Limits of a clip: how many frames to take, and how large."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ _MIN_FRAMES = 4
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Which frames of a file to take, and how large.
+    """Limits of the frames of a file.
 
     Attributes:
         max_frames: None for no limit.
@@ -42,7 +42,7 @@ class FrameLimits:
                 raise InputError(f"{name}={value} must be above 0, or None for no limit")
 
     def count(self, total: int, seconds: float) -> int:
-        """How many frames to take: at least one, at most `max_frames`, rounded down to a multiple of `multiple_of`.
+        """Count the frames to take: at least one, at most `max_frames`, rounded down to a multiple of `multiple_of`.
 
         The rule is that of `smart_nframes` in qwen-vl-utils, which ends with an error where a clip has fewer frames
         than a multiple or than `nframes`; here it keeps all of them.

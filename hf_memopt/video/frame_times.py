@@ -1,4 +1,4 @@
-"""When the frames of a file are shown, and which of them to take."""
+"""The times at which the frames of a file are shown, and which of them to take."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _ROUNDING = 1e-6  # of seconds and of frames: sums of floating-point durations e
 
 @dataclass(frozen=True)
 class FrameTimes:
-    """When frames are shown, in presentation order.
+    """The times of frames, in presentation order.
 
     Attributes:
         seconds: of each frame, from the first one.

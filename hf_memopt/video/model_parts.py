@@ -1,4 +1,4 @@
-"""Which parts of a video model are trained: vision tower, projector, language model."""
+"""The parts of a video model that are trained: vision tower, projector, language model."""
 
 import copy
 import functools

@@ -35,7 +35,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How a model's frames are prepared.
+    """The preparation of a model's frames.
 
     Attributes:
         processor: class name of transformers' video processor.

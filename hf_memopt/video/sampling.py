@@ -1,4 +1,4 @@
-"""Which frames of one clip a row asks for, and how large, in the spellings of qwen-vl-utils."""
+"""The frames of one clip that a row asks for, and their size, in the spellings of qwen-vl-utils."""
 
 import math
 from collections.abc import Mapping

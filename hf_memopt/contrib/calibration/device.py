@@ -31,8 +31,8 @@ def context_and_workspace(setting: Setting) -> dict[str, Any]:
         _train(setting)
         torch.mps.synchronize()
         torch.mps.empty_cache()
-        beside = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
-        return {"context_bytes": beside, "workspace_bytes": None}
+        overhead = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
+        return {"context_bytes": overhead, "workspace_bytes": None}
     idle = driver_bytes()
     torch.ones(1, device="cuda")
     torch.cuda.synchronize()

@@ -113,11 +113,11 @@ def _predict(setting: Setting, device: dict[str, Any]) -> dict:
     return prediction | {"step_seconds": prediction["step_seconds"] / constant("step_time_ratio", hardware).value}
 
 
-def constants_from(measurements: dict[str, dict], device: Hardware) -> dict[str, float]:
+def constants_from(rows: dict[str, dict], device: Hardware) -> dict[str, float]:
     """The constants that the measurements so far give predictions; a figure beyond MEASURABLE's bounds is left out."""
-    context, rates = (_measured(measurements, name) for name in ("context", "rates"))
+    context, rates = (_measured(rows, name) for name in ("context", "rates"))
     matmuls = rates.get("matmul_flops_per_second", {})
-    steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(measurements).values()]
+    steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(rows).values()]
     ratios = [measured / predicted for measured, predicted in steps if measured]
     values = {
         "context_bytes": context.get("context_bytes"),
@@ -135,9 +135,9 @@ def constants_from(measurements: dict[str, dict], device: Hardware) -> dict[str,
     }
 
 
-def reserved_errors(measurements: dict[str, dict]) -> list[float]:
+def reserved_errors(rows: dict[str, dict]) -> list[float]:
     """The error of each job: predicted reserved bytes over measured, less 1; none where the device counts none."""
-    pairs = [(predicted_reserved(job), job["reserved_bytes"]) for job in trained(measurements).values()]
+    pairs = [(predicted_reserved(job), job["reserved_bytes"]) for job in trained(rows).values()]
     return [round(predicted / measured - 1, 4) for predicted, measured in pairs if measured]
 
 
@@ -147,15 +147,15 @@ def predicted_reserved(job: dict) -> int:
     return job["predicted"]["reserved_bytes"]["expandable" if expandable else "segments"]
 
 
-def trained(measurements: dict[str, dict]) -> dict[str, dict]:
+def trained(rows: dict[str, dict]) -> dict[str, dict]:
     """The jobs that were trained to their end."""
     return {
         name: row
-        for name, row in measurements.items()
+        for name, row in rows.items()
         if name.startswith("job: ") and row["outcome"] == "measured" and row["outcome_of_training"] == "trained"
     }
 
 
-def _measured(measurements: dict[str, dict], name: str) -> dict:
-    row = measurements.get(name, {})
+def _measured(rows: dict[str, dict], name: str) -> dict:
+    row = rows.get(name, {})
     return row if row.get("outcome") == "measured" else {}

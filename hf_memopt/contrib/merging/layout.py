@@ -1,4 +1,4 @@
-"""Which tensors a merged checkpoint has, each from which tensor of the base, and in which file."""
+"""Lay out a merged checkpoint: its tensors, each from which tensor of the base, and in which file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -39,7 +39,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """How to merge.
+    """Options of a merge.
 
     Args:
         base: folder or hub id of the base model; None for what adapter_config.json names.

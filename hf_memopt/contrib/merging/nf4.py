@@ -29,8 +29,8 @@ class Rounding:
         """The weight after a round trip through 4 bits, in its own dtype."""
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-        packed, state = quantize_4bit(weight, compress_statistics=self.double, quant_type=self.kind)
-        return dequantize_4bit(packed, state).to(weight.dtype)
+        codes, state = quantize_4bit(weight, compress_statistics=self.double, quant_type=self.kind)
+        return dequantize_4bit(codes, state).to(weight.dtype)
 
 
 @dataclass

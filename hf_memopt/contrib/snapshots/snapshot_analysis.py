@@ -184,7 +184,7 @@ def _growth(recording: Recording, top: int) -> list[dict[str, Any]]:
         alive = [block for block in recording.allocations if block.began <= moment < block.ended]
         resting = sum(block.size for block in alive)
         if before is not None:
-            made = [block for block in alive if block.began >= began and block.kind not in KINDS[:3]]
-            rows.append({"step": name, "resting": resting, "grown": resting - before, "kept": _largest(made, top)})
+            new = [block for block in alive if block.began >= began and block.kind not in KINDS[:3]]
+            rows.append({"step": name, "resting": resting, "grown": resting - before, "kept": _largest(new, top)})
         before = resting
     return rows

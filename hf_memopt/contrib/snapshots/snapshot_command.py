@@ -51,74 +51,74 @@ def snapshot(
         print(f"drawn: {plain(plot)}")
 
 
-def verdict(snapshot: Snapshot) -> str:
+def verdict(analysis: Snapshot) -> str:
     """The peak in one sentence."""
-    where = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
-    where += f" of step {snapshot.peak_step}" if snapshot.peak_step else ""
-    of = f" of {size(snapshot.about['capacity'])}" if snapshot.about.get("capacity") else ""
-    text = f"peak {size(snapshot.peak_bytes)}{of}{where}"
-    for failure in snapshot.out_of_memory[-1:]:
+    where = f" in {analysis.peak_phase}" if analysis.peak_phase else ""
+    where += f" of step {analysis.peak_step}" if analysis.peak_step else ""
+    of = f" of {size(analysis.about['capacity'])}" if analysis.about.get("capacity") else ""
+    text = f"peak {size(analysis.peak_bytes)}{of}{where}"
+    for failure in analysis.out_of_memory[-1:]:
         text += f"; out of memory: {size(failure['asked'])} requested, {size(failure['free'])} free"
     return text
 
 
-def _print(snapshot: Snapshot) -> None:
-    peak = snapshot.peak_bytes
+def _print(analysis: Snapshot) -> None:
+    peak = analysis.peak_bytes
     rows = [
-        (kind.replace("_", " "), size(used), f"{used / peak:.1%}") for kind, used in snapshot.by_kind.items() if used
+        (kind.replace("_", " "), size(used), f"{used / peak:.1%}") for kind, used in analysis.by_kind.items() if used
     ]
     print_table("memory at the peak, by kind", ["kind", "size", "share"], rows)
-    if snapshot.by_module:
-        rows = [(module, size(used)) for module, used in snapshot.by_module.items()]
+    if analysis.by_module:
+        rows = [(module, size(used)) for module, used in analysis.by_module.items()]
         print_table("activations at the peak, by module (* stands for every layer)", ["module", "size"], rows)
     rows = [
         (size(row["size"]), row["count"], row["kind"].replace("_", " "), row["name"], "\n".join(row["stack"][:2]))
-        for row in snapshot.largest
+        for row in analysis.largest
     ]
     print_table("largest allocations at the peak", ["size", "blocks", "kind", "tensor", "allocated in"], rows)
-    if snapshot.fragmentation:
-        print_table("fragmentation at the end", ["figure", "value"], _fragments(snapshot))
-    if snapshot.growth:
+    if analysis.fragmentation:
+        print_table("fragmentation at the end", ["figure", "value"], _fragments(analysis))
+    if analysis.growth:
         columns = ["step", "held after it", "growth", "largest that stayed"]
-        print_table("growth between steps", columns, _grown(snapshot))
+        print_table("growth between steps", columns, _grown(analysis))
 
 
-def _fragments(snapshot: Snapshot) -> list[tuple[str, str]]:
+def _fragments(analysis: Snapshot) -> list[tuple[str, str]]:
     return [
         (name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
-        for name, value in (snapshot.fragmentation or {}).items()
+        for name, value in (analysis.fragmentation or {}).items()
     ]
 
 
-def _grown(snapshot: Snapshot):
-    for row in snapshot.growth:
+def _grown(analysis: Snapshot):
+    for row in analysis.growth:
         block = row["kept"][0] if row["kept"] else None
         place = f"{size(block['size'])} {next(iter(block['stack'][1:]), block['name'])}" if block else ""
         yield row["step"], size(row["resting"]), size(row["grown"]), place
 
 
-def _draw(snapshot: Snapshot, path: Path, file: str) -> None:
+def _draw(analysis: Snapshot, path: Path, file: str) -> None:
     def draw(axes, narrow=False):
-        _stack_kinds(axes, narrow, snapshot.timeline)
+        _stack_kinds(axes, narrow, analysis.timeline)
 
     if path.suffix not in (".html", ".htm"):
-        charts.save(path, f"{plain(Path(file).name)}: {verdict(snapshot)}", draw)
+        charts.save(path, f"{plain(Path(file).name)}: {verdict(analysis)}", draw)
         return
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
     text = render_page(
         "snapshot",
         Path(__file__).parent / "templates",
-        reason=snapshot.about.get("reason", plain(Path(file).name)),
-        verdict=verdict(snapshot),
-        failed=bool(snapshot.out_of_memory),
+        reason=analysis.about.get("reason", plain(Path(file).name)),
+        verdict=verdict(analysis),
+        failed=bool(analysis.out_of_memory),
         timeline=charts.both(draw, "kinds"),
         colours=charts.COLOURS,
-        by_kind=snapshot.by_kind,
-        modules=[(module, size(used)) for module, used in snapshot.by_module.items()],
-        largest=snapshot.largest,
-        fragmentation=_fragments(snapshot),
-        growth=list(_grown(snapshot)),
+        by_kind=analysis.by_kind,
+        modules=[(module, size(used)) for module, used in analysis.by_module.items()],
+        largest=analysis.largest,
+        fragmentation=_fragments(analysis),
+        growth=list(_grown(analysis)),
     )
     with as_input_error(f"plot {path}", OSError):
         write_whole(path, text)

@@ -194,7 +194,7 @@ class Ledger(TorchDispatchMode):
         self._note_peak()
 
     @contextmanager
-    def booking(self, kind: str):
+    def counting_as(self, kind: str):
         """New storages are of the given kind in here."""
         before, self._kind = self._kind, kind
         try:

@@ -93,7 +93,7 @@ def stretch(trace: TraceResult, period: int, added: int) -> Iterator[tuple[tuple
 
 
 class _Naming:
-    """Which allocations of the deep model an event of the shallow one stands for.
+    """The allocations of the deep model that an event of the shallow one stands for.
 
     Attributes:
         blocks: stack -> the layers that are repeated: the period before the last layer.

@@ -302,12 +302,12 @@ def fully_shard_model(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     compute = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
-    packed = {weight for weight in model.parameters() if not weight.is_floating_point()}
-    if compute and not packed:
+    ignored = {weight for weight in model.parameters() if not weight.is_floating_point()}
+    if compute and not ignored:
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype is not torch.float32:
                 weight.data = weight.data.float()
-    settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": packed}
+    settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": ignored}
     names = {id(weight): name for name, weight in model.named_parameters()}
     groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     for layer in layers:

@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class Use(Enum):
-    """How a trace uses a name."""
+    """The use of a name by a trace."""
 
     REPLACED = "replaced"
     CALLED = "called or read"

@@ -58,7 +58,7 @@ def layer_period(config) -> int:
 
 
 def _pattern(text, depth: int) -> tuple[int, int]:
-    """How many layers precede the pattern of layer kinds, and its length; (0, 1) where all are alike."""
+    """Count the layers that precede the pattern of layer kinds, and the pattern's; (0, 1) where all are alike."""
     prefix = max((value for name in _FIRST if isinstance(value := getattr(text, name, 0), int)), default=0)
     periods = [value for name in _EVERY if isinstance(value := getattr(text, name, 1), int) and value > 0]
     period = lcm(1, *periods)

@@ -108,8 +108,8 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
 
     auto = getattr(transformers, TASKS[settings.task].auto_class)
     # from_pretrained leaves weights whole that it quantizes; DeepSpeed shards them when it is set up.
-    unsharded = outside_zero3() if settings.quantization_config is not None else nullcontext()
-    with no_tie_weights() if distribute else nullcontext(), unsharded, _refused_configuration(settings.config):
+    whole = outside_zero3() if settings.quantization_config is not None else nullcontext()
+    with no_tie_weights() if distribute else nullcontext(), whole, _refused_configuration(settings.config):
         model = auto.from_config(
             with_token_ids(settings.config),
             dtype=traceable_dtype(getattr(torch, resolve_dtype(settings.config, settings.dtype))),

@@ -110,8 +110,8 @@ def _weight_4bit(data, template):
 
     names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
     settings = {name: getattr(template, name) for name in names}
-    packed, state = functional.quantize_4bit(data.contiguous(), **settings)
-    weight = torch.nn.Parameter(packed, requires_grad=False)
+    codes, state = functional.quantize_4bit(data.contiguous(), **settings)
+    weight = torch.nn.Parameter(codes, requires_grad=False)
     vars(weight).update(settings, quant_state=state, bnb_quantized=True)
     return weight
 

@@ -14,7 +14,7 @@ _HALF = torch.bfloat16  # for fp16, too (dtypes.traceable_dtype)
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a quantization method's linear layer uses memory.
+    """The memory that a quantization method's linear layer uses.
 
     Attributes:
         source: where it was read.

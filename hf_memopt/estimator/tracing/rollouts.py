@@ -159,7 +159,7 @@ def _first_and_last(trainer, ledger: Ledger, input_ids, attention_mask, generati
     samples, prompt = input_ids.shape
     cache = _one_token(trainer.model, generation_config, input_ids, attention_mask, **inputs)
     if length > 1:
-        with ledger.booking("activations"):
+        with ledger.counting_as("activations"):
             _lengthen(cache, prompt + length - 2)
         longest = torch.empty((samples, prompt + length - 1), dtype=torch.int64)
         mask = _lengthened(attention_mask, longest.shape[1])

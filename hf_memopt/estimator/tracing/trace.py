@@ -130,7 +130,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
     ):
         mesh = init_device_mesh("cpu", (job.world_size,)) if job.engine.fsdp_version else None
         args = make_arguments(job, folder)
-        paged = functools.partial(ledger.booking, PAGED)
+        paged = functools.partial(ledger.counting_as, PAGED)
         with fake_world(job.backend, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
             _run(job, args, ledger, mesh)
         return ledger.result(), ledger.without_gradient  # before garbage is collected automatically again
@@ -303,9 +303,9 @@ def _optimizer_errors(args):
         functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         name = args.optim.value
         foreign = PACKAGES.get(name, "torchao") not in ("bitsandbytes", "torchao")
-        made = "create_optimizer" in functions and isinstance(error, ValueError)
+        in_creation = "create_optimizer" in functions and isinstance(error, ValueError)
         chosen = args.optim_args and functions & {"create_optimizer", "step"}
-        if not (made or chosen or (foreign and isinstance(error, RuntimeError))):
+        if not (in_creation or chosen or (foreign and isinstance(error, RuntimeError))):
             raise
         settings = {"optim": name, "optim_args": args.optim_args, "optim_target_modules": args.optim_target_modules}
         options = ", ".join(f"{field}={value}" for field, value in settings.items() if value)
