@@ -26,7 +26,7 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import memory_arguments
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.plan import plan
 from hf_memopt.planner.search import summarize
 
@@ -111,7 +111,7 @@ def run(family: str, vocabulary: int, method: str, tokens: int, multiple: float)
     spec = JobSpec(
         model=config,
         config=config,
-        preset=preset_of("cpu", method),
+        preset=resolve_preset("cpu", method),
         method=method,
         memory=2**62,
         seq_len=tokens,

@@ -118,22 +118,17 @@ def over_time(
     axes, narrow: bool, readings, thresholds: dict[str, float], capacity: int, predicted: int | None, events
 ) -> None:
     """A run's memory against the minutes: what is held, the most so far, and what it is measured against."""
-    start, top = readings[0]["time"], max(one["peak_allocated"] for one in readings)
+    start, top = readings[0]["time"], max(reading["peak_allocated"] for reading in readings)
     unit, name = axis_unit(top)
-    minutes = [(one["time"] - start) / 60 for one in readings]
-    axes.plot(minutes, [one["peak_allocated"] / unit for one in readings], color="#222222", lw=1, label="peak so far")
-    axes.fill_between(minutes, [one["allocated"] / unit for one in readings], color="#4c78a8", alpha=0.25, lw=0)
+    minutes = [(reading["time"] - start) / 60 for reading in readings]
+    peaks, used = ([reading[field] / unit for reading in readings] for field in ("peak_allocated", "allocated"))
+    axes.plot(minutes, peaks, color="#222222", lw=1, label="peak so far")
+    axes.fill_between(minutes, used, color="#4c78a8", alpha=0.25, lw=0)
     for phase, colour in PHASES.items():
-        there = [(at, one) for at, one in zip(minutes, readings, strict=True) if one.get("phase") == phase]
-        if there:
-            axes.plot(
-                [at for at, _ in there],
-                [one["allocated"] / unit for _, one in there],
-                "o",
-                ms=3,
-                color=colour,
-                label=f"allocated, {phase}",
-            )
+        places = [place for place, reading in enumerate(readings) if reading.get("phase") == phase]
+        if places:
+            times, sizes = ([values[place] for place in places] for values in (minutes, used))
+            axes.plot(times, sizes, "o", ms=3, color=colour, label=f"allocated, {phase}")
     near = top > 0.4 * capacity
     for threshold, share in thresholds.items():
         if near:
@@ -143,7 +138,7 @@ def over_time(
         axes.axhline(capacity / unit, color="black", lw=1.2, label="capacity")
     if predicted:
         axes.axhline(predicted / unit, color="#7b2d8b", lw=1, ls=":", label="predicted peak")
-    by_step = {one["step"]: at for at, one in zip(minutes, readings, strict=True)}
+    by_step = {reading["step"]: at for at, reading in zip(minutes, readings, strict=True)}
     times = [by_step[min(by_step, key=lambda step: abs(step - at))] for at in events]
     if times:
         axes.plot(times, [0] * len(times), "^", color="#b22222", ms=7, label="event", clip_on=False)
@@ -155,11 +150,11 @@ def over_time(
 def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, capacity: int | None = None) -> None:
     """A job's predicted memory, allocation after allocation, coloured by phase."""
     unit, name = axis_unit(peak)
-    heights = [size / unit for _, size in timeline]
+    places, heights = range(len(timeline)), [size / unit for _, size in timeline]
     for phase, colour in JOB_PHASES.items():
-        there = [one in ((phase,) if phase != "load" else ("load", "start")) for one, _ in timeline]
-        if any(there):
-            axes.fill_between(range(len(heights)), heights, where=there, color=colour, step="mid", lw=0, label=phase)
+        in_phase = [point in ((phase,) if phase != "load" else ("load", "start")) for point, _ in timeline]
+        if any(in_phase):
+            axes.fill_between(places, heights, where=in_phase, color=colour, step="mid", lw=0, label=phase)
     axes.axhline(peak / unit, color="#222222", lw=0.8, ls=":", label="peak")
     if capacity:
         axes.axhline(capacity / unit, color="#b22222", lw=0.8, ls="--", label="capacity")
@@ -171,12 +166,12 @@ def by_phase(axes, narrow: bool, timeline: list[tuple[str, int]], peak: int, cap
 
 def compared(axes, narrow: bool, runs: dict[str, list[dict]]) -> None:
     """The memory that several runs held, each from its own beginning."""
-    unit, unit_name = axis_unit(max(one["peak_allocated"] for readings in runs.values() for one in readings))
+    unit, unit_name = axis_unit(max(reading["peak_allocated"] for readings in runs.values() for reading in readings))
     for name, readings in runs.items():
         start = readings[0]["time"]
         axes.plot(
-            [(one["time"] - start) / 60 for one in readings],
-            [one["peak_allocated"] / unit for one in readings],
+            [(reading["time"] - start) / 60 for reading in readings],
+            [reading["peak_allocated"] / unit for reading in readings],
             label=name[:30],
         )
     axes.set(xlabel="minutes", ylabel=f"{unit_name}, peak so far")

@@ -1,4 +1,4 @@
-"""What packages above the core add to it: commands, export targets and public names.
+"""Commands, export targets and public names that packages above the core add to it.
 
 The core imports none of them. They declare entry points (setup.cfg has those of hf_memopt.contrib), which are imported
 when a command, a target or a name is asked for that the core does not have.

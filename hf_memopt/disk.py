@@ -23,7 +23,7 @@ _TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*u
 
 
 def write_failure(error: BaseException | None) -> str | None:
-    """Why a disk did not take a file; None where an error, and what it was raised from, is about something else."""
+    """The reason that a disk did not take a file; None where an error, and its cause, are about something else."""
     while error is not None:
         if reason := _refusal(error):
             return reason
@@ -35,8 +35,8 @@ def _refusal(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         if error.errno in _REFUSALS or (error.errno in _FORBIDDEN and error.filename):
             return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    elif type(error).__name__ == "SafetensorError" and (found := _SAFETENSORS.search(str(error))):
-        return found[1]
+    elif type(error).__name__ == "SafetensorError" and (match := _SAFETENSORS.search(str(error))):
+        return match[1]
     elif isinstance(error, RuntimeError) and _TORCH.search(str(error)):
         return "the disk did not take all of it (is it full?)"
     return None
@@ -127,7 +127,7 @@ def _release_all(process: int) -> None:
 
 
 def _lock(handle: int) -> bool:
-    """Whether this process has the lock now, or nobody can."""
+    """True if this process has the lock now, or nobody can."""
     try:
         import fcntl
     except ImportError:

@@ -71,28 +71,28 @@ class StartAgain(Exception):
         self.argv, self.free = argv, free
 
 
-def choose(kind: str, name: str, known: Iterable[str]) -> InputError:
+def choose(kind: str, name: str, names: Iterable[str]) -> InputError:
     """The error for an unknown name: the closest known one first, then all of them.
 
     Args:
         kind: what the name stands for, e.g. "preset".
         name: what was given.
-        known: the accepted names.
+        names: the accepted names.
     """
-    known = sorted(known)
-    close = closest(name, known)
+    names = sorted(names)
+    close = closest(name, names)
     hint = f" Did you mean {close!r}?" if close else ""
-    listed = "" if len(known) > 40 else f" Known: {', '.join(known)}."
+    listed = "" if len(names) > 40 else f" Known: {', '.join(names)}."
     return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
 
 
-def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The known name that is most like another one; None if none is like it.
 
     Args:
         cutoff: the least likeness, from 0 to 1 (difflib.get_close_matches).
     """
-    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(str(name)[:_LONGEST], names, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -1,4 +1,4 @@
-"""Whether values fit the types and bounds of a dataclass's fields: one check of every setting that a user gives.
+"""Check that values fit the types and bounds of a dataclass's fields: one check of all settings that users give.
 
 Dataclasses check nothing themselves: transformers' and peft's meet a wrong value long after it was given, or never.
 """
@@ -24,28 +24,28 @@ class Bounds:
     """The numbers that a field takes.
 
     Attributes:
-        least, most: the smallest and the largest.
-        open: `least` itself is too small.
+        minimum, maximum: of the field.
+        open: `minimum` itself is too small.
         instead: what to write for the meaning that a number outside is given elsewhere.
     """
 
-    least: float
-    most: float = math.inf
+    minimum: float
+    maximum: float = math.inf
     open: bool = False
     instead: str = ""
 
     def hold(self, value: float) -> bool:
-        """Whether a number lies within."""
-        return value <= self.most and (value > self.least if self.open else value >= self.least)
+        """True if a number lies within."""
+        return value <= self.maximum and (value > self.minimum if self.open else value >= self.minimum)
 
-    def wanted(self, value: float) -> str:
-        """What a number outside must be."""
-        if self.most == 1:
-            text = f"lie between {self.least:g} and 1"
-        elif value > self.most:
-            text = f"be at most {self.most}"
+    def describe(self, value: float) -> str:
+        """Describe the numbers that lie within."""
+        if self.maximum == 1:
+            text = f"lie between {self.minimum:g} and 1"
+        elif value > self.maximum:
+            text = f"be at most {self.maximum}"
         else:
-            text = f"be {'above' if self.open else 'at least'} {self.least:g}"
+            text = f"be {'above' if self.open else 'at least'} {self.minimum:g}"
         return f"{text} ({self.instead})" if self.instead else text
 
 
@@ -166,20 +166,20 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
     Raises:
         InputError: names the field, its value and what it takes.
     """
-    said = f"{where}{name}={brief(value)}"
+    setting = f"{where}{name}={brief(value)}"
     if not _accepts(hint, value):
         quotes = "; YAML reads an unquoted no, off or yes as one" if isinstance(value, bool) else ""
-        raise InputError(f"{said} must be {_described(hint)}{_named(value)}{quotes}")
+        raise InputError(f"{setting} must be {_described(hint)}{_named(value)}{quotes}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return
     if (isinstance(value, Integral) and abs(value) > _LARGEST) or not math.isfinite(value):
-        raise InputError(f"{said} must be a finite number of at most 64 bits")
+        raise InputError(f"{setting} must be a finite number of at most 64 bits")
     if name in BOUNDS and not BOUNDS[name].hold(value):
-        raise InputError(f"{said} must {BOUNDS[name].wanted(value)}")
+        raise InputError(f"{setting} must {BOUNDS[name].describe(value)}")
 
 
 def _named(value: Any) -> str:
-    """What YAML or Python call the type of a value that is no plain text or number."""
+    """The name that YAML or Python has for the type of a value that is no plain text or number."""
     names = {bool: "true or false", list: "a list", dict: "a mapping", type(None): "nothing"}
     return f", not {names[type(value)]}" if type(value) in names else ""
 
@@ -198,16 +198,16 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def _accepts(hint: Any, value: Any) -> bool:
-    """Whether a value is of a type; a whole number is a number, true and false are not."""
+    """True if a value is of a type; a whole number is a number, true and false are not."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
     if origin in (typing.Union, types.UnionType):
-        return any(_accepts(one, value) for one in inner)
+        return any(_accepts(part, value) for part in inner)
     if origin is typing.Literal:
         # peft writes a pattern among its names: 'pissa_niter_[number of iters]'.
-        patterns = any("[" in str(one) for one in inner)
-        return any(type(value) is type(one) and (patterns or value == one) for one in inner)
+        patterns = any("[" in str(part) for part in inner)
+        return any(type(value) is type(part) and (patterns or value == part) for part in inner)
     if hint in (None, type(None)):
         return value is None
     if hint is float:
@@ -223,7 +223,7 @@ def _accepts(hint: Any, value: Any) -> bool:
 
 def _accepts_container(kind: Any, inner: tuple, value: Any) -> bool:
     if kind in (list, tuple):
-        items = [one for one in inner if one is not Ellipsis]
+        items = [part for part in inner if part is not Ellipsis]
         each = items[0] if items and len(set(items)) == 1 else Any
         return isinstance(value, list | tuple) and all(_accepts(each, item) for item in value)
     if kind is dict:
@@ -236,11 +236,11 @@ def _described(hint: Any) -> str:
     """A type in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None))) or "none"
+        return " or ".join(dict.fromkeys(_described(part) for part in inner if part is not type(None))) or "none"
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, inner))}"
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return f"one of {', '.join(str(one.value) for one in hint)}"
+        return f"one of {', '.join(str(part.value) for part in hint)}"
     if origin in (list, tuple):
         return f"a list of {_described(inner[0])}s" if inner else "a list"
     return _WORDS.get(origin or hint) or f"a {getattr(hint, '__name__', hint)}"

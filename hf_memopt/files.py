@@ -1,4 +1,4 @@
-"""Where the shipped configs and recipes are, and how files are read and written."""
+"""Folders of the shipped configs and recipes, and reading and writing of files."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def from_here(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt; it need not be there."""
+    """The folder of what can be made again: $HF_MEMOPT_CACHE, by default ~/.cache/hf_memopt; it need not be there."""
     return Path(os.environ.get("HF_MEMOPT_CACHE") or os.path.expanduser("~/.cache/hf_memopt"))
 
 
@@ -56,7 +56,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path exists.
+    """True if a path exists.
 
     Raises:
         InputError: that cannot be known; Path.exists() raises what the system says.
@@ -85,9 +85,9 @@ def check_links(folder: Path, names: Collection[str] | None = None) -> Path:
         InputError: names the first file that is a link to elsewhere.
     """
     try:
-        whole = folder.resolve()
+        resolved = folder.resolve()
         links = sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_symlink() and not entry.is_dir())
-        allowed = [whole, *([whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [])]
+        allowed = [resolved, *([resolved.parents[1] / "blobs"] if resolved.parent.name == "snapshots" else [])]
         for link in links if names is None else [link for link in links if link.name in names]:
             if not any(link.resolve().is_relative_to(place) for place in allowed):
                 raise InputError(f"{link} is a link that leaves its folder: put the file itself there")
@@ -150,7 +150,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def parse_json(text: str) -> Any:
-    """JSON that whoever walks through it can: not nested without end.
+    """Parse JSON that is not nested too deeply to be walked through.
 
     Raises:
         ValueError: it is not such JSON.
@@ -167,8 +167,8 @@ def parse_json(text: str) -> Any:
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(_DEEPEST):
-        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for values in inner for one in values]
+        nested = [item for item in level if isinstance(item, dict | list)]
+        level = [value for item in nested for value in (item.values() if isinstance(item, dict) else item)]
         if not level:
             return
     raise ValueError(f"it is nested deeper than {_DEEPEST}")
@@ -229,10 +229,10 @@ def write_folder(folder: Path, files: dict[str, str], overwrite: bool = False) -
     Raises:
         InputError: the folder cannot be written to, or has files of these names that say something else.
     """
-    others = [] if overwrite else [name for name, text in sorted(files.items()) if _says_else(folder / name, text)]
-    if others:
+    differing = [] if overwrite else [name for name, text in sorted(files.items()) if _says_else(folder / name, text)]
+    if differing:
         raise InputError(
-            f"{folder} has another {' and '.join(others)}: name another folder, or replace with --overwrite"
+            f"{folder} has another {' and '.join(differing)}: name another folder, or replace with --overwrite"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What libraries say while they are imported, about things that are optional and that nobody asked for."""
+"""Messages of libraries while they are imported, about things that are optional and that nobody asked for."""
 
 import logging
 import warnings
@@ -17,9 +17,8 @@ def quiet() -> None:
     """
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
-        logging.CRITICAL
-    )  # it logs tracebacks of what it raises
+    # It logs tracebacks of what it raises.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # DeepSpeed 0.19.8 warns on every machine without a card, and sets its logger's level when it is imported.
     if _says_more not in (deepspeed := logging.getLogger("DeepSpeed")).filters:
         deepspeed.addFilter(_says_more)

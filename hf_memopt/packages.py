@@ -30,7 +30,7 @@ _ON_PYPI = {"PIL": "pillow", "optimi": "torch-optimi"}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; it is not imported."""
+    """True if a package can be found; it is not imported."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -48,23 +48,23 @@ def how_to_install(package: str, extra: str | None = None) -> str:
     if package == "deepspeed" and sys.platform != "linux":
         return "it is for Linux alone"  # setup.cfg asks for it nowhere else
     if extra := extra or EXTRAS.get(package):
-        return " ".join(["pip install", *dict.fromkeys(f"'{one}'" for one in _requirements(extra))])
+        return " ".join(["pip install", *dict.fromkeys(f"'{requirement}'" for requirement in _requirements(extra))])
     return f"pip install {_ON_PYPI.get(package, package.replace('_', '-'))}"
 
 
 def _requirements(extras: str) -> Iterator[str]:
-    """What extras, with commas between them, ask for on this machine."""
+    """The requirements of extras, with commas between them, on this machine."""
     from packaging.requirements import Requirement
 
     for extra in extras.split(","):
         for line in metadata.requires("hf_memopt") or ():
-            asked = Requirement(line)
-            if asked.marker is None or not asked.marker.evaluate({"extra": extra}):
+            requirement = Requirement(line)
+            if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
                 continue
-            if asked.name.replace("-", "_") == "hf_memopt":
-                yield from _requirements(",".join(sorted(asked.extras)))
-            elif not asked.marker.evaluate({"extra": ""}):
-                yield f"{asked.name}{asked.specifier}"
+            if requirement.name.replace("-", "_") == "hf_memopt":
+                yield from _requirements(",".join(sorted(requirement.extras)))
+            elif not requirement.marker.evaluate({"extra": ""}):
+                yield f"{requirement.name}{requirement.specifier}"
 
 
 def extras_for(recipe: str, strategy: str) -> str:

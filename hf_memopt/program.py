@@ -1,4 +1,4 @@
-"""How recipes and commands end: errors in one line, exit codes, processes of a launcher."""
+"""Ends of recipes and commands: errors in one line, exit codes, processes of a launcher."""
 
 import atexit
 import os
@@ -28,8 +28,8 @@ def run(main: Callable[..., object]) -> None:
     """Run a program's main function; an InputError becomes one line on stderr and exit code 2, Ctrl-C one and 130,
     training that SIGTERM stopped one and 143.
 
-    Several processes usually meet the same input. The first one speaks at once and ends, upon which the launcher ends
-    the others; one of those that lives on is alone with its error, and speaks then.
+    Several processes usually meet the same input. The first one prints its error at once and ends, upon which the
+    launcher ends the others; one that survives this has an error of its own, and prints it then.
     """
     quiet()
     try:

@@ -39,7 +39,7 @@ _SHORTEST = 8  # characters; a shorter secret of the environment would blank ord
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a field, an argument or a variable of this name holds a token, key or password."""
+    """True if a field, an argument or a variable of this name holds a token, key or password."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name[-200:]).lower().strip("_")
     return bool(_SECRET.search(snake)) and not _SPECIAL_TOKEN.search(snake)
 
@@ -49,18 +49,18 @@ def redact(value: Any) -> Any:
     return _redact(value, "", _environment_secrets())
 
 
-def _redact(value: Any, name: str, known: list[str]) -> Any:
+def _redact(value: Any, name: str, secrets: list[str]) -> Any:
     if is_secret(name) and not _says_nothing(name, value):
         return REDACTED
     if isinstance(value, Mapping):
-        return {key: _redact(one, str(key), known) for key, one in value.items()}
+        return {key: _redact(item, str(key), secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_redact(one, "", known) for one in value]
-    return _redact_text(value, known) if isinstance(value, str) else value
+        return [_redact(item, "", secrets) for item in value]
+    return _redact_text(value, secrets) if isinstance(value, str) else value
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a secret's field is empty, or holds what TrainingArguments.to_dict() writes in a token's place."""
+    """True if a secret's field is empty, or holds what TrainingArguments.to_dict() writes in a token's place."""
     return value is None or isinstance(value, bool) or value in ("", f"<{name.upper()}>")
 
 
@@ -84,8 +84,8 @@ def redact_text(text: str) -> str:
     return _redact_text(text, _environment_secrets())
 
 
-def _redact_text(text: str, known: list[str]) -> str:
-    for secret in known:
+def _redact_text(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, REDACTED)
     return _NAMED.sub(_redacted_pair, _ISSUED.sub(REDACTED, text))
 
@@ -99,10 +99,10 @@ def without_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _redacted_pair(found: re.Match) -> str:
-    name, between, value = found["name"], found["between"], found["value"]
+def _redacted_pair(match: re.Match) -> str:
+    name, between, value = match["name"], match["between"], match["value"]
     if not is_secret(name) or (not between.strip() and not name.startswith("-")):
-        return found[0]
+        return match[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{name}{between}{quote}{REDACTED}{quote}"
 

@@ -80,7 +80,7 @@ def say(text: str, stream=None) -> None:
 def plain_values(value):
     """A copy of what JSON can hold, with plain() texts and keys."""
     if isinstance(value, dict):
-        return {plain(key): plain_values(one) for key, one in value.items()}
+        return {plain(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain_values(one) for one in value]
+        return [plain_values(item) for item in value]
     return plain(value) if isinstance(value, str) else value

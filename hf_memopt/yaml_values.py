@@ -21,9 +21,9 @@ def read_yaml(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        said = f"{error.problem or one_line(error)}"[:200]
+        problem = f"{error.problem or one_line(error)}"[:200]
         raise InputError(
-            f"{where}: {line}not readable as YAML: {said} (check the indentation and the quotes)"
+            f"{where}: {line}not readable as YAML: {problem} (check the indentation and the quotes)"
         ) from error
     except Exception as error:  # YAMLError, and what int(), float() and datetime raise for what looks like theirs
         raise InputError(f"{where}: not readable as YAML: {one_line(error)[:300]}") from error

@@ -307,13 +307,13 @@ def samples(path: Path, streaming: bool = False) -> list:
     """The rows of a file as recipes/sft.py gives them to TRL's trainer."""
     from transformers import AutoTokenizer
 
-    from hf_memopt.data.answers import kind_of, to_trl
+    from hf_memopt.data.answers import find_answer_kind, to_trl
     from hf_memopt.data.builtin_model import builtin_model
     from hf_memopt.data.sources import load_rows
 
     loaded, _, form = load_rows(str(path), held_out=0, streaming=streaming)
     tokenizer = AutoTokenizer.from_pretrained(builtin_model())
-    return list(to_trl(loaded, form, kind_of(loaded, form), tokenizer, str(path)))
+    return list(to_trl(loaded, form, find_answer_kind(loaded, form), tokenizer, str(path)))
 
 
 # ---- commands

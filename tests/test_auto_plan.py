@@ -44,7 +44,7 @@ def free(monkeypatch):
     """Says how much memory is free."""
 
     def say(size: int):
-        monkeypatch.setattr(auto, "free_memory_of", lambda device: size)
+        monkeypatch.setattr(auto, "usable_memory", lambda device: size)
 
     return say
 
@@ -142,9 +142,9 @@ def test_what_counts_as_free(monkeypatch):
 
     monkeypatch.setattr(readers, "Reader", Card)
     context = 512 * 2**20  # which this process has already taken of the free memory, and which the estimate counts
-    assert auto.free_memory_of(get_hardware("rtx_4090")) == 20 * 2**30 + context - 256 * 2**20
-    assert auto.free_memory_of(get_hardware("apple_m4_max_64gb")) == 3 * 2**30 - 256 * 2**20  # the host's own is less
-    assert auto.free_memory_of(get_hardware("cpu")) == 2 * 2**30
+    assert auto.usable_memory(get_hardware("rtx_4090")) == 20 * 2**30 + context - 256 * 2**20
+    assert auto.usable_memory(get_hardware("apple_m4_max_64gb")) == 3 * 2**30 - 256 * 2**20  # the host's own is less
+    assert auto.usable_memory(get_hardware("cpu")) == 2 * 2**30
 
 
 def test_several_processes_do_not_plan(monkeypatch):

@@ -209,7 +209,7 @@ def test_a_run_that_ends_is_not_failed_by_what_an_older_one_left(tmp_path, capsy
 
 
 def test_of_a_long_log_each_stretchs_fullest_stays():
-    readings = Readings(most=100)
+    readings = Readings(limit=100)
     for step in range(10_000):
         readings.add({"step": step, "time": step, "allocated": 5 if step == 7777 else step % 2, "peak_allocated": 5})
     kept = readings.to_list()
@@ -220,7 +220,7 @@ def test_of_a_long_log_each_stretchs_fullest_stays():
 
 
 def test_of_very_many_events_the_latest_stay_and_all_count():
-    events = Events(most=10)
+    events = Events(limit=10)
     for step in range(25):
         events.add({"event": "oom_recovered", "step": step})
     assert [event["step"] for event in events.to_list()] == list(range(15, 25))

@@ -53,5 +53,5 @@ def test_where_memory_grows_in_steps_the_next_is_estimated_too(monkeypatch):
     def steps(length: int) -> int:
         return 1000 * (length // 1000 + 1)
 
-    line, sure = (search_of(monkeypatch, steps, 4999, enough=enough) for enough in (None, 0.98))
+    line, sure = (search_of(monkeypatch, steps, 4999, min_share=min_share) for min_share in (None, 0.98))
     assert line.find() <= sure.find() and sure.find() + 100 in sure.estimates

@@ -93,7 +93,7 @@ def is_trained(sample: dict) -> bool:
 def test_any_rows_as_samples(streaming, content, tmp_path, tokenizer):
     import datasets
 
-    from hf_memopt.data.answers import kind_of, to_trl
+    from hf_memopt.data.answers import find_answer_kind, to_trl
     from hf_memopt.data.sources import load_rows
 
     datasets.disable_progress_bars()
@@ -101,7 +101,7 @@ def test_any_rows_as_samples(streaming, content, tmp_path, tokenizer):
     path.write_bytes(content)
     try:
         rows, _, form = load_rows(str(path), held_out=0, streaming=streaming)
-        samples = list(to_trl(rows, form, kind_of(rows, form), tokenizer, str(path)))
+        samples = list(to_trl(rows, form, find_answer_kind(rows, form), tokenizer, str(path)))
         assert samples and all(is_trained(sample) for sample in samples)
     except InputError as error:
         assert str(error)

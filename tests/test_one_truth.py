@@ -17,7 +17,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.presets import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def by_estimate(method: str) -> int:
 
 def by_plan(method: str) -> int:
     """The choice of a plan with the table's settings."""
-    preset = preset_of(CARD, method)
+    preset = resolve_preset(CARD, method)
     memory_args = MemoryArguments(loss_chunk_size=512)
     spec = JobSpec(
         model=MODEL,

@@ -74,11 +74,11 @@ def test_plans_without_deepspeed_leave_zero_out(without):
 
 def test_a_plan_says_that_zero_was_not_tried(without):
     from hf_memopt.job.spec import JobSpec
-    from hf_memopt.planner.devices import preset_of
+    from hf_memopt.planner.devices import resolve_preset
     from hf_memopt.planner.profiles import Plan
 
     def notes(hardware: str) -> str:
-        return " ".join(Plan(JobSpec(model="x", preset=preset_of(hardware, "lora")), [], []).notes)
+        return " ".join(Plan(JobSpec(model="x", preset=resolve_preset(hardware, "lora")), [], []).notes)
 
     assert "ZeRO" not in notes("a100_80gbx8")
     without("deepspeed")

@@ -28,7 +28,7 @@ from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.cost import Cost
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +50,7 @@ def config(layers: int = 3, **changes):
 
 def spec_for(config, method: str = "full", seq_len: int = 256, hardware: str = "cpu", batch: int = 4) -> JobSpec:
     """Without a limit, with one optimizer."""
-    preset = preset_of(hardware, method)
+    preset = resolve_preset(hardware, method)
     optim = {"optim": preset.training["optim"]}
     return JobSpec(
         model=config,
@@ -228,7 +228,7 @@ def test_a_job_that_cannot_be_estimated_says_why():
 )
 @pytest.mark.slow
 def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, model, method, chunked):
-    preset = preset_of(f"{hardware}x{devices}", method)
+    preset = resolve_preset(f"{hardware}x{devices}", method)
     given = MemoryArguments(loss_chunk_size=512 if chunked else None)
     read = load_config(model)
     spec = JobSpec(
@@ -245,7 +245,7 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
 
 
 def test_a_choice_becomes_hugging_faces_words():
-    preset = preset_of("rtx_4090", "full")
+    preset = resolve_preset("rtx_4090", "full")
     choice = Choice("none", 2, 4, 1 / 3, "adamw_8bit", "float32")
     kwargs = choice.configured(preset).training["activation_checkpointing_kwargs"]
     assert kwargs == {"use_reentrant": False, "every_n_layers": 3} and not choice.memory_fields()

@@ -17,7 +17,7 @@ from hf_memopt import InputError, MemoryArguments, plan
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner.choices import Choice, memory_arguments
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.launch import launch_command
 from hf_memopt.planner.profiles import Profile
 
@@ -46,7 +46,7 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
 
     monkeypatch.setenv("MACHINE_RANK", "1")
     monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
-    preset = preset_of(hardware, method, strategy)
+    preset = resolve_preset(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype, chunked_loss=True)
     spec = small_spec(preset)
     memory_args = memory_arguments(MemoryArguments(memory_profile="aggressive"), choice)
@@ -72,7 +72,7 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
 )
 def test_the_launch_command_works_from_another_folder(hardware, method, strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    preset = preset_of(hardware, method, strategy)
+    preset = resolve_preset(hardware, method, strategy)
     choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype)
     spec = small_spec(preset)
     profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), None, 1.0, 1.0)
@@ -83,7 +83,7 @@ def test_the_launch_command_works_from_another_folder(hardware, method, strategy
 def test_files_for_several_machines(tmp_path):
     from hf_memopt.planner.launch import write_files
 
-    preset = preset_of("h100_80gbx16", "full", "zero3_offload_cpu")
+    preset = resolve_preset("h100_80gbx16", "full", "zero3_offload_cpu")
     choice = Choice(preset.strategy, 1, 4, 1.0, "adamw_torch", preset.dtype)
     spec = small_spec(preset)
     profile = Profile("safe", 0.85, choice, choice.configured(preset), MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
@@ -100,7 +100,7 @@ def test_files_for_several_machines(tmp_path):
 def test_no_secret_is_written_into_files_or_printed(tmp_path, caplog):
     from hf_memopt.planner.launch import write_files
 
-    preset = preset_of("rtx_4090", "lora")
+    preset = resolve_preset("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
     fields = {"hub_token": "s3cret", "push_to_hub": True}
     spec = dataclasses.replace(small_spec(preset), training=fields, lora={"token": "s3cret"})
@@ -120,7 +120,7 @@ def test_videos_are_launched_with_their_frames():
     from hf_memopt.recipe.video import VideoArguments
     from hf_memopt.video.inputs import VideoInputs
 
-    preset = preset_of("rtx_4090", "lora")
+    preset = resolve_preset("rtx_4090", "lora")
     choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
     more = {"video": VideoInputs(frames=24, max_pixels_per_frame=50176), "frozen": ("vision",)}
     spec = dataclasses.replace(small_spec(preset), model="qwen2.5-vl-3b", **more)

@@ -21,10 +21,10 @@ from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
 from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
 from hf_memopt.planner.choices import Choice, list_choices
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.plan import _safe_left_out
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.sketch import baselines, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import baselines, make_sketch, traced_jobs
 from hf_memopt.units import GIB
 
 
@@ -74,7 +74,7 @@ def test_fsdp2_widens_what_is_trained_and_nothing_else():
     for method in ("full", "lora"):
         spec = spec_for(config(8, vocab_size=200), method, hardware="rtx_3060x2", batch=1)
         jobs = baseline_jobs(spec, list_choices(spec))[:1]
-        sketch = sketch_of(jobs * 4, traced_jobs(jobs) * 4)
+        sketch = make_sketch(jobs * 4, traced_jobs(jobs) * 4)
         held = sketch._sharded(Choice("fsdp2", 1, 1, 0.0, "adamw_torch_fused", "bfloat16"))
         loaded[method] = held["parameters"] * ranks / sketch.loaded
     assert loaded["full"] == pytest.approx(2, rel=0.01)
@@ -173,7 +173,7 @@ def test_why_safe_depends_on_the_host_is_said():
     choice = SimpleNamespace(offloads=1)
     assert "every profile depends" in _safe_left_out([SimpleNamespace(name="safe", choice=choice)])[0].reason
     for hardware, says in (("rtx_4090", True), ("apple_m2_16gb", False)):  # which has no memory but the device's
-        profile = SimpleNamespace(name="balanced", choice=choice, preset=preset_of(hardware, "lora"))
+        profile = SimpleNamespace(name="balanced", choice=choice, preset=resolve_preset(hardware, "lora"))
         assert ("without host memory" in _safe_left_out([profile])[0].reason) == says
 
 
@@ -274,7 +274,7 @@ def test_the_plan_says_what_it_assumes_and_needs():
 def test_unified_memory_is_not_offloaded_to_itself(name):
     for method in ("full", "lora"):
         try:
-            preset = preset_of(name, method)
+            preset = resolve_preset(name, method)
         except InputError:
             continue
         spec = JobSpec(

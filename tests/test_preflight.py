@@ -9,7 +9,7 @@ from conftest import ROOT, flags, run
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import count_weights
-from hf_memopt.recipe.preflight import Launch, check, check_sharded, launch_of, problems
+from hf_memopt.recipe.preflight import Launch, check, check_sharded, describe_launch, problems
 
 BILLION = 10**9
 GIB = 2**30
@@ -161,10 +161,10 @@ def test_this_launch_is_read(monkeypatch, tmp_path):
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     args = TrainingArguments(tmp_path, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    found = launch_of(args, config, "causal-lm", "bfloat16")
+    found = describe_launch(args, config, "causal-lm", "bfloat16")
     assert found.parallel == {"dp_shard": 4, "tp": 2} and found.per_host == 8 and found.fsdp_efficient is False
     assert found.weight_bytes == 2 and found.trained == found.weights and found.batches["train_batch_size"] == 8
-    assert launch_of(args, config, "causal-lm", "bfloat16", adapters=True).trained == 0
+    assert describe_launch(args, config, "causal-lm", "bfloat16", adapters=True).trained == 0
 
 
 def test_weights_that_zero3_did_not_shard():

@@ -9,7 +9,7 @@ import videos
 from conftest import flags
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_memopt.data.answers import kind_of, to_trl
+from hf_memopt.data.answers import find_answer_kind, to_trl
 from hf_memopt.data.columns import CLIP_SAMPLING
 from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import IGNORED
@@ -58,7 +58,7 @@ def read(jsonl, tokenizer):
             tokenizer.chat_template = template
         source = jsonl(list(rows))
         train, _, form = load_rows(source, held_out=0, streaming=streaming, **load)
-        return list(to_trl(train, form, kind_of(train, form), tokenizer, source, split))
+        return list(to_trl(train, form, find_answer_kind(train, form), tokenizer, source, split))
 
     return convert
 

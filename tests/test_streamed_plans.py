@@ -19,7 +19,7 @@ from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.cost import Cost
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.search import Search
 from hf_memopt.planner.streaming import lacks_memory, streaming_spec, weights_alone, what_lacks, with_host_memory
 from hf_memopt.units import GIB
@@ -49,7 +49,7 @@ def test_which_jobs_may_stream():
 def test_weights_alone_rule_out_methods():
     """Not where they are streamed, which made LoRA of a large model "too large" for its own setting."""
     spec = replace(spec_for(config(1), "lora", hardware="rtx_3060"), host_memory=HostMemory(GIB, "a small box"))
-    (size, _), (in_4_bits, _) = weights_alone(spec), weights_alone(replace(spec, preset=preset_of(*QLORA)))
+    (size, _), (in_4_bits, _) = weights_alone(spec), weights_alone(replace(spec, preset=resolve_preset(*QLORA)))
     assert in_4_bits == size // 4 > 0
     assert weights_alone(replace(spec, memory_args=MemoryArguments(weight_streaming=True))) is None
     budget = size // 2

@@ -19,7 +19,7 @@ from hf_memopt.estimator.api import estimate_job
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.video_tiers import (
     Clip,
-    Given,
+    FixedLimits,
     NothingFits,
     Tier,
     Wish,
@@ -47,7 +47,7 @@ def test_the_guides_rows():
 
 
 def test_frames_come_first_then_their_size_then_the_micro_batch():
-    clips = list(candidates(8 * GIB, 32, Given()))
+    clips = list(candidates(8 * GIB, 32, FixedLimits()))
     assert clips[:6] == [
         Clip(75, 448, 4),
         Clip(75, 448, 2),
@@ -57,13 +57,13 @@ def test_frames_come_first_then_their_size_then_the_micro_batch():
         Clip(75, 224, 2),
     ]
     assert clips[6:8] == [Clip(75, 224, 1), Clip(50, 448, 4)] and clips[-1] == Clip(8, 224, 1)
-    assert {clip.micro_batch for clip in candidates(80 * GIB, 12, Given())} == {12, 6, 4, 3, 2, 1}
+    assert {clip.micro_batch for clip in candidates(80 * GIB, 12, FixedLimits())} == {12, 6, 4, 3, 2, 1}
 
 
 def test_what_is_given_stays():
-    given = Given(max_frames=90, max_pixels_per_frame=196 * 196)
+    given = FixedLimits(max_frames=90, max_pixels_per_frame=196 * 196)
     assert {(clip.frames, clip.side) for clip in candidates(8 * GIB, 32, given)} == {(90, 196)}
-    assert {clip.micro_batch for clip in candidates(8 * GIB, 32, Given(micro_batch=7))} == {7}
+    assert {clip.micro_batch for clip in candidates(8 * GIB, 32, FixedLimits(micro_batch=7))} == {7}
 
 
 def test_a_limit_below_every_clip_leaves_the_shortest():
@@ -75,7 +75,7 @@ def test_a_limit_below_every_clip_leaves_the_shortest():
     assert [clip.micro_batch for clip in shortest] == [16, 8, 4, 2, 1]
     assert shortest == wanted_clips(job, memory, Wish(longest=64))
     assert {clip.frames for clip in wanted_clips(job, memory, Wish(longest=700))} == {16, 8}
-    assert wanted_clips(job, memory, Wish(longest=8, given=Given(max_frames=12)))[0].frames == 12
+    assert wanted_clips(job, memory, Wish(longest=8, fixed=FixedLimits(max_frames=12)))[0].frames == 12
 
 
 def test_an_evaluation_that_was_given_is_estimated_too():
@@ -95,7 +95,7 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
     settings = {"size": {"shortest_edge": 784, "longest_edge": 10**7}}
     job = tier_job(get_preset("cpu"), config)
     job = dataclasses.replace(job, video=dataclasses.replace(job.video, settings=settings))
-    wanted = list(candidates(16 * GIB, 32, Given()))
+    wanted = list(candidates(16 * GIB, 32, FixedLimits()))
     sixth = estimate_job(with_clip(job, wanted[6], 32)).device_bytes
     assert sixth < estimate_job(with_clip(job, wanted[5], 32)).device_bytes
     tier = choose_tier(job, Wish(memory=16 * GIB, share=(sixth + 1000) / (16 * GIB)))
@@ -300,18 +300,18 @@ def test_a_row_holds_for_its_own_settings_alone(started, monkeypatch):
     asked, jobs_asked = [], []
 
     def stopped(job, wish, note):
-        asked.append((job.peft_config.r, wish.given, wish.effective_batch_size))
+        asked.append((job.peft_config.r, wish.fixed, wish.effective_batch_size))
         jobs_asked.append(job)
         raise InputError("stopped here")
 
     monkeypatch.setattr(video_tier, "choose_tier", stopped)
     job, line = started("--lora.r", "64")
-    assert asked == [(64, Given(), 32)] and "not predicted (stopped here)" in line
+    assert asked == [(64, FixedLimits(), 32)] and "not predicted (stopped here)" in line
     assert clips_of(job) == (100, None, 4, 8)  # the balanced profile's
     started("--max_frames", "76")  # more than the row's
     started("--freeze_projector", "true")
     started("--activation_checkpointing", "false")
-    assert len(asked) == 4 and asked[1][1] == Given(max_frames=76)
+    assert len(asked) == 4 and asked[1][1] == FixedLimits(max_frames=76)
     started("--activation_checkpointing_kwargs", '{"every_n_layers": 4}')
     started("--per_device_eval_batch_size", "64")
     assert jobs_asked[-1].fields["per_device_eval_batch_size"] == 64
@@ -392,8 +392,8 @@ def test_a_model_that_no_row_knows_is_estimated(recipe, own_model, capsys):
 @pytest.mark.slow
 def test_auto_plans_for_what_is_free(recipe, own_model, monkeypatch, capsys):
     main, arguments = recipe("video_sft"), [*own_model, "--optim", "adamw_torch", "--max_frames", "12"]
-    monkeypatch.setattr(auto, "free_memory_of", lambda device: 2 * GIB)
-    monkeypatch.setattr(video_tier, "free_memory_of", lambda device: 2 * GIB)
+    monkeypatch.setattr(auto, "usable_memory", lambda device: 2 * GIB)
+    monkeypatch.setattr(video_tier, "usable_memory", lambda device: 2 * GIB)
     trainer = main([*arguments, "--max_steps", "1", "--effective_batch_size", "4", "--save_strategy", "no"])
     args = trainer.args
     assert args.per_device_train_batch_size == 4 and not args.activation_checkpointing  # everything fits

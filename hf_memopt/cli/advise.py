@@ -22,16 +22,16 @@ def run_advise(source: str, job: JobSpec | None, as_json: bool) -> int:
         source: a run's folder, a log, the error itself, or - for stdin.
         job: the run's, so that savings can be predicted.
     """
-    found = advise_on_text(_piped()) if source == "-" else advise(source)
-    if found is not None and found.what != SLOW and job:
-        found = replace(found, changes=_predict_savings(job) or found.changes)
+    advice = advise_on_text(_piped()) if source == "-" else advise(source)
+    if advice is not None and advice.what != SLOW and job:
+        advice = replace(advice, changes=_predict_savings(job) or advice.changes)
     if as_json:
-        print_json(found.to_dict() if found else {"what": None})
-    elif found is None:
+        print_json(advice.to_dict() if advice else {"what": None})
+    elif advice is None:
         print("nothing to explain: no out-of-memory error, and no run that waits for data or its device")
     else:
-        _print(found)
-    return 0 if found else 1
+        _print(advice)
+    return 0 if advice else 1
 
 
 def _piped() -> str:
@@ -40,12 +40,12 @@ def _piped() -> str:
     Raises:
         InputError: more came than a log holds.
     """
-    parts, kept, total = deque(), 0, 0
+    parts, length, total = deque(), 0, 0
     while part := sys.stdin.buffer.read(2**20):
         parts.append(part)
-        kept, total = kept + len(part), total + len(part)
-        while kept - len(parts[0]) >= LARGEST_TEXT:
-            kept -= len(parts.popleft())
+        length, total = length + len(part), total + len(part)
+        while length - len(parts[0]) >= LARGEST_TEXT:
+            length -= len(parts.popleft())
         if total > _LARGEST_PIPE:
             raise InputError(f"more than {_LARGEST_PIPE // 2**30} GiB came on stdin: give the log as a file")
     return decode_log(b"".join(parts)[-LARGEST_TEXT:])
@@ -65,17 +65,17 @@ def _predict_savings(spec: JobSpec) -> list[dict]:
     return [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 
-def _print(found: Advice) -> None:
-    say(f"what: {found.what}: {found.cause}" if found.what != "not memory" else f"what: {found.cause}")
-    if found.stage or found.step is not None:
-        after = "" if found.step is None else f" after {found.step} steps" if found.step else " in the first step"
-        print(f"when: {found.stage or 'unknown phase'}{after}")
-    say(f"why:  {found.why}")
-    if found.figures:
-        sizes = (f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in found.figures.items())
+def _print(advice: Advice) -> None:
+    say(f"what: {advice.what}: {advice.cause}" if advice.what != "not memory" else f"what: {advice.cause}")
+    if advice.stage or advice.step is not None:
+        after = "" if advice.step is None else f" after {advice.step} steps" if advice.step else " in the first step"
+        print(f"when: {advice.stage or 'unknown phase'}{after}")
+    say(f"why:  {advice.why}")
+    if advice.figures:
+        sizes = (f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in advice.figures.items())
         print(f"      the message says: {', '.join(sizes)}")
-    for number, change in enumerate(found.changes, 1):
+    for number, change in enumerate(advice.changes, 1):
         saved = f" (predicted to save {gib(change['saved_bytes'])})" if change.get("saved_bytes") else ""
         say(f"try {number}: {change['change']}{saved}")
-    if found.what != SLOW and not any(change.get("saved_bytes") for change in found.changes):
+    if advice.what != SLOW and not any(change.get("saved_bytes") for change in advice.changes):
         print("Add the run's --model, --preset, --method and --seq-len to see predicted savings.")

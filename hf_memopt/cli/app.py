@@ -368,8 +368,8 @@ def register(json: Json = False) -> None:
     run_register(json)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         from importlib.metadata import version
 
         print(f"hf-memopt {version('hf_memopt')}")
@@ -389,9 +389,8 @@ def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit code 2."""
     quiet()
     if len(sys.argv) == 1:
-        sys.argv.append(
-            "--help"
-        )  # click (8.2) would raise NoArgsIsHelpError, whose message is the help, with exit code 2
+        # click (8.2) would raise NoArgsIsHelpError, whose message is the help, with exit code 2.
+        sys.argv.append("--help")
     try:
         # Help has typer's colours, and no text of others.
         with nullcontext() if {"--help", "-h"} & set(sys.argv) else only_plain_text():

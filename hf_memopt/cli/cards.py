@@ -32,7 +32,7 @@ _POWER = "{cards}: slower where the power limit keeps the card below its boost c
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
-    """What `plan --hardware any` takes beside the other options of plan.
+    """The options of `plan --hardware any` beside the other options of plan.
 
     Attributes:
         prices: the file of the user's prices.
@@ -47,13 +47,13 @@ class CardOptions:
     amount: AmountOptions = field(default_factory=AmountOptions)
 
     def refuse(self) -> None:
-        """What plans of one card do not take.
+        """Refuse the options of plans of one card.
 
         Raises:
             InputError: it was given.
         """
-        given = {"--prices": self.prices, "--max-price": self.max_price, "--all": self.every}
-        if names := [name for name, value in given.items() if value]:
+        options = {"--prices": self.prices, "--max-price": self.max_price, "--all": self.every}
+        if names := [name for name, value in options.items() if value]:
             raise InputError(f"{names[0]} compares cards: add --hardware any, or leave it out")
 
 
@@ -95,7 +95,7 @@ def _print_answer(answer, options: CardOptions) -> None:
 
 
 def _notes(answer, shown: list, every: bool) -> Iterator[str]:
-    """What the table's figures do and do not say."""
+    """The limits of the table's figures, as sentences."""
     shares = [share for _, share in PLAN_PROFILES.values()]
     yield from (line.format(limit=PLAN_PROFILES["balanced"][1], most=max(shares)) for line in _LEGEND)
     devices = {fit.device.name: fit.device for fit in shown}
@@ -113,20 +113,20 @@ def _amount(answer) -> str:
     return f"{two_digits((answer.tokens or 10**6) / 1e6)}M tokens"
 
 
-def _shortened(fits: list, most: int) -> list:
+def _shortened(fits: list, limit: int) -> list:
     """The first rows, and of the others cards that have presets before cards that have none."""
     from hf_memopt.planner.boxes import has_preset
 
-    if len(fits) <= most:
+    if len(fits) <= limit:
         return fits
-    kept = fits[:most]
+    shown = fits[:limit]
     if fits[0].price is None:
         by_importance = sorted(
             fits[_SMALLEST:], key=lambda fit: (bool(fit.choice.offloads), not has_preset(fit.device))
         )
-        chosen = {fit.name for fit in (*fits[:_SMALLEST], *by_importance[: most - _SMALLEST])}
-        kept = [fit for fit in fits if fit.name in chosen]
-    return kept
+        chosen = {fit.name for fit in (*fits[:_SMALLEST], *by_importance[: limit - _SMALLEST])}
+        shown = [fit for fit in fits if fit.name in chosen]
+    return shown
 
 
 def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:
@@ -160,7 +160,7 @@ def _brief(choice) -> str:
 
 
 def _summary(answer, first, fastest) -> list[str]:
-    """Which to take, in words."""
+    """The cards to take, in words."""
     if answer.prices is None:
         return [f"smallest: {first.name}, {first.devices} × {first.device.label}"]
     lines = [f"cheapest: {first.name}{_costs(answer, first)}"]

@@ -59,7 +59,7 @@ def run_estimate(spec: JobSpec, levers: bool, plot_file: str | None, as_json: bo
         from hf_memopt.estimator.plot import plot
 
         plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
-    settings, sizes = _settings_of(preset)
+    settings, sizes = _describe_settings(preset)
     took = amount.time_and_cost(estimate, job.seq_len, job.world_size)
     if as_json:
         print_json(
@@ -88,7 +88,7 @@ def _batch_in_words(job) -> str:
     return f"{samples} × {main} of {' × '.join(map(str, sizes))}"
 
 
-def _with_device_count(asked):
+def _with_device_count(spec):
     """A JobSpec or DryRunOptions with the number of devices in the hardware's name (2x3090) as world size.
 
     Raises:
@@ -96,16 +96,16 @@ def _with_device_count(asked):
     """
     from hf_memopt.planner.devices import split_count
 
-    if asked.hardware is None:
-        return asked
-    if asked.hardware.lower() == "any":
+    if spec.hardware is None:
+        return spec
+    if spec.hardware.lower() == "any":
         raise InputError(
             "hardware=any: an estimate is of one device; `hf-memopt plan MODEL --hardware any` compares all"
         )
-    hardware, devices = split_count(asked.hardware)
-    if devices > 1 and asked.world_size not in (None, devices):
-        raise InputError(f"hardware={asked.hardware} and world_size={asked.world_size} differ: leave one out")
-    return replace(asked, hardware=hardware, world_size=devices if devices > 1 else asked.world_size)
+    hardware, devices = split_count(spec.hardware)
+    if devices > 1 and spec.world_size not in (None, devices):
+        raise InputError(f"hardware={spec.hardware} and world_size={spec.world_size} differ: leave one out")
+    return replace(spec, hardware=hardware, world_size=devices if devices > 1 else spec.world_size)
 
 
 def settle_job(spec: JobSpec) -> JobSpec:
@@ -137,8 +137,8 @@ def _resolve_preset(spec: JobSpec) -> Preset:
     return plain_settings(get_hardware("auto"), spec.method, spec.strategy)
 
 
-def _settings_of(preset: Preset) -> tuple[str, str | None]:
-    """Where the settings come from, in words, and the preset whose sizes they are."""
+def _describe_settings(preset: Preset) -> tuple[str, str | None]:
+    """The source of the settings, in words, and the preset whose sizes they are."""
     if not preset.name:
         return preset.meant_for, None
     if preset.name in list_presets():

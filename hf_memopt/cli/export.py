@@ -158,7 +158,7 @@ def _recipe_command(preset: Preset, folder: Path, options: ExportOptions) -> lis
 
 
 def _recipe_arguments(preset: Preset, options: ExportOptions) -> list[str]:
-    """What the recipe takes beside its configuration."""
+    """The recipe's arguments beside its configuration."""
     return [
         *("--preset", options.preset, "--method", preset.method),
         *("--effective_batch_size", str(preset.effective_batch_size)),

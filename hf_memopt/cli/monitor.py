@@ -77,7 +77,7 @@ def _run(directory: str | None) -> Run | None:
 
 
 def _modified(log: Path) -> float:
-    """When a file was written to, in seconds since 1970; 0 where it cannot be asked, or has just gone."""
+    """The time a file was written to, in seconds since 1970; 0 where it cannot be asked, or has just gone."""
     try:
         return log.stat().st_mtime
     except OSError:
@@ -101,13 +101,13 @@ def _shown(directory: str | None, profile: str, waits: bool = False):
 
 
 def _waiting(directory: str | None, error: InputError) -> str:
-    """What a live view says that cannot show the run: that there is none yet, or what is wrong with it."""
+    """The text of a live view that cannot show the run: that there is none yet, or what is wrong with it."""
     if directory is None or (Path(directory).expanduser() / LOG).exists():
         return one_line(error)
     return f"waiting for {directory}/{LOG}: a recipe writes it at its first logging step"
 
 
-def _devices(found: list[Device], profile: str):
+def _devices(devices: list[Device], profile: str):
     from rich.table import Table
     from rich.text import Text
 
@@ -115,9 +115,9 @@ def _devices(found: list[Device], profile: str):
     for column in ("device", "used", "of", "", "busy", "status", "largest processes"):
         table.add_column(column, no_wrap=column in ("used", "of", "busy"))
     _, *thresholds = PROFILES[profile]
-    for device in found:
+    for device in devices:
         status = status_at(device.utilization, *thresholds)
-        processes = "\n".join(f"{one.name} {one.pid}: {size(one.memory)}" for one in device.processes[:3])
+        processes = "\n".join(f"{task.name} {task.pid}: {size(task.memory)}" for task in device.processes[:3])
         busy = "" if device.busy is None else f"{device.busy:.0%}"
         share = Text(f"{device.utilization:.0%} {status}", style=_COLOURS[status])
         used, total, bar = size(device.used), size(device.total), _bar(device.utilization)
@@ -137,11 +137,11 @@ def _steps(run: Run):
     table = Table(title=verbatim(f"{run.folder}{age}"), title_justify="left", expand=True)
     for column in ("step", "phase", "allocated", "peak so far", "free", "tokens/s", "status"):
         table.add_column(column)
-    for one in run.readings[-6:]:
-        speed = one.get("tokens_per_second")
-        phase, status = one.get("phase", ""), one.get("status", "")
-        sizes = [size(one["allocated"]), size(one["peak_allocated"]), size(one.get("free"))]
-        row = (one["step"], phase, *sizes, f"{speed:,.0f}" if speed else "", status)
+    for reading in run.readings[-6:]:
+        speed = reading.get("tokens_per_second")
+        phase, status = reading.get("phase", ""), reading.get("status", "")
+        sizes = [size(reading["allocated"]), size(reading["peak_allocated"]), size(reading.get("free"))]
+        row = (reading["step"], phase, *sizes, f"{speed:,.0f}" if speed else "", status)
         table.add_row(*map(verbatim, row))
     for event in run.events[-1:]:
         table.caption = verbatim(next(iter(describe_event(event).splitlines()), ""))

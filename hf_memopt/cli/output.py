@@ -1,4 +1,4 @@
-"""How results are printed: one JSON object, or tables for people."""
+"""Print results: one JSON object, or tables for people."""
 
 import json
 import sys
@@ -52,8 +52,8 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
         pad_edge=frame,
     )
     out = console()
-    beside = 3 * len(columns) + 1 if frame else 2 * len(columns)  # frame and padding
-    widths = _column_widths([columns, *rows], out.width - beside)
+    padding = 3 * len(columns) + 1 if frame else 2 * len(columns)  # frame and padding
+    widths = _column_widths([columns, *rows], out.width - padding)
     for column, width in zip(columns, widths, strict=True):
         table.add_column(verbatim(column), overflow="fold", width=width)
     for row in rows:

@@ -46,60 +46,60 @@ def run_plan(spec: JobSpec, export: ExportOptions, amount: AmountOptions, as_jso
     amount.read()
     from hf_memopt.planner.plan import plan_job
 
-    made = plan_job(spec, progress)
-    written = _export(made, export) if export.folder and made.profiles else []
+    plan = plan_job(spec, progress)
+    written = _export(plan, export) if export.folder and plan.profiles else []
     if as_json:
-        print_json(made.to_dict() | {"exported": written, "durations": _durations(made, amount)})
+        print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount)})
     else:
-        _print_plan(made, written, amount)
-    return 0 if made.profiles else 1
+        _print_plan(plan, written, amount)
+    return 0 if plan.profiles else 1
 
 
-def _export(made, export: ExportOptions) -> list[str]:
+def _export(plan, export: ExportOptions) -> list[str]:
     """Write a profile's files; where it does not fit, the next safer one's that does."""
     from hf_memopt.planner.launch import write_files
 
-    profile = next((profile for profile in made.profiles if profile.name == export.profile), made.profiles[0])
+    profile = next((profile for profile in plan.profiles if profile.name == export.profile), plan.profiles[0])
     if profile.name != export.profile:
         progress(f"nothing fits the profile {export.profile}: writing {profile.name}")
-    return write_files(made.spec, profile, export.folder, export.overwrite)
+    return write_files(plan.spec, profile, export.folder, export.overwrite)
 
 
-def _durations(made, amount: AmountOptions) -> dict[str, Any]:
+def _durations(plan, amount: AmountOptions) -> dict[str, Any]:
     """Time and cost by profile; None where nobody asks, or where the speed is unknown."""
-    spec = made.spec
+    spec = plan.spec
     return {
         profile.name: to_dict(
             profile.estimate, amount.time_and_cost(profile.estimate, spec.seq_len, spec.preset.processes)
         )
-        for profile in made.profiles
+        for profile in plan.profiles
     }
 
 
-def _print_plan(made, written: list[str], amount: AmountOptions) -> None:
-    spec = made.spec
+def _print_plan(plan, written: list[str], amount: AmountOptions) -> None:
+    spec = plan.spec
     preset = spec.preset
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
-    method = f"{preset.method}, " if made.profiles else ""
+    method = f"{preset.method}, " if plan.profiles else ""
     length = "videos" if spec.video is not None else f"{spec.seq_len} tokens"
     print(
         f"{spec.model}, {method}{spec.effective_batch_size} samples a step of {length}, on {devices}"
         f"{preset.hardware.label} ({gib(spec.memory)} each)"
     )
-    if made.profiles:
-        _print_profiles(made)
-        print_profile_speeds(_by_settings(made.profiles), amount, spec.seq_len, preset.processes)
-        _print_methods(made)
-        say(_host_memory(made))
-    if made.rejected:
+    if plan.profiles:
+        _print_profiles(plan)
+        print_profile_speeds(_by_settings(plan.profiles), amount, spec.seq_len, preset.processes)
+        _print_methods(plan)
+        say(_host_memory(plan))
+    if plan.rejected:
         print_table(
-            "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in made.rejected]
+            "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in plan.rejected]
         )
-    if made.profiles:
-        _print_start(spec, made.usual)
+    if plan.profiles:
+        _print_start(spec, plan.usual)
     else:
-        _print_nearest(made)
-    for note in made.notes:
+        _print_nearest(plan)
+    for note in plan.notes:
         say(f"note: {note}")
     if written:
         print(f"wrote {', '.join(written)}")
@@ -138,9 +138,9 @@ def _by_settings(profiles) -> list[list]:
     return [list(group) for _, group in itertools.groupby(profiles, lambda profile: profile.choice)]
 
 
-def _print_profiles(made) -> None:
-    """What each profile sets and is predicted to need; profiles with the same settings are one row."""
-    groups = _by_settings(made.profiles)
+def _print_profiles(plan) -> None:
+    """Print what each profile sets and is predicted to need; profiles with the same settings are one row."""
+    groups = _by_settings(plan.profiles)
     rows = [
         (
             " = ".join(profile.name for profile in group),
@@ -151,8 +151,8 @@ def _print_profiles(made) -> None:
         )
         for group in groups
     ]
-    if made.plain:
-        rows.append(_plain_row(made.plain))
+    if plan.plain:
+        rows.append(_plain_row(plan.plain))
     print_table("", ("profile", "fills", "settings", "predicted", "tokens/s"), rows)
     first = [group[0] for group in groups]
     kinds = [
@@ -177,29 +177,29 @@ def _plain_row(plain) -> tuple[str, ...]:
     return "plain alternative", "", plain.settings, predicted, speed
 
 
-def _print_methods(made) -> None:
+def _print_methods(plan) -> None:
     """The methods that fit, beside each other, where the plan chose one."""
-    if len(made.methods) < 2:
+    if len(plan.methods) < 2:
         return
     rows = [
         (
-            f"{one.method} (planned)" if one.method == made.spec.preset.method else one.method,
-            one.settings,
-            f"{'' if one.estimated else 'about '}{size(one.device_bytes)}",
-            _speed(one.tokens_per_second),
+            f"{row.method} (planned)" if row.method == plan.spec.preset.method else row.method,
+            row.settings,
+            f"{'' if row.estimated else 'about '}{size(row.device_bytes)}",
+            _speed(row.tokens_per_second),
         )
-        for one in made.methods
+        for row in plan.methods
     ]
     print_table("methods that fit", ("method", "settings", "predicted", "tokens/s"), rows)
 
 
-def _host_memory(made) -> str:
-    """What the host must have, and what it is taken to have."""
-    host, most = made.spec.host_memory, max(profile.estimate.host_bytes for profile in made.profiles)
-    short = "" if most <= host.bytes else ": too little to load the weights through, where that holds"
+def _host_memory(plan) -> str:
+    """The host memory that the plan needs, and the host memory that it assumes."""
+    host, needed = plan.spec.host_memory, max(profile.estimate.host_bytes for profile in plan.profiles)
+    short = "" if needed <= host.bytes else ": too little to load the weights through, where that holds"
     origin = f"assumed ({host.source})" if host.assumed else f"there ({host.source})"
     return (
-        f"host memory: {gib(most)} needed for each process, of {gib(host.bytes)} {origin}{short}; "
+        f"host memory: {gib(needed)} needed for each process, of {gib(host.bytes)} {origin}{short}; "
         "--host-memory says how much there is"
     )
 
@@ -210,13 +210,13 @@ def _speed(tokens_per_second: float | None) -> str:
     return "unknown" if tokens_per_second is None else two_digits(tokens_per_second)
 
 
-def _print_nearest(made) -> None:
-    """How much memory is missing, and which changes would fit."""
-    if made.missing_bytes:
-        print(f"nothing fits: {gib(made.missing_bytes)} missing")
+def _print_nearest(plan) -> None:
+    """Print how much memory is missing, and which changes would fit."""
+    if plan.missing_bytes:
+        print(f"nothing fits: {gib(plan.missing_bytes)} missing")
     else:
         print("nothing fits, and no estimate says how much memory is missing")
-    for change in made.nearest:
+    for change in plan.nearest:
         print(f"  would fit: {change}")
 
 
@@ -232,21 +232,21 @@ def run_lengths(spec: JobSpec, as_json: bool) -> int:
     check_asked(spec)
     spec = read_model(spec)
     specs = [settle(spec, method) for method in (METHODS if spec.method == "any" else (spec.method,))]
-    found = [(one.method, row) for one in specs for row in longest_sequences(one, progress)]
+    lengths = [(spec.method, row) for spec in specs for row in longest_sequences(spec, progress)]
     if as_json:
-        rows = [{"method": method, **vars(row), "estimate": row.estimate.to_dict()} for method, row in found]
+        rows = [{"method": method, **vars(row), "estimate": row.estimate.to_dict()} for method, row in lengths]
         print_json({"lengths": rows, "capacity_bytes": specs[0].memory})
     else:
-        _print_lengths(specs[0], found)
-    return 0 if any(row.seq_len for _, row in found) else 1
+        _print_lengths(specs[0], lengths)
+    return 0 if any(row.seq_len for _, row in lengths) else 1
 
 
-def _print_lengths(spec, found) -> None:
+def _print_lengths(spec, lengths) -> None:
     print(
         f"{spec.model_name} on {spec.preset.hardware.label} ({gib(spec.memory)}): the longest sequence "
         f"predicted to fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
     )
-    if not found:
+    if not lengths:
         print("nothing fits: the weights alone take more; see --method qlora")
         return
     table = [
@@ -259,7 +259,7 @@ def _print_lengths(spec, found) -> None:
             gib(row.estimate.host_bytes),
             f"{row.estimate.tokens_per_second:,.0f}" if row.estimate.tokens_per_second else "?",
         )
-        for method, row in found
+        for method, row in lengths
     ]
     print_table("", ("method", "settings", "tokens", "limit", "device", "host", "tokens/s"), table)
 
@@ -297,7 +297,7 @@ def frames_job(spec: JobSpec):
     from hf_memopt.planner.devices import split_count
 
     name, devices = split_count(spec.hardware)
-    asked = replace(
+    spec = replace(
         spec,
         preset=name,
         hardware=None,
@@ -306,7 +306,7 @@ def frames_job(spec: JobSpec):
         clips={"max_frames": 1, **spec.clips},
         training={"per_device_train_batch_size": 1, **spec.training},
     )
-    return spec_job(settle_job(asked))
+    return spec_job(settle_job(spec))
 
 
 def _print_frames(spec: JobSpec, job, rows) -> None:

@@ -57,5 +57,5 @@ def _write(path: Path, text: str) -> None:
 
 def _print(run) -> None:
     print_table(str(run.folder), ["figure", "value"], figure_texts(run))
-    for one in suggest_next_steps(run):
-        print(f"  next: {one}")
+    for step in suggest_next_steps(run):
+        print(f"  next: {step}")

@@ -62,9 +62,9 @@ def _or_none(schema: Mapping) -> dict[str, Any]:
 
 def _properties(cls: type, leave_out: tuple[str, ...] = ()) -> dict[str, dict]:
     """A dataclass's fields, with their types and what the docstring says of them."""
-    hints, said = get_type_hints(cls), _descriptions(cls)
+    hints, texts = get_type_hints(cls), _descriptions(cls)
     names = [item.name for item in fields(cls) if item.name not in leave_out]
-    return {name: _type(hints[name]) | ({"description": said[name]} if name in said else {}) for name in names}
+    return {name: _type(hints[name]) | ({"description": texts[name]} if name in texts else {}) for name in names}
 
 
 def _type(hint: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _type(hint: Any) -> dict[str, Any]:
         return {"type": _SIMPLE[hint]}
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_type(one) for one in inner]}
+        return {"anyOf": [_type(part) for part in inner]}
     if origin in (list, tuple):
         return _list(_type(inner[0]))
     if origin is dict and inner[1] is not Any:
@@ -83,8 +83,8 @@ def _type(hint: Any) -> dict[str, Any]:
 def _descriptions(cls: type) -> dict[str, str]:
     """Field -> its lines under "Attributes:" of the docstring."""
     _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
-    found = re.findall(r"^    ([\w, ]+): (.*?)(?=^    \S|\Z)", attributes, re.DOTALL | re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+    matches = re.findall(r"^    ([\w, ]+): (.*?)(?=^    \S|\Z)", attributes, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in matches for name in names.split(", ")}
 
 
 def _estimate() -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _show() -> dict[str, Any]:
 
 
 def _doctor() -> dict[str, Any]:
-    """Of this machine; with files, their faults."""
+    """The report on this machine; with files, their faults."""
     fault = _object(file=_TEXT, line=_or_none(_INTEGER), message=_TEXT)
     package = _object(version=_or_none(_TEXT), tested=_or_none(_TEXT), needed_for=_TEXT)
     machine = _object(

@@ -1,4 +1,4 @@
-"""What `--set KEY=VALUE` says: fields of Hugging Face's configurations, and the few of this project's."""
+"""The settings of `--set KEY=VALUE`: fields of Hugging Face's configurations, and the few of this project's."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         InputError: one that is not written so, an unknown prefix, or a value that its field does not take.
     """
     groups: dict[str, dict[str, Any]] = {name: {} for name in ("", *_PREFIXES, "own", "memory", "clips")}
-    known = {"own": _OWN, "memory": MemoryArguments.names(), "clips": _CLIPS}
+    by_group = {"own": _OWN, "memory": MemoryArguments.names(), "clips": _CLIPS}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
@@ -65,7 +65,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         prefix, dot, name = key.partition(".")
         if dot and prefix not in _PREFIXES:
             raise InputError(f"--set {setting}: only lora., quantization. and model. have keys of their own")
-        group = prefix if dot else next((group for group, keys in known.items() if key in keys), "")
+        group = prefix if dot else next((group for group, keys in by_group.items() if key in keys), "")
         value, place = read_yaml(text, f"--set {key}"), name if dot else key
         if groups[group].setdefault(place, value) != value:
             raise InputError(f"--set {setting}: {key} is {brief(groups[group][place])} already; set it once")

@@ -9,7 +9,7 @@ from hf_memopt.cli.output import print_table
 
 @dataclass(frozen=True, kw_only=True)
 class AmountOptions:
-    """How much is trained and what an hour costs, as a command line says it (estimator.duration.Amount)."""
+    """The amount of training and the price of an hour, as a command line says them (estimator.duration.Amount)."""
 
     tokens: str | None = None
     epochs: float | None = None
@@ -18,7 +18,7 @@ class AmountOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether time is asked for."""
+        """True if time is asked for."""
         return self.tokens is not None or self.samples is not None
 
     def read(self):

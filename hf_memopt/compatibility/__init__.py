@@ -1,4 +1,4 @@
-"""Which optimizers, engines, devices and quantizations work together; if not, why and what to use instead."""
+"""Rules of which optimizers, engines, devices and quantizations work together; if not, why and what to use instead."""
 
 from hf_memopt.compatibility.config_files import check_config_file
 from hf_memopt.compatibility.launch import launched_config_file, launched_strategy, world_size

@@ -1,4 +1,4 @@
-"""How this process was launched, by what `accelerate launch` leaves in the environment."""
+"""The launch of this process, from what `accelerate launch` leaves in the environment."""
 
 import importlib.util
 import os
@@ -57,7 +57,7 @@ _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOC
 
 
 def cannot_start(engine: Engine) -> str | None:
-    """Why DeepSpeed cannot start in this process; None where it can, or is not asked for."""
+    """The reason that DeepSpeed cannot start in this process; None where it can, or is not asked for."""
     if engine.deepspeed is None:
         return None
     return missing_batch_size(engine.deepspeed) or _missing_launcher()
@@ -86,7 +86,7 @@ def world_size() -> int:
 
 
 def parallel_sizes(config: Any = None) -> dict[str, int]:
-    """How many processes share what.
+    """The number of processes that share each dimension.
 
     Args:
         config: an accelerate.ParallelismConfig; by default what accelerate's YAML says.

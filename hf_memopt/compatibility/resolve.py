@@ -1,4 +1,4 @@
-"""Which engine a job really trains under: the one answer for presets, recipes, estimates and trainers."""
+"""Resolve the engine that a job really trains under: the one answer for presets, recipes, estimates and trainers."""
 
 import os
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ def resolve_engine(args: Any, state: Any = None, mesh: str | None = None) -> Eng
     plugins = _from_plugins(get, _configured_state(get) if state is None else state)
     arguments = _from_arguments(get)
     launcher = [engine] if (engine := chosen_by_launcher()) else []
-    asked = sharded + arguments + plugins + launcher
-    for other in asked[1:]:  # only one engine can run
-        if (other.name, other.offload) != (asked[0].name, asked[0].offload):
+    requests = sharded + arguments + plugins + launcher
+    for request in requests[1:]:  # only one engine can run
+        if (request.name, request.offload) != (requests[0].name, requests[0].offload):
             raise InputError(
-                f"{asked[0].source} asks for {asked[0].label} and {other.source} for {other.label}: "
+                f"{requests[0].source} asks for {requests[0].label} and {request.source} for {request.label}: "
                 "leave one of the two out"
             )
     processes = get("world_size") or world_size()
@@ -76,14 +76,14 @@ def _from_arguments(get) -> list[Engine]:
 
 def _tp_size(config: Any) -> int:
     """Processes that share every layer, by the argument's ParallelismConfig or the launcher's."""
-    asked, launched = parallel_sizes(config), parallel_sizes()
+    sizes, launched = parallel_sizes(config), parallel_sizes()
     for name, size in launched.items():
-        if size > 1 and asked[name] != size:
+        if size > 1 and sizes[name] != size:
             raise InputError(
-                f"parallelism_config has {name}_size={asked[name]} and accelerate launch {name}_size={size}: "
+                f"parallelism_config has {name}_size={sizes[name]} and accelerate launch {name}_size={size}: "
                 "leave one of the two out"
             )
-    return asked["tp"]
+    return sizes["tp"]
 
 
 def _configured_state(get) -> Any:

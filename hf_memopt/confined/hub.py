@@ -1,4 +1,4 @@
-"""What a confined process reads from the hub, and nothing else, goes through its parent.
+"""The hub for a confined process: it only reads, and through its parent.
 
 The parent sends requests that read, to the hub and to where the hub redirects them. Whole files go to the hub's cache,
 by huggingface_hub's own function. Both sides speak JSON: the parent unpickles nothing of a script's.

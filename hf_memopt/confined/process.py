@@ -38,25 +38,25 @@ def run_confined(
     folder = os.path.realpath(tempfile.mkdtemp(prefix="hf-memopt-"))
     sys.stdout.flush()
     sys.stderr.flush()
-    here, there = Pipe()
+    parent_end, child_end = Pipe()
     lifeline, alive = os.pipe()  # `alive` is closed when this process ends, in whatever way
     supervisor = os.fork()
     if supervisor == 0:
         try:
-            here.close()
+            parent_end.close()
             os.close(alive)
-            _supervise(function, there, lifeline, folder)
+            _supervise(function, child_end, lifeline, folder)
         finally:
             os._exit(2)
     os.close(lifeline)
-    there.close()
+    child_end.close()
     try:
-        serve(here, folder)
+        serve(parent_end, folder)
         code = os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1])
         finish(folder)
     finally:
         os.close(alive)
-        here.close()
+        parent_end.close()
         # Not a TemporaryDirectory, whose cleanup changes the modes of what a link in it names (CVE-2023-6597).
         shutil.rmtree(folder, ignore_errors=True)
     return code
@@ -111,14 +111,14 @@ def _be_child(function: Callable[[Connection], int], connection: Connection, fol
     os._exit(code)  # without what was registered for the end of the process, and without waiting for its threads
 
 
-def _leave_open(kept: int) -> None:
+def _leave_open(needed: int) -> None:
     """Leave a process nothing to write into but one descriptor, stdout and stderr; and a terminal to read from.
 
     Descriptors are replaced, not closed: their numbers stay in use for those objects of Python that would close them.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor in map(int, os.listdir("/dev/fd")):
-        if descriptor > 2 and descriptor not in (kept, null):
+        if descriptor > 2 and descriptor not in (needed, null):
             with contextlib.suppress(OSError):  # that of listdir()
                 os.dup2(null, descriptor, inheritable=False)
     if not os.isatty(0):

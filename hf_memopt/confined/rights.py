@@ -15,7 +15,7 @@ from glob import glob
 
 _WRITE_FILE, _REMOVE_DIR, _REMOVE_FILE = 1 << 1, 1 << 4, 1 << 5
 _MAKE = sum(1 << bit for bit in range(6, 13))  # devices, folders, files, sockets, pipes, links
-_REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+_REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15  # linux/landlock.h: LANDLOCK_ACCESS_FS_…
 _RIGHTS = {1: _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE, 2: _REFER, 3: _TRUNCATE, 5: _IOCTL_DEV}  # since ABI …
 _TCP = 0b11  # bind, connect; since ABI 4
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11  # since ABI 6
@@ -99,7 +99,7 @@ def confine(folder: str) -> str | None:
 
 
 def cannot_confine() -> str | None:
-    """Why this system cannot confine a process, or None."""
+    """The reason that this system cannot confine a process, or None."""
     if sys.platform == "darwin":
         return None
     if sys.platform != "linux":
@@ -112,7 +112,7 @@ def cannot_confine() -> str | None:
 
 
 def may_have_card() -> bool:
-    """Whether there may be an accelerator whose driver a confined process cannot start (Linux)."""
+    """True if there may be an accelerator whose driver a confined process cannot start (Linux)."""
     return bool(_paths(*_CARDS))
 
 

@@ -1,1 +1,1 @@
-"""What few users need; the core imports none of it, and finds commands and targets by entry points (setup.cfg)."""
+"""Features that few users need; the core imports none, and finds commands and targets by entry points (setup.cfg)."""

@@ -18,7 +18,7 @@ _KINDS = {
 }
 
 
-def kind_of(rows, form: str) -> str:
+def find_answer_kind(rows, form: str) -> str:
     """The form of TRL's that rows of a form of columns.FORMS become."""
     if form != "prompt/completion":
         return "text" if form == "text" else "messages"
@@ -34,7 +34,7 @@ def to_trl(rows, form: str, kind: str, tokenizer, source: str = "", split: bool 
 
     Args:
         form: of columns.FORMS.
-        kind: what kind_of() returned for the training rows.
+        kind: what find_answer_kind() returned for the training rows.
         split: make a sample of every answer, with the conversation up to it as its prompt: for chat templates that do
             not mark what the assistant writes.
 
@@ -52,8 +52,8 @@ def to_trl(rows, form: str, kind: str, tokenizer, source: str = "", split: bool 
         return _plain(row, _KINDS[kind], where) if chat is None else _of_messages(row, form, kind, chat, where)
 
     def features(kind: str):
-        one = Value("string") if chat is None else Json()
-        return Features({name: Value("string") if name == "tools" else one for name in _KINDS[kind]})
+        feature = Value("string") if chat is None else Json()
+        return Features({name: Value("string") if name == "tools" else feature for name in _KINDS[kind]})
 
     settings: dict[str, Any] = {"remove_columns": rows.column_names or list(next(iter(rows)))}
     described = {} if streamed else {"desc": "checking rows"}
@@ -69,8 +69,8 @@ def _plain(row: dict, names: tuple[str, ...], where) -> dict[str, str]:
         raise InputError(f"{where}: tools are for messages: write prompt and completion as lists of messages")
     for name in names:
         if not isinstance(row[name], str):
-            here = "" if name == "text" else " here, as in the first row"
-            raise InputError(f"{where}: {name} must be a text{here}, not {brief(row[name])}")
+            again = "" if name == "text" else " here, as in the first row"
+            raise InputError(f"{where}: {name} must be a text{again}, not {brief(row[name])}")
     return {name: row[name] for name in names}
 
 

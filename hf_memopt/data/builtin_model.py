@@ -12,7 +12,7 @@ from hf_memopt.files import cache_folder
 from hf_memopt.stack.versions import installed
 
 VOCABULARY = 4096
-MAX_POSITIONS = 512
+MAX_POSITIONS = 512  # tokens
 _VERSION = 2  # raise it when anything below changes: it invalidates cached folders
 
 # One turn: a role marker, the content, and an end marker that is also the end-of-text token. What the assistant writes

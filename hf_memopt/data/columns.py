@@ -1,4 +1,4 @@
-"""What a row's columns mean: supported forms, and columns that are refused since ignoring them would change training.
+"""The meaning of a row's columns: supported forms, and columns refused since ignoring them would change training.
 
 Any other column (id, source, score, …) is ignored, with one warning.
 """
@@ -96,9 +96,9 @@ def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) ->
     used = {*FORMS[form].needed, *FORMS[form].optional, *(_MEDIA_ROW if with_media else ())}
     if form == "text":
         used |= {*_HARMLESS_FOR_TEXT}
-    for other in FORMS.values():  # datasets that carry the same rows in two forms
-        if set(other.needed) <= set(names):
-            used |= {*other.needed, *other.optional} - {*SYSTEM, "tools"}
+    for other_form in FORMS.values():  # datasets that carry the same rows in two forms
+        if set(other_form.needed) <= set(names):
+            used |= {*other_form.needed, *other_form.optional} - {*SYSTEM, "tools"}
     return {name: refused[name] for name in names if name in refused and name not in used}
 
 
@@ -109,7 +109,7 @@ def find_unused(names: Iterable[str], form: str, with_media: bool = False) -> li
 
 
 def is_empty(value) -> bool:
-    """Whether a value is missing or empty; Arrow fills missing values with None."""
+    """True if a value is missing or empty; Arrow fills missing values with None."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 

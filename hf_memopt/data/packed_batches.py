@@ -38,11 +38,11 @@ class PackedBatches(torch.utils.data.BatchSampler):
             )
         self._packs = pack_best_fit(lengths, max_tokens)
         while len(self) % processes:
-            most = max(range(len(self._packs)), key=lambda number: len(self._packs[number]))
-            pack = self._packs[most]
+            fullest = max(range(len(self._packs)), key=lambda number: len(self._packs[number]))
+            pack = self._packs[fullest]
             if len(pack) < 2:
                 break  # fewer samples than processes: accelerate repeats some
-            self._packs[most : most + 1] = [pack[: len(pack) // 2], pack[len(pack) // 2 :]]
+            self._packs[fullest : fullest + 1] = [pack[: len(pack) // 2], pack[len(pack) // 2 :]]
 
     def __len__(self) -> int:
         return -(-len(self._packs) // self._rows)

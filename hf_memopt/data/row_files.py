@@ -57,8 +57,8 @@ def encoded_rows(path: Path, columns: tuple[tuple[str, bool], ...], version: tup
     names = {name for name, _ in columns}
     for line, row in numbered_rows(path):
         where = f"{path}: line {line}" if line else str(path)
-        if more := sorted(row.keys() - names):
-            raise InputError(f"{where} has a column {more[0]!r}, which the first rows have not: name it there, too")
+        if extra := sorted(row.keys() - names):
+            raise InputError(f"{where} has a column {extra[0]!r}, which the first rows have not: name it there, too")
         for name, is_text in columns:
             if is_text and not isinstance(row.get(name), str | None):
                 raise InputError(f"{where}: {name} must be a text, as in the first rows, not {brief(row[name])}")
@@ -69,7 +69,7 @@ def _encoded(value: Any) -> str | None:
     return None if value is None else json.dumps(value)
 
 
-def line_of(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
+def find_line(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
     """The line of the first row for which is_wanted(row number, row) is true; None where there is none."""
     try:
         for number, (line, row) in enumerate(numbered_rows(path)):
@@ -143,9 +143,9 @@ def _parsed(path: Path, number: int, text: str) -> Any:
         value = json.loads(text, parse_constant=lambda _: None)  # NaN, as datasets reads it
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
-        found = (text.split("\n")[error.lineno - 1].strip()[:60] if text.strip() else "") or "nothing"
+        content = (text.split("\n")[error.lineno - 1].strip()[:60] if text.strip() else "") or "nothing"
         reason = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        raise InputError(f"{path}: line {line} is not JSON ({reason}): found {brief(found)}; {_EXAMPLE}") from error
+        raise InputError(f"{path}: line {line} is not JSON ({reason}): found {brief(content)}; {_EXAMPLE}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: line {number} is not JSON ({one_line(error)}): {_EXAMPLE}") from error
     if "\\ud" in text.lower() and not _encodes(value):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.data.row_files import line_of
+from hf_memopt.data.row_files import find_line
 from hf_memopt.data.turns import without_nones
 
 
@@ -34,6 +34,6 @@ class Place:
         if path.suffix not in (".jsonl", ".json", ".csv", ".txt") or not path.is_file():
             return None
         if self.row is None:
-            return line_of(path, lambda number, _: number == self.number)
-        wanted = without_nones(self.row)
-        return line_of(path, lambda _, row: without_nones(row) == wanted)
+            return find_line(path, lambda number, _: number == self.number)
+        values = without_nones(self.row)
+        return find_line(path, lambda _, row: without_nones(row) == values)

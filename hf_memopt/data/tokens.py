@@ -17,7 +17,7 @@ def packed(rows, tokenizer, length: int, source: str = ""):
         rows: with a column `text`.
 
     Raises:
-        InputError: a text is none, or the texts together are shorter than one block.
+        InputError: a text is not a string, or the texts together are shorter than one block.
     """
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-text token (eos_token), which packing needs between texts")

@@ -82,13 +82,13 @@ def joined_text(content, where: str) -> str:
 def _part_text(part, where: str) -> str:
     part = part if isinstance(part, dict) else {"type": _brief(part)}
     kind = part.get("type", "text")
-    other = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
-    if kind == "text" and not other:
+    keys = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
+    if kind == "text" and not keys:
         text = part.get("text")
         if text is not None and not isinstance(text, str):
             raise InputError(f"{where}: a part of the content must have a text, not {_brief(text)}")
         return text or ""
-    name = kind if kind != "text" else other[0]
+    name = kind if kind != "text" else keys[0]
     raise InputError(
         f"{where}: the content has a part {name!r}, and this recipe trains on text only "
         "(videos and images: recipes/video_sft.py)"
@@ -99,8 +99,8 @@ def _turns(row: dict, form: str, where: str):
     if form in ("messages", "conversations"):
         return row[form]
     if form == "alpaca":
-        more = "" if is_empty(row.get("input")) else f"\n\n{_text(row, 'input', where)}"
-        question = _text(row, "instruction", where) + more
+        context = "" if is_empty(row.get("input")) else f"\n\n{_text(row, 'input', where)}"
+        question = _text(row, "instruction", where) + context
         return [_turn("user", question), _turn("assistant", _text(row, "output", where))]
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -134,9 +134,9 @@ def _message(turn, where: str) -> dict:
     content = next((turn[key] for key in _CONTENT_KEYS if turn.get(key) is not None), "")
     if not isinstance(content, str | list):
         raise InputError(f"{where}: the content of a message must be a text or a list of parts, not {_brief(content)}")
-    more = {key: value for key, value in turn.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS)}
-    more = {key: without_nones(value) for key, value in more.items() if not is_empty(value)}
-    return {"role": _ROLES.get(role, role), "content": content, **more}
+    extra = {key: value for key, value in turn.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS)}
+    extra = {key: without_nones(value) for key, value in extra.items() if not is_empty(value)}
+    return {"role": _ROLES.get(role, role), "content": content, **extra}
 
 
 def _brief(value) -> str:

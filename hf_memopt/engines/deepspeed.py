@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_memopt.engines.deepspeed_values import check_deepspeed
-from hf_memopt.engines.engine import Engine, given_as_json, read_settings
+from hf_memopt.engines.engine import Engine, is_inline_json, read_settings
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.files import read_json, shipped
 
@@ -92,17 +92,17 @@ class DeepSpeed(Engine):
         return {"deepspeed": deepspeed_config(self.strategy)}
 
     def check(self, fields, world_size):
-        for name, size in batch_of(self.deepspeed).items():
+        for name, size in numeric_batch_sizes(self.deepspeed).items():
             if size != fields[name]:
                 raise InputError(
                     f"the DeepSpeed JSON has {brief(size)} and TrainingArguments {fields[name]} for {name}: leave one "
                     'out, or write "auto" in the JSON'
                 )
-        whole = self.deepspeed.get("train_batch_size", "auto")
+        total = self.deepspeed.get("train_batch_size", "auto")
         batch = world_size * fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]
-        if whole not in ("auto", batch):
+        if total not in ("auto", batch):
             raise InputError(
-                f"the DeepSpeed JSON has train_batch_size={brief(whole)}, and micro-batch × accumulation × processes "
+                f"the DeepSpeed JSON has train_batch_size={brief(total)}, and micro-batch × accumulation × processes "
                 f'is {batch}: write "auto" in the JSON'
             )
 
@@ -138,7 +138,7 @@ class DeepSpeed(Engine):
         return super().exchanged(weights, gradients)
 
 
-def batch_of(deepspeed: Mapping[str, Any]) -> dict[str, int]:
+def numeric_batch_sizes(deepspeed: Mapping[str, Any]) -> dict[str, int]:
     """The batch sizes that a configuration has as numbers, as TrainingArguments fields."""
     return {name: deepspeed[key] for key, name in _SIZES.items() if deepspeed.get(key, "auto") != "auto"}
 
@@ -158,25 +158,25 @@ def shipped_deepspeed(name: str) -> Path | None:
     return next((file for file in deepspeed_files() if file.stem == name), None)
 
 
-def deepspeed_config(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+def deepspeed_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """A DeepSpeed configuration from itself, its JSON, that in base64, a file, or a shipped file's name (zero2, …).
 
     Raises:
         InputError: there is no such file or name, it is not JSON, or DeepSpeed cannot read a value of it.
     """
-    if isinstance(given, Mapping) or given_as_json(given) or os.path.isfile(given):  # Path.is_file: not of a long text
-        return check_deepspeed(read_settings(given, "deepspeed"))
-    if (inline := decode_inline(str(given))) is not None:
+    if isinstance(config, Mapping) or is_inline_json(config) or os.path.isfile(config):  # Path.is_file fails: too long
+        return check_deepspeed(read_settings(config, "deepspeed"))
+    if (inline := decode_inline(str(config))) is not None:
         return check_deepspeed(inline)
-    if file := shipped_deepspeed(str(given)):
+    if file := shipped_deepspeed(str(config)):
         return read_json(file)
-    if "/" not in str(given) and not str(given).endswith(".json"):
-        raise choose("deepspeed configuration", str(given), (file.stem for file in deepspeed_files()))
-    return check_deepspeed(read_json(given))
+    if "/" not in str(config) and not str(config).endswith(".json"):
+        raise choose("deepspeed configuration", str(config), (file.stem for file in deepspeed_files()))
+    return check_deepspeed(read_json(config))
 
 
 def missing_batch_size(config: Mapping[str, Any]) -> str | None:
-    """What to add where a DeepSpeed configuration has no batch size, which DeepSpeed refuses; None where it has."""
+    """The advice where a DeepSpeed configuration has no batch size, which DeepSpeed refuses; None where it has."""
     if any(config.get(name) is not None for name in BATCH_SIZES):
         return None
     return (

@@ -1,4 +1,4 @@
-"""What engines have in common. The base is one process without an engine; DDP differs in little."""
+"""The base of all engines: one process without an engine; DDP differs in little."""
 
 import json
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def fewest_layers(self) -> int:
-        """Of a shallow model that is traced: first, last and one between; a second for engines that prefetch."""
+        """Layers of a traced shallow model: first, last and one between; a second for engines that prefetch."""
         return 3 if self.plain else 4
 
     def setup(self) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class Engine:
         }
 
     def mesh(self, world_size: int):
-        """How processes share a model that transformers shards, a mesh.Mesh; None under other engines."""
+        """The mesh.Mesh by which processes share a model that transformers shards; None under other engines."""
 
     def shipped_config(self) -> dict[str, Any] | None:
-        """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
+        """The content of accelerate_configs/deepspeed/<strategy>.json; None without DeepSpeed."""
 
     def fields(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """The TrainingArguments fields that start the engine in place of the one that others ask for."""
@@ -111,7 +111,7 @@ class Engine:
         return 0
 
     def rank_bytes(self, ranks: int, loaded: int, trained: int, gradients: float, gathered: float) -> dict[str, float]:
-        """What one rank holds by kind of memory, by arithmetic; empty where it is what one process alone holds.
+        """The bytes that one rank holds by kind of memory, by arithmetic; empty where they are those of one process.
 
         Args:
             loaded, gradients, gathered: bytes of all weights, of all gradients, and of the weights that are whole at a
@@ -151,16 +151,16 @@ def is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
 
 
-def given_as_json(given: Any) -> bool:
-    """Whether transformers would read a field as JSON instead of as a path."""
-    return isinstance(given, str) and given.startswith("{")
+def is_inline_json(value: Any) -> bool:
+    """True if transformers would read a field as JSON instead of as a path."""
+    return isinstance(value, str) and value.startswith("{")
 
 
-def read_settings(given: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:
+def read_settings(value: Mapping[str, Any] | str | Path, field: str) -> Mapping[str, Any]:
     """A field of TrainingArguments that may be a dict, its JSON (as on a command line) or a file's path."""
-    if isinstance(given, Mapping):
-        return given
-    if not given_as_json(given):
-        return read_json(given)
+    if isinstance(value, Mapping):
+        return value
+    if not is_inline_json(value):
+        return read_json(value)
     with as_input_error(field, ValueError):
-        return json.loads(given)
+        return json.loads(value)

@@ -117,6 +117,6 @@ def fsdp_settings(fsdp: Any, config: Mapping[str, Any] | str | None) -> dict[str
 
 
 def _keeps_gathered(reshards: object) -> bool:
-    """Whether a value of reshard_after_forward, which under FSDP1 is a sharding strategy, leaves weights gathered."""
+    """True if a value of reshard_after_forward, which under FSDP1 is a sharding strategy, leaves weights gathered."""
     name = str(getattr(reshards, "name", reshards)).lower()
     return name in ("false", "0", "no", "n", "off", "f", "shard_grad_op")

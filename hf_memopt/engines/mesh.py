@@ -17,7 +17,7 @@ _STRATEGY = re.compile(r"(?=.)(?:tp(?P<tp>[1-9]\d*))?(?:(?(tp)_)hsdp(?P<fsdp>[1-
 
 @dataclass(frozen=True)
 class Mesh:
-    """How processes share a model: their number is the product.
+    """The processes that share a model: their number is the product.
 
     Attributes:
         tp_size, fsdp_size, dp_replicate_size: as in transformers.distributed.DistributedConfig.
@@ -56,18 +56,18 @@ class MeshEngine(Engine):
         return "tp" if self.tp_size > 1 or self.strategy.startswith("tp") else "hsdp"
 
     def mesh(self, world_size):
-        found = _STRATEGY.fullmatch(self.strategy)
-        tp, fsdp = int(found["tp"] or 1), int(found["fsdp"] or 0)
+        match = _STRATEGY.fullmatch(self.strategy)
+        tp, fsdp = int(match["tp"] or 1), int(match["fsdp"] or 0)
         if world_size % (tp * (fsdp or 1)):
-            sizes = (("tp_size", found["tp"]), ("fsdp_size", fsdp))
-            asked = " × ".join(f"{name}={size}" for name, size in sizes if size)
-            raise InputError(f"{asked} does not divide the {world_size} processes: choose sizes whose product does")
-        rest = world_size // tp
-        return Mesh(tp, fsdp, rest // fsdp) if fsdp else Mesh(tp, rest, 1)
+            sizes = (("tp_size", match["tp"]), ("fsdp_size", fsdp))
+            product = " × ".join(f"{name}={size}" for name, size in sizes if size)
+            raise InputError(f"{product} does not divide the {world_size} processes: choose sizes whose product does")
+        remaining = world_size // tp
+        return Mesh(tp, fsdp, remaining // fsdp) if fsdp else Mesh(tp, remaining, 1)
 
 
 def is_mesh(strategy: str | None) -> bool:
-    """Whether a strategy is of this kind."""
+    """True if a strategy is of this kind."""
     return _STRATEGY.fullmatch(strategy or "") is not None
 
 
@@ -78,6 +78,6 @@ def mesh_strategy(tp_size: int | None, fsdp_size: int | None) -> str | None:
 
 def mesh_words(strategy: str) -> list[str]:
     """The recipe's arguments that ask for a strategy; none for those that a launcher knows."""
-    found = _STRATEGY.fullmatch(strategy)
-    sizes = {"--tp_size": found["tp"], "--fsdp_size": found["fsdp"]} if found else {}
+    match = _STRATEGY.fullmatch(strategy)
+    sizes = {"--tp_size": match["tp"], "--fsdp_size": match["fsdp"]} if match else {}
     return [word for name, size in sizes.items() if size for word in (name, size)]

@@ -160,7 +160,7 @@ def _traces_needed(job: Job, speed: bool) -> list[tuple[Job, int, bool]]:
     if counted is None or counted is job:
         return needed
     alone = [(counted, depth, True) for depth in counted.depths()]
-    return [one for pair in itertools.zip_longest(needed, alone) for one in pair if one is not None]
+    return [needs for pair in itertools.zip_longest(needed, alone) for needs in pair if needs is not None]
 
 
 def _trace_or_error(needed: tuple[Job, int, bool]) -> TraceResult | InputError:
@@ -173,11 +173,11 @@ def _trace_or_error(needed: tuple[Job, int, bool]) -> TraceResult | InputError:
 
 def _assemble_or_error(traced: tuple[Job, list]) -> Estimate | InputError:
     job, results = traced
-    own = [(depth, trace) for (one, depth, _), trace in results if one is job]
+    own = [(depth, trace) for (traced_job, depth, _), trace in results if traced_job is job]
     if errors := [trace for _, trace in own if isinstance(trace, InputError)]:
         return errors[0]
     estimate = assemble(job, *zip(*own, strict=True))
-    speed = [(one, depth, trace) for (one, depth, counted), trace in results if counted]
+    speed = [(speed_job, depth, trace) for (speed_job, depth, counted), trace in results if counted]
     if any(isinstance(trace, InputError) for *_, trace in speed):
         return with_speed(estimate, None, "speed: not predicted, as the model cannot be traced without its engine")
     if not speed:

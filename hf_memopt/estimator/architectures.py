@@ -18,7 +18,7 @@ def list_architectures() -> list[str]:
 
 
 def is_bundled(path: Path) -> bool:
-    """Whether a file is a bundled architecture."""
+    """True if a file is a bundled architecture."""
     return path.parent == _FOLDER
 
 
@@ -121,6 +121,6 @@ def _unknown(model, reason: str) -> InputError:
 
 
 def _nearest_names(model: str) -> list[str]:
-    """At most three bundled names that look like a name: a hub id by what follows its owner."""
-    asked = model.lower().split("/")[-1][:100]
-    return difflib.get_close_matches(asked, list_architectures(), n=3, cutoff=0.6)
+    """Return at most three bundled names that look like a name: a hub id by what follows its owner."""
+    name = model.lower().split("/")[-1][:100]
+    return difflib.get_close_matches(name, list_architectures(), n=3, cutoff=0.6)

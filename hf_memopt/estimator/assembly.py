@@ -1,4 +1,4 @@
-"""From the traces of a job to its Estimate: extrapolation, the allocator's replay, and what no trace on a CPU sees."""
+"""Assemble an Estimate from a job's traces: extrapolation, the allocator's replay, and what no CPU trace sees."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
 
 
 def _capacity(job: Job) -> int | None:
-    """What the device offers to the job, or the limit that the job sets itself."""
+    """The memory that the device offers to the job, or the limit that the job sets itself."""
     limit = getattr(job.memory_args, "max_memory_bytes", None)
     sizes = [size for size in (job.device.memory, limit) if size is not None]
     return min(sizes, default=None)
@@ -84,11 +84,11 @@ def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job,
     """
     if job.engine.step_group is None or depth == count_layers(job.config):
         return
-    rest, layer = job.elements(trained=True)
+    outside, layer = job.elements(trained=True)
     group = job.engine.step_group * job.world_size
-    if rest + layer * count_layers(job.config) <= group:
+    if outside + layer * count_layers(job.config) <= group:
         return
-    traced_group = min(group, rest + layer * depth)
+    traced_group = min(group, outside + layer * depth)
     bound = int(trace.peaks["optimizer"].by_kind.get("workspace", 0) * group / traced_group)
     peak = peaks["optimizer"]
     peak.total += bound - peak.by_kind.get("workspace", 0)

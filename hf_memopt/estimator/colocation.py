@@ -20,7 +20,7 @@ _BYTES = 2  # of a weight: vLLM loads 32-bit checkpoints in 16 bits (dtype="auto
 
 
 def colocates(fields: dict[str, Any]) -> bool:
-    """Whether an engine of vLLM shares the card."""
+    """True if an engine of vLLM shares the card."""
     return bool(fields.get("use_vllm")) and fields.get("vllm_mode", _MODE) == "colocate"
 
 
@@ -55,17 +55,17 @@ def add_engine(peaks: dict[str, Peak], job) -> None:
 
 
 def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
-    """What the arithmetic says, and what it leaves out."""
+    """The result of the arithmetic, and what it leaves out."""
     if not job.fields.get("use_vllm"):
         return []
     if not colocates(job.fields):
         return ["vLLM's server has cards of its own, which are not in these figures"]
     share, weights = engine_share(job), engine_weights(job, peaks)
     sleeps = job.fields.get("vllm_enable_sleep_mode")
-    there = "while it generates: it sleeps at level 2 otherwise" if sleeps else "all the time"
+    times = "while it generates: it sleeps at level 2 otherwise" if sleeps else "all the time"
     tokens = int((share - weights) / cache_bytes(job.config))
     return [
-        f"vLLM: arithmetic, not measured: {gib(share)} ({_utilization(job)} of {gib(job.device.memory)}) {there}, "
+        f"vLLM: arithmetic, not measured: {gib(share)} ({_utilization(job)} of {gib(job.device.memory)}) {times}, "
         f"with {gib(weights)} of weights and a KV cache of at most {tokens:,} tokens, less vLLM's own activations and "
         "CUDA graphs; counted as other"
     ]
@@ -96,8 +96,8 @@ def engine_weights(job, peaks: dict[str, Peak]) -> int:
     cards = job.fields.get("vllm_tensor_parallel_size", 1)
     if job.quantization_config is not None:
         return peaks["load"].by_kind.get("parameters", 0) // cards
-    rest, layer = job.elements()
-    return (rest + layer * count_layers(job.config)) * _BYTES // cards
+    outside, layer = job.elements()
+    return (outside + layer * count_layers(job.config)) * _BYTES // cards
 
 
 def cache_bytes(config) -> int:

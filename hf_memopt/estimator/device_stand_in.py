@@ -163,7 +163,7 @@ def _cuda_answers(device: Hardware) -> dict[str, Any]:
 
 
 def _cuda_properties(device: Hardware) -> SimpleNamespace:
-    """What torch.cuda.get_device_properties() says, as far as the catalog knows it."""
+    """The answer of torch.cuda.get_device_properties(), as far as the catalog knows it."""
     if device.backend == "rocm":
         # gfx942 is 9.4, gfx1100 is 11.0: the last two digits are minor version and stepping.
         major, minor = re.match(r"gfx(\d+)(\d)\w$", device.architecture).groups()

@@ -131,16 +131,16 @@ def _run(path: Path):
 
 def _explain(error: Exception, script: Path) -> str:
     """The script's own error in one line: where in the script, what, and where it was raised."""
-    said = f"{type(error).__name__}: {one_line(error)[:600]}"
+    message = f"{type(error).__name__}: {one_line(error)[:600]}"
     if isinstance(error, SyntaxError) and error.filename == str(script):
-        return f"{script.name}, line {error.lineno}: {said}"
+        return f"{script.name}, line {error.lineno}: {message}"
     place, frames = _place(error, script), traceback.extract_tb(error.__traceback__)
     raised = "" if not frames or Path(frames[-1].filename) == script else f" (raised in {_short(frames[-1])})"
     if type(error).__module__.startswith("torch._subclasses.fake_tensor"):
-        said = f"the value of a tensor is asked for, and a dry run has none: {said}"
-    elif re.search(r"Permission denied|Operation not permitted", said):
-        said += "; a dry run denies what changes files past Python's own functions, and connections"
-    return f"{place}: {said}{raised}"
+        message = f"the value of a tensor is asked for, and a dry run has none: {message}"
+    elif re.search(r"Permission denied|Operation not permitted", message):
+        message += "; a dry run denies what changes files past Python's own functions, and connections"
+    return f"{place}: {message}{raised}"
 
 
 def _place(error: BaseException, script: Path) -> str:
@@ -148,8 +148,8 @@ def _place(error: BaseException, script: Path) -> str:
     folder = script.resolve().parent
 
     def is_own(file: Path) -> bool:
-        beside = folder in file.resolve().parents and "site-packages" not in file.parts
-        return file == script or (beside and file.is_file())
+        is_beside = folder in file.resolve().parents and "site-packages" not in file.parts
+        return file == script or (is_beside and file.is_file())
 
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(Path(frame.filename))]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else script.name

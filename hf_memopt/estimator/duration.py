@@ -1,4 +1,4 @@
-"""How long so many tokens take at a predicted speed, and what they cost."""
+"""The time and the cost of so many tokens at a predicted speed."""
 
 import math
 import re
@@ -31,7 +31,7 @@ class Duration:
 
 
 def duration(tokens: int, tokens_per_second: float, price: float | None = None, devices: int = 1) -> Duration:
-    """How long training takes.
+    """The time that training takes.
 
     Args:
         tokens_per_second: of all devices together.
@@ -45,7 +45,7 @@ def duration(tokens: int, tokens_per_second: float, price: float | None = None, 
 def run_duration(
     steps: int | None, step_seconds: float | None, price: float | None = None, devices: int = 1
 ) -> Duration | None:
-    """How long a script's own steps take; None where their number or the speed is unknown."""
+    """The time of a script's own steps; None where their number or the speed is unknown."""
     if steps is None or step_seconds is None:
         return None
     seconds = steps * step_seconds
@@ -72,7 +72,7 @@ def training_steps(trainer, world_size: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """How much is trained: tokens, or epochs over samples; neither where nobody asks.
+    """An amount of training: tokens, or epochs over samples; neither where nobody asks.
 
     Attributes:
         epochs: passes over the samples; 1 where only `samples` is set.
@@ -118,8 +118,8 @@ def parse_count(text: str) -> int:
 
 def time_text(seconds: float) -> str:
     """Two digits of it in the unit that people would use: 40 s, 12 min, 5.3 h, 3.1 days."""
-    for unit, size, most in (("ms", 1e-3, 1), ("s", 1, 90), ("min", 60, 90 * 60), ("h", 3600, 48 * 3600)):
-        if seconds < most:
+    for unit, size, limit in (("ms", 1e-3, 1), ("s", 1, 90), ("min", 60, 90 * 60), ("h", 3600, 48 * 3600)):
+        if seconds < limit:
             return f"{two_digits(seconds / size)} {unit}"
     return f"{two_digits(seconds / 86400)} days"
 

@@ -95,7 +95,7 @@ def _replacements(mode: FakeMode) -> dict:
 
 
 def _checkpoint_replacements() -> dict:
-    """What is asked of a checkpoint's files."""
+    """Replacements for the functions that read a checkpoint's files."""
     checkpoint_files = original("transformers.modeling_utils:_get_resolved_checkpoint_files")
     find_dtype = original("transformers.modeling_utils:_get_dtype")
 
@@ -127,7 +127,7 @@ def _check_device_map(device_map) -> None:
 
 
 def _fake_weight(mode: FakeMode, weight):
-    """What a module registers in the place of a weight; None for the weight itself.
+    """Return what a module registers in the place of a weight; None for the weight itself.
 
     A model that is built by its class allocates its weights one by one, and only writing to them takes memory.
     """
@@ -138,7 +138,7 @@ def _fake_weight(mode: FakeMode, weight):
 
 
 def _fake_load(model, state_dict, checkpoint_files, load_config, expected_keys=None):
-    """What loading leaves: weights in their dtypes on one device, tied where they are tied."""
+    """Leave what loading leaves: weights in their dtypes on one device, tied where they are tied."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     _leave_meta(model, load_config.dtype_plan or {})

@@ -10,7 +10,7 @@ from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.job_checks import check_combination, check_length, own_attention, positions_of
+from hf_memopt.estimator.job_checks import check_combination, check_length, count_positions, own_attention
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
@@ -107,11 +107,11 @@ class Job(ModelSettings):
     @property
     def positions(self) -> int | None:
         """The positions that its configuration names; None where there is no such number."""
-        return positions_of(self.config)
+        return count_positions(self.config)
 
     @property
     def generates(self) -> bool:
-        """Whether its steps begin with generated text."""
+        """True if its steps begin with generated text."""
         return False
 
     @property
@@ -180,12 +180,12 @@ class Job(ModelSettings):
 
     @property
     def runs_triton(self) -> bool:
-        """Whether the device runs Triton kernels."""
+        """True if the device runs Triton kernels."""
         return self.device.backend in ("cuda", "rocm", "xpu")
 
     @property
     def fuses_head(self) -> bool:
-        """Whether TRL's kernels compute the loss from the weights of the head."""
+        """True if TRL's kernels compute the loss from the weights of the head."""
         return False
 
     @property
@@ -200,21 +200,21 @@ class Job(ModelSettings):
 
     @property
     def concatenates_logits(self) -> bool:
-        """Whether each batch's logits are concatenated with those before them."""
+        """True if each batch's logits are concatenated with those before them."""
         return False
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside the layers and within one layer; only trained ones if `trained`."""
         adapters = self.peft_config if trained else None
         layers = count_layers(self.config)
-        one, two = (
+        single, double = (
             count_weights(
                 with_depth(self.config, depth), self.task, self.dtype, adapter_at_depth(adapters, layers, depth)
             )
             for depth in (1, 2)
         )
-        layer = max(1, two - one)
-        return one - layer, layer
+        layer = max(1, double - single)
+        return single - layer, layer
 
     def trained_sizes(self) -> list[int]:
         """The number of elements of each trained weight, in the model's order."""
@@ -230,7 +230,7 @@ class Job(ModelSettings):
         return depths if self._grows_linearly(depths) else (layers,)
 
     def _grows_linearly(self, depths: tuple[int, ...]) -> bool:
-        """Whether the number of weights at the model's own depth is what the shallow models' numbers extend to. Not
+        """True if the shallow models' numbers of weights extend to the number at the model's own depth. False
         where a configuration makes single layers different in a way that extrapolate.py does not know."""
         if len(depths) == 1 or self.task not in TASKS:  # a Trainer's model shows its layers itself
             return True
@@ -255,7 +255,7 @@ class Job(ModelSettings):
         return max(fewest, min(needed, _MOST_LAYERS))
 
     def at_depth(self, depth: int) -> TracedJob:
-        """What is traced: the job on a model with so many layers."""
+        """The traced job: the job on a model with so many layers."""
         adapters = adapter_at_depth(self.peft_config, count_layers(self.config), depth)
         shallow = dataclasses.replace(self, config=with_depth(self.config, depth), peft_config=adapters)
         bf16 = self.fields.get("bf16", False)

@@ -1,4 +1,4 @@
-"""What a job is refused for before it is traced: lengths beyond the model's positions, settings that cannot train."""
+"""Refusals of jobs before a trace: lengths beyond the model's positions, settings that cannot train."""
 
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError
@@ -10,11 +10,11 @@ from hf_memopt.levers.refusals import check_levers
 
 def longest_sample(config, seq_len: int) -> int:
     """A number of tokens, or the model's positions where those are fewer."""
-    return min(seq_len, positions_of(config) or seq_len)
+    return min(seq_len, count_positions(config) or seq_len)
 
 
-def positions_of(config) -> int | None:
-    """How many tokens a model takes; of speech models, how many of text. None: any number."""
+def count_positions(config) -> int | None:
+    """Count the tokens that a model takes; of speech models, those of text. None: any number."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     return positions if positions and positions > 0 else None  # XLNet has -1: as many as there are
@@ -32,7 +32,7 @@ def check_length(config, task: str, seq_len: int) -> None:
     Raises:
         InputError: with the setting that gives it more.
     """
-    positions = positions_of(config)
+    positions = count_positions(config)
     if seq_len < 1:
         raise InputError(f"seq_len={seq_len} must be at least 1")
     text = config.get_text_config()

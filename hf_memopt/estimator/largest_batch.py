@@ -53,10 +53,10 @@ def _prompts(trainer) -> list[dict]:
         count = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         sizes = [len(str(row["prompt"])) for row in data.select_columns(["prompt"]).take(_SAMPLED_ROWS)]
         order = sorted(range(len(sizes)), key=sizes.__getitem__)
-        kept = [data[index] for index in dict.fromkeys([*order[:1], *order[-_COLLATED_ROWS:]])]
-        tokens, *_ = trainer._tokenize_prompts([row["prompt"] for row in kept])
-        order = sorted(range(len(kept)), key=lambda index: len(tokens[index]))
-        return [kept[order[-1]]] * (count - 1) + [kept[order[0 if count > 1 else -1]]]
+        rows = [data[index] for index in dict.fromkeys([*order[:1], *order[-_COLLATED_ROWS:]])]
+        tokens, *_ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        order = sorted(range(len(rows)), key=lambda index: len(tokens[index]))
+        return [rows[order[-1]]] * (count - 1) + [rows[order[0 if count > 1 else -1]]]
 
 
 def largest_eval_batch(trainer):
@@ -132,7 +132,7 @@ def _longest(data, collate, count: int) -> list[list[int]]:
 
 
 def _weight(batch: Any) -> tuple[int, bool]:
-    """What batches compare by: elements, and of equally many a padded one's are more."""
+    """The sort key of batches: elements, and of equally many a padded one's are more."""
     return _elements(batch), is_padded(batch)
 
 
@@ -141,7 +141,7 @@ def _elements(batch: Any) -> int:
 
 
 def is_padded(batch: Any) -> bool:
-    """Whether a batch is padded or packed."""
+    """True if a batch is padded or packed."""
     tensors = batch if isinstance(batch, Mapping) else {}
     positions, mask = tensors.get("position_ids"), tensors.get("attention_mask")
     packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) < 0).any())  # they start again

@@ -43,14 +43,14 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
     _check_experts(content, where)
 
 
-def _check_number(name: str, value: Any, most: int, where: str) -> None:
+def _check_number(name: str, value: Any, greatest: int, where: str) -> None:
     if isinstance(value, list):  # a size for each layer, or for each side of a patch
         for item in value:
-            _check_number(name, item, most, where)
+            _check_number(name, item, greatest, where)
         return
-    least = 0 if name in _MAY_BE_ZERO else 1
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{where}: {name}={brief(value)} must be a whole number from {least} to {most}")
+    smallest = 0 if name in _MAY_BE_ZERO else 1
+    if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= greatest:
+        raise InputError(f"{where}: {name}={brief(value)} must be a whole number from {smallest} to {greatest}")
 
 
 def _check_heads(content: Mapping[str, Any], where: str) -> None:
@@ -67,8 +67,8 @@ def _check_experts(content: Mapping[str, Any], where: str) -> None:
     for name, value in {**number, **used}.items():
         _check_number(name, value, _MAX_SIZE, where)
     for name, value in used.items() if number else ():
-        if isinstance(value, int) and value > (most := max(_numbers(number.values()))):
-            raise InputError(f"{where}: {name}={value} is more than the {most} experts of a layer: set it to less")
+        if isinstance(value, int) and value > (experts := max(_numbers(number.values()))):
+            raise InputError(f"{where}: {name}={value} is more than the {experts} experts of a layer: set it to less")
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What a trace on the CPU cannot see, and what the numbers do and do not cover. Figures: hardware.constants."""
+"""Memory that a trace on the CPU cannot see, and what the numbers do and do not cover (hardware.constants)."""
 
 import copy
 from collections.abc import Iterator
@@ -48,10 +48,10 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     """The Trainer moves all micro-batches of a step to the device before the first; two of them were traced.
     MemoryTrainer moves one at a time, and none is there while it evaluates."""
     accumulation, alone = job.fields["gradient_accumulation_steps"], _one_at_a_time(job)
-    more = (1 if alone else accumulation) - min(2, accumulation)
+    ahead = (1 if alone else accumulation) - min(2, accumulation)
     batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
-    size = more * batch
-    joined = batch if _joins(job) else 0  # of which pixels are all but nothing
+    size = ahead * batch
+    joined = batch if _joins(job) else 0  # nearly all of it pixels
     without = ("load", "start", "eval") if alone else ("load", "start")
     for name, peak in peaks.items():
         if not name.startswith(without):
@@ -64,18 +64,18 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
 
 
 def _one_at_a_time(job) -> bool:
-    """Whether a MemoryTrainer keeps the batches of a step in host memory until they run."""
+    """True if a MemoryTrainer keeps the batches of a step in host memory until they run."""
     recovers = getattr(job.memory_args, "oom_recovery", False)
     return recovers and job.device.discrete_memory and job.engine.plain
 
 
 def _joins(job) -> bool:
-    """Whether VideoTrainer's copy of the samples that run lies in the memory where they wait."""
+    """True if VideoTrainer's copy of the samples that run lies in the memory where they wait."""
     return job.video is not None and job.memory_args is not None and not job.device.discrete_memory
 
 
 def _sees(job, segment: str) -> bool:
-    """Whether pixels are still wanted: until the tower has run, or has passed its gradients back."""
+    """True if pixels are still wanted: until the tower has run, or has passed its gradients back."""
     return segment.startswith("forward") or (segment.startswith("backward") and "vision" not in job.frozen)
 
 
@@ -165,68 +165,68 @@ def host_bytes(peaks: dict[str, Peak], job, cached: int, logits: int) -> int:
 
 
 def describe_sample(job) -> str:
-    """What a sample of a job with videos consists of."""
+    """The content of a sample of a job with videos, in words."""
     video = job.video
     return f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text"
 
 
 def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
-    """What the numbers do and do not cover."""
-    said = []
+    """Sentences on what the numbers do and do not cover."""
+    lines = []
     if job.positions and job.seq_len > job.positions:
-        said.append(
+        lines.append(
             f"{job.seq_len} tokens are more than the {job.positions} positions of the model's configuration: their "
             "memory is counted; how well the model uses them, its scaling of positions decides"
         )
     optim = job.fields.get("optim", "")
     if by_formula(optim):
-        said.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
+        lines.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
     if paged := paged_bytes(peaks):
-        said.append(
+        lines.append(
             f"{gib(paged)} of paged optimizer states are CUDA managed memory, which torch does not count: they are in "
             "device bytes as far as there is room for them, and in host bytes"
         )
         if job.device.backend == "rocm":
             # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
-            said.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
+            lines.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
     if job.world_size > 1:
-        said.append(f"predicted for one of {job.world_size} devices, {job.engine.family}")
+        lines.append(f"predicted for one of {job.world_size} devices, {job.engine.family}")
     if job.engine.fsdp_version == 1:
-        said.append(
+        lines.append(
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )
     if job.device.backend != "cpu":
-        said.extend(measured_memory(job.device, job.expandable))
+        lines.extend(measured_memory(job.device, job.expandable))
     if trace.unquantized_experts:
-        said.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
-    said.extend(quantization_notes(job))
+        lines.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
+    lines.extend(quantization_notes(job))
     video = job.video
     if video is not None and video.sample is None and video.packed is None:
-        said.append(describe_sample(job))
+        lines.append(describe_sample(job))
         if not video.settings:
-            said.append("the model's processor could not be asked: frames are scaled as its family does by default")
+            lines.append("the model's processor could not be asked: frames are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:
-        said.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
-    said.extend(_of_attention(job))
+        lines.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
+    lines.extend(_of_attention(job))
     if job.fields.get("torch_compile"):
-        said.append("traced without torch_compile, which usually needs less")
+        lines.append("traced without torch_compile, which usually needs less")
     if job.fields.get("use_liger_kernel"):
-        said.append(describe_liger(job.config.model_type))
+        lines.append(describe_liger(job.config.model_type))
     if job.fuses_head and job.runs_triton:
-        said.append(
+        lines.append(
             "TRL's fused head is counted as its Triton kernels allocate, for as many labeled tokens as the longest "
             "batch has; not measured on a GPU"
         )
     if (mode := compile_mode(job.fields.get)) in CUDA_GRAPHS and job.device.backend in ("cuda", "rocm"):
-        said.append(
+        lines.append(
             f"torch_compile_mode={mode} records CUDA graphs for every shape of a batch; the memory that they "
             "keep is not counted"
         )
-    return tuple(said)
+    return tuple(lines)
 
 
 def _of_attention(job) -> Iterator[str]:
-    """What stands for attention that cannot run here: flash and flex attention, and patterns."""
+    """The stand-ins for attention that cannot run here: flash and flex attention, and patterns."""
     for name in sorted(set(filter(None, map(flash_attention, job.attention)))):
         packed = "; a packed row counts as one sequence" if job.packed or getattr(job.video, "packed", None) else ""
         yield f"{name} is counted as its source says; not measured on a GPU{packed}"
@@ -245,7 +245,7 @@ def _of_attention(job) -> Iterator[str]:
 
 
 def measured_memory(device: Hardware, expandable: bool) -> Iterator[str]:
-    """What of a device's bytes was measured on it.
+    """The parts of a device's bytes that were measured on it.
 
     Args:
         expandable: the job sets expandable segments where the device has them.

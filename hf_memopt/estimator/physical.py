@@ -1,4 +1,4 @@
-"""What every estimate must satisfy whatever the job is: a result that contradicts itself is an error, not a number."""
+"""Conditions that every estimate must satisfy: a result that contradicts itself is an error, not a number."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from hf_memopt.units import size
 # Tensors of at most a weight's size that optimizers keep for each; three where the number is an option of theirs.
 _STATES = {"sgd": 1, "adagrad": 1, "lion_8bit": 1, "lion_32bit": 1, "paged_lion_8bit": 1, "paged_lion_32bit": 1}
 _STATES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "adafactor"), 2)
-_MOST_STATES = 3
+_MOST_STATES = 3  # of the optimizers that _STATES lacks
 _SPARE = 0.01  # of padded partitions, and of buffers
 _BLOCKS = 4 * BLOCK  # bytes a trained tensor: of its gradient, its states and what is kept once for each of them
 _FP32 = 4  # bytes
@@ -78,15 +78,15 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     trained = sum(sizes)
     width = max(_FP32, getattr(torch, job.dtype).itemsize)
     # DeepSpeed has fp32 master weights, and gradients of those beside the weights' own.
-    beside = job.engine.flat_buffers
+    has_master = job.engine.flat_buffers
     optim = job.fields.get("optim", "adamw_torch_fused")
     states = _MOST_STATES + 1 if optim in PROJECTED else _STATES.get(optim, _MOST_STATES)
     weights = f"{trained:,} trained weights"
-    yield from _beyond(breakdown, "gradients", (1 + beside) * width * trained, spare, weights)
-    bound = (states + beside) * width * trained
+    yield from _beyond(breakdown, "gradients", (1 + has_master) * width * trained, spare, weights)
+    bound = (states + has_master) * width * trained
     yield from _beyond(breakdown, "optimizer_states", bound, spare, f"{optim} and {weights}")
-    if not isinstance(job, TrlJob) and (least := _fewest_loaded(job)) > loaded * (1 + _SPARE):
-        yield f"{size(loaded)} of weights are loaded, and the configuration has {size(least)}"
+    if not isinstance(job, TrlJob) and (fewest := _fewest_loaded(job)) > loaded * (1 + _SPARE):
+        yield f"{size(loaded)} of weights are loaded, and the configuration has {size(fewest)}"
 
 
 def _beyond(breakdown: dict[str, int], kind: str, bound: int, spare: int, reason: str) -> Iterator[str]:

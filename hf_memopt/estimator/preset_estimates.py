@@ -64,7 +64,7 @@ def largest_that_fits(preset: Preset, models: Sequence[str]) -> dict | None:
 
 
 def _least_bytes(preset: Preset) -> float:
-    """What a preset's model takes at least on one device: a model that is too large by this is not traced."""
+    """A lower bound of a preset's bytes on one device: a model that is too large by this is not traced."""
     config = load_config(preset.reference_model)
     weights = count_weights(config, infer_task(config))
     # Two bytes a logit, and four of its gradient.

@@ -1,4 +1,4 @@
-"""Which quantization a job trains on: the checkpoint's own or the one asked for, if transformers trains it at all."""
+"""The quantization that a job trains on: the checkpoint's own or the one asked for, if transformers trains it."""
 
 import copy
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def _check_adapter_of_stand_ins(peft_config, method: str) -> None:
 
 
 def quantization_notes(job) -> Iterator[str]:
-    """What of a quantized model's memory is counted from its source, and has not been measured."""
+    """The parts of a quantized model's memory that are counted from its source and have not been measured."""
     method, accelerator = quantization_method(job.quantization_config), job.device.backend != "cpu"
     if job.dequantized:
         yield f"{job.dequantized} weights are dequantized while they are loaded, which is not counted"
@@ -159,7 +159,7 @@ def _dequantized(own) -> dict[str, Any]:
 
 
 def _dequantizes(method: str, device: Hardware | None) -> bool:
-    """Whether from_pretrained dequantizes a checkpoint on a device that has no kernels for it."""
+    """True if from_pretrained dequantizes a checkpoint on a device that has no kernels for it."""
     if device is None or method not in _LEAST_CAPABILITY:
         return False
     if device.backend != "cuda":

@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether `device_bytes` is within the capacity; None where the capacity is not known."""
+        """True if `device_bytes` is within the capacity; None where the capacity is not known."""
         return None if self.capacity_bytes is None else self.device_bytes <= self.capacity_bytes
 
     def to_dict(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _lstat, _listdir, _scandir, _rename = os.lstat, os.listdir, os.scandir, os.renam
 
 
 @contextlib.contextmanager
-def scratch_files(*kept: str) -> Iterator["Scratch"]:
+def scratch_files(*real_folders: str) -> Iterator["Scratch"]:
     """Keep apart what is written while the context lasts.
 
     Args:
@@ -40,7 +40,7 @@ def scratch_files(*kept: str) -> Iterator["Scratch"]:
     with tempfile.TemporaryDirectory(prefix="hf-memopt-", ignore_cleanup_errors=True) as folder:
         folder = os.path.realpath(folder)
         os.makedirs(os.path.join(folder, "tmp"))
-        scratch = Scratch(folder, kept)
+        scratch = Scratch(folder, real_folders)
         with contextlib.ExitStack() as stack:
             stack.callback(os.chdir, cwd)
             for owner, name, function in _functions(scratch):
@@ -52,29 +52,29 @@ def scratch_files(*kept: str) -> Iterator["Scratch"]:
 
 
 class Scratch:
-    """What a script has written and removed.
+    """The files that a script has written and removed.
 
     Attributes:
         folder: holds what it has written.
     """
 
-    def __init__(self, folder: str, kept: tuple[str, ...] = ()):
+    def __init__(self, folder: str, real: tuple[str, ...] = ()):
         self.folder = folder
-        kept = (folder, *kept, "/dev", "/proc")
-        self._kept = {whole(path) for path in kept for whole in (os.path.abspath, os.path.realpath)}
+        real = (folder, *real, "/dev", "/proc")
+        self._real = {absolute(path) for path in real for absolute in (os.path.abspath, os.path.realpath)}
         self._removed: set[str] = set()
 
     def is_real(self, path) -> bool:
-        """Whether a path, or a file descriptor, is written to as it is."""
-        whole = _whole(path)
-        return whole is None or any(whole == kept or whole.startswith(kept + os.sep) for kept in self._kept)
+        """True if a path, or a file descriptor, is written to as it is."""
+        path = _absolute(path)
+        return path is None or any(path == folder or path.startswith(folder + os.sep) for folder in self._real)
 
     def read(self, path):
         """The path to read from: the copy where there is one, or where the original counts as removed."""
         if self.is_real(path):
             return path
-        copy = self._copy(_whole(path))
-        return copy if _exists(copy) or self._is_removed(_whole(path)) else path
+        copy = self._copy(_absolute(path))
+        return copy if _exists(copy) or self._is_removed(_absolute(path)) else path
 
     def create(self, path, new: bool = True):
         """The path at which something is created.
@@ -90,9 +90,9 @@ class Scratch:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
         if self.is_real(path):
             return path
-        if not os.path.isdir(os.path.dirname(_whole(path))):
+        if not os.path.isdir(os.path.dirname(_absolute(path))):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-        copy = self._copy(_whole(path))
+        copy = self._copy(_absolute(path))
         os.makedirs(os.path.dirname(copy), exist_ok=True)
         return copy
 
@@ -108,7 +108,7 @@ class Scratch:
         if self.is_real(path):
             return path
         if os.path.islink(path):
-            return self.write(os.path.join(os.path.dirname(_whole(path)), os.readlink(path)), content)
+            return self.write(os.path.join(os.path.dirname(_absolute(path)), os.readlink(path)), content)
         copy = self.create(path, new=False)
         if content and not _exists(copy) and os.path.isfile(path):
             if os.path.getsize(path) > _LARGEST_COPY:
@@ -128,54 +128,54 @@ class Scratch:
 
     def remove(self, path) -> None:
         """Hide a path and everything under it; what the script wrote there is removed."""
-        copy = self._copy(_whole(path))
+        copy = self._copy(_absolute(path))
         if os.path.isdir(copy) and not os.path.islink(copy):
             shutil.rmtree(copy)
         elif _exists(copy):
             os.unlink(copy)
-        self._removed.add(_whole(path))
+        self._removed.add(_absolute(path))
 
     def rename(self, source, target) -> None:
         """Move a file, or a folder that the script created."""
         if os.path.isdir(source):
-            if not self.is_real(source) and not self._is_removed(_whole(source)) and _exists(_whole(source)):
+            if not self.is_real(source) and not self._is_removed(_absolute(source)) and _exists(_absolute(source)):
                 raise PermissionError(errno.EPERM, "a dry run moves no folder that it did not create", str(source))
             _rename(self.read(source), self.create(target, new=False))
         else:
             shutil.copyfile(source, target)
-        os.unlink(source) if os.path.isfile(source) else self._removed.add(_whole(source))
+        os.unlink(source) if os.path.isfile(source) else self._removed.add(_absolute(source))
 
     def differs(self, path) -> bool:
-        """Whether a folder's content is not the original's alone."""
+        """True if a folder's content is not the original's alone."""
         if self.is_real(path):
             return False
-        whole = _whole(path)
-        return _exists(self._copy(whole)) or any(removed.startswith(whole) for removed in self._removed)
+        original = _absolute(path)
+        return _exists(self._copy(original)) or any(removed.startswith(original) for removed in self._removed)
 
     def entries(self, path) -> list[os.DirEntry]:
         """A folder's content: the copies, and the original's that are neither copied nor removed."""
-        copy, whole = self._copy(_whole(path)), _whole(path)
+        copy, original = self._copy(_absolute(path)), _absolute(path)
         written = list(_scandir(copy)) if os.path.isdir(copy) else []
-        if self._is_removed(whole) or not _exists(whole):
+        if self._is_removed(original) or not _exists(original):
             return written
         names = {entry.name for entry in written}
-        hidden = {os.path.basename(path) for path in self._removed if os.path.dirname(path) == whole}
-        return written + [entry for entry in _scandir(whole) if entry.name not in names | hidden]
+        hidden = {os.path.basename(path) for path in self._removed if os.path.dirname(path) == original}
+        return written + [entry for entry in _scandir(original) if entry.name not in names | hidden]
 
-    def _copy(self, whole: str) -> str:
-        return f"{self.folder}/files{whole}"
+    def _copy(self, original: str) -> str:
+        return f"{self.folder}/files{original}"
 
-    def _is_removed(self, whole: str) -> bool:
-        return any(str(part) in self._removed for part in (whole, *Path(whole).parents))
+    def _is_removed(self, original: str) -> bool:
+        return any(str(part) in self._removed for part in (original, *Path(original).parents))
 
 
-def _whole(path) -> str | None:
+def _absolute(path) -> str | None:
     """An absolute path, for None that of the current folder; None for a file descriptor."""
     return None if isinstance(path, int) else os.path.abspath(os.fsdecode("." if path is None else path))
 
 
 def _exists(path: str) -> bool:
-    """Whether there is something at a path itself, whatever the script sees there."""
+    """True if there is something at a path itself, whatever the script sees there."""
     try:
         _lstat(path)
     except OSError:
@@ -217,9 +217,8 @@ def _functions(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
         return open_descriptor(path, flags, *args, dir_fd=dir_fd, **kwargs)
 
     def changed(path):
-        os.lstat(
-            path
-        )  # raises where there is none: the system calls that follow may seem to succeed (confined.rights)
+        # Raises where there is none: the system calls that follow may seem to succeed (confined.rights).
+        os.lstat(path)
         return scratch.write(path)
 
     def truncate(path, length):
@@ -252,7 +251,7 @@ def _functions(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
 
     def make_link(source, target, target_is_directory=False, *, dir_fd=None):
         if dir_fd is None and not scratch.is_real(target):
-            source = scratch.read(os.path.join(os.path.dirname(_whole(target)), source))
+            source = scratch.read(os.path.join(os.path.dirname(_absolute(target)), source))
             target = scratch.create(target)
         return symlink(source, target, target_is_directory, dir_fd=dir_fd)
 

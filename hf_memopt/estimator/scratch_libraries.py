@@ -1,4 +1,4 @@
-"""What scripts do with libraries on their way to train(): what these write by themselves is kept apart as in
+"""Libraries that scripts use on their way to train(): what these write by themselves is kept apart as in
 scratch_files, uploads and trackers do nothing, pools have no processes. All else, the operating system denies."""
 
 import contextlib
@@ -39,13 +39,13 @@ _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "HF_HUB_DISABLE
 
 
 @contextlib.contextmanager
-def nothing_written(*kept: str) -> Iterator[None]:
-    """What a script writes is kept apart, and uploads do nothing.
+def nothing_written(*real_folders: str) -> Iterator[None]:
+    """Keep apart what a script writes, and let uploads do nothing.
 
     Args:
         kept: folders where writing is real.
     """
-    with scratch_files(*kept) as scratch, contextlib.ExitStack() as stack:
+    with scratch_files(*real_folders) as scratch, contextlib.ExitStack() as stack:
         for owner, name, replacement in (*_writers(scratch), *_senders(), *_pools()):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_transformers(scratch))
@@ -61,7 +61,7 @@ def _transformers(scratch: Scratch) -> Iterator[None]:
         return [scratch.read(path) for path in find(*args, **kwargs) or ()] or None
 
     def save_model(self, save_directory, *args, **kwargs):
-        """What from_pretrained needs without weights."""
+        """Save what from_pretrained needs without weights."""
         os.makedirs(save_directory, exist_ok=True)
         self.config.save_pretrained(save_directory)
 
@@ -150,7 +150,7 @@ def _senders() -> Iterator[tuple[object, str, object]]:
 
 
 def _pools() -> Iterator[tuple[object, str, object]]:
-    """What is shared by processes, for one process: semaphores and shared tensors lie in /dev/shm, which belongs to
+    """Replace what processes share, for one process: semaphores and shared tensors lie in /dev/shm, which belongs to
     all, and managers are servers. Dataset.map(num_proc=…) has a pool, a streamed data set a shared tensor."""
     yield multiprocessing.pool, "Pool", _Pool
     yield torch.Tensor, "share_memory_", lambda tensor: tensor

@@ -11,8 +11,8 @@ from hf_memopt.estimator.model_sizes import check_sizes
 # Fields of a configuration that are not sizes of the model.
 _NO_SIZES = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path", "source")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_DEPTH_SHARES = (3 / 4, 1 / 2, 1 / 4)
-_HALVINGS = 3
+_DEPTH_SHARES = (3 / 4, 1 / 2, 1 / 4)  # of the model's layers
+_HALVINGS = 3  # at most, of the width or of the experts
 
 
 def with_sizes(config, changes: Mapping[str, Any]):
@@ -82,7 +82,7 @@ def _follow(section: dict[str, Any], before: Mapping[str, Any], changed: set[str
 
 
 def is_from_scratch(config) -> bool:
-    """Whether a configuration has no trained weights beside it, so that its sizes may be others."""
+    """True if a configuration has no trained weights beside it, so that its sizes may be others."""
     if not config.name_or_path:
         return True  # created in a program, or by with_sizes()
     path = Path(config.name_or_path)
@@ -101,7 +101,7 @@ def smaller_sizes(config) -> Iterator[list[dict[str, int]]]:
     if experts := next((name for name in _EXPERTS if getattr(text, name, None)), None):
         active, number = getattr(text, "num_experts_per_tok", None) or 1, getattr(text, experts)
         fewer = [number // 2**power for power in range(1, _HALVINGS + 1)]
-        yield [{experts: left} for left in fewer if left >= max(1, active)]
+        yield [{experts: count} for count in fewer if count >= max(1, active)]
 
 
 def _narrower(text) -> Iterator[dict[str, int]]:

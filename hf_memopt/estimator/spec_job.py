@@ -1,11 +1,11 @@
-"""From a JobSpec and its preset to the Job that is traced."""
+"""Make the Job that is traced from a JobSpec and its preset."""
 
 import logging
 from dataclasses import replace
 from typing import Any
 
 from hf_memopt.data.builtin_model import builtin_model
-from hf_memopt.engines.deepspeed import batch_of, deepspeed_config
+from hf_memopt.engines.deepspeed import deepspeed_config, numeric_batch_sizes
 from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
@@ -77,7 +77,7 @@ def spec_job(spec: JobSpec) -> Job:
     own = fields.pop("deepspeed", None)
     deepspeed = deepspeed_config(own) if own else preset.deepspeed_config()
     if own:
-        fields = batch_of(deepspeed) | fields
+        fields = numeric_batch_sizes(deepspeed) | fields
     device = spec.hardware if isinstance(spec.hardware, Hardware) else preset.hardware
     if fields.get("use_cpu") and device.backend != "cpu":
         raise InputError(f"use_cpu=true trains on the CPU, and hardware is {device.label}: use hardware=cpu")
@@ -168,7 +168,7 @@ def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
 
 
 def _refuse_second_engine(preset: Preset, fields: dict) -> None:
-    """As the run would: Preset.training_arguments() refuses an engine beside the preset's."""
+    """Refuse as the run would: Preset.training_arguments() refuses an engine beside the preset's."""
     for name in ("fsdp", "deepspeed"):
         if fields.get(name) and name not in preset.engine.beside:
             value, strategy = brief(fields[name]), preset.strategy

@@ -43,12 +43,12 @@ def _total(kernels: Counter[Kernel], device: Hardware, optimizer: bool, cached: 
 
 
 def matmuls(kernels: Counter[Kernel]) -> int:
-    """How many matmuls a micro-batch has."""
+    """Count the matmuls of a micro-batch."""
     return sum(count for kernel, count in kernels.items() if kernel.matmul and not kernel.optimizer)
 
 
 def has_rates(device: Hardware) -> bool:
-    """Whether both rates of a device are known, from the catalog or measured on it."""
+    """True if both rates of a device are known, from the catalog or measured on it."""
     computes = peak_rate(device) or measured_value("matmul_flops_per_second", device)
     return bool(computes and (device.bandwidth or measured_value("bandwidth_bytes_per_second", device)))
 
@@ -73,8 +73,8 @@ def _attention_rate(device: Hardware) -> float:
 
 
 def _catalog_rate(device: Hardware, efficiency: str) -> float:
-    if known := peak_rate(device):
-        return known * constant(efficiency, device).value
+    if rate := peak_rate(device):
+        return rate * constant(efficiency, device).value
     return constant("flops_per_byte", device).value * memory_rate(device)
 
 
@@ -84,5 +84,5 @@ def memory_rate(device: Hardware) -> float:
     efficiency = constant("bandwidth_efficiency", device).value
     if (measured := measured_value("bandwidth_bytes_per_second", device)) is not None:
         return measured * efficiency / constant("copy_efficiency", device).value
-    known = device.bandwidth or constant("unknown_bandwidth", device).value
-    return known * efficiency
+    bandwidth = device.bandwidth or constant("unknown_bandwidth", device).value
+    return bandwidth * efficiency

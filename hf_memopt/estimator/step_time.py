@@ -28,7 +28,7 @@ IN_HOST = 1e9  # weights of a process that stay in host memory: max_in_cpu of th
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What an optimizer step computes.
+    """The work of an optimizer step.
 
     Attributes:
         accumulation: micro-batches.
@@ -143,5 +143,5 @@ def host_link(device: Hardware) -> float:
     """Bytes/s between a device and its host."""
     if (measured := measured_value("host_link_bytes_per_second", device)) is not None:
         return measured
-    known = device.host_link or constant("unknown_host_link", device).value
-    return known * constant("link_efficiency", device).value
+    rate = device.host_link or constant("unknown_host_link", device).value
+    return rate * constant("link_efficiency", device).value

@@ -83,7 +83,7 @@ def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_
 
 
 def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Saving]:
-    """What fewer layers, half the width and half the experts save; empty for a model with trained weights."""
+    """The savings of fewer layers, half the width and half the experts; empty for a model with trained weights."""
     if job.peft_config is not None or not is_from_scratch(job.config):
         return []
     changes = []
@@ -103,18 +103,18 @@ def smallest_combination(job: Job, estimate: Estimate, map_fn=one_by_one) -> Sav
         estimate: the job's.
         map_fn: as for estimate_jobs().
     """
-    kept = list(_ORDER)
-    best = _fitting(_changed(job, kept)[0], map_fn)
+    changes = list(_ORDER)
+    best = _fitting(_changed(job, changes)[0], map_fn)
     if best is None:
         return None
     for place in reversed(range(len(_ORDER))):
-        fewer = kept[:place] + kept[place + 1 :]
+        fewer = changes[:place] + changes[place + 1 :]
         smaller = _changed(job, fewer)[0]
-        if smaller == _changed(job, kept)[0]:  # it changed nothing here
-            kept = fewer
+        if smaller == _changed(job, changes)[0]:  # it changed nothing here
+            changes = fewer
         elif fitting := _fitting(smaller, map_fn):
-            kept, best = fewer, fitting
-    return Saving(", ".join(_changed(job, kept)[1]), estimate.device_bytes - best.device_bytes, True)
+            changes, best = fewer, fitting
+    return Saving(", ".join(_changed(job, changes)[1]), estimate.device_bytes - best.device_bytes, True)
 
 
 def _fitting(job: Job, map_fn) -> Estimate | None:
@@ -140,7 +140,7 @@ def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
 
 
 def _estimated(changes: list[tuple[str, Job]], estimate: Estimate, map_fn) -> list[Saving]:
-    """What changes save, without those that cannot be traced or that save too little."""
+    """The savings of changes, without those that cannot be traced or that save too little."""
     estimates = estimate_jobs([changed for _, changed in changes], map_fn, speed=False)
     savings = [
         Saving(change, estimate.device_bytes - changed.device_bytes, changed.fits)
@@ -194,7 +194,7 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
 
 
 def _of_method(job: Job, fields: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """What a job is with adapters, and with its weights in 4 bits.
+    """The fields of a job with adapters, and with its weights in 4 bits.
 
     Raises:
         InputError: a device that the catalog lacks.

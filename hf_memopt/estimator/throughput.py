@@ -1,4 +1,4 @@
-"""How fast a job trains: tokens per second and MFU, from the kernels of its trace."""
+"""The speed of a job: tokens per second and MFU, from the kernels of its trace."""
 
 import dataclasses
 from collections import Counter
@@ -64,7 +64,8 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
     kernels = extended(traces[0].kernels, traces[-1].kernels, (layers - depths[0]) // period)
     micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
     micro, optimizer = kernel_seconds(kernels, job.device)
-    again, _ = kernel_seconds(Counter({one: count for one, count in kernels.items() if one.recomputed}), job.device)
+    recomputed = Counter({kernel: count for kernel, count in kernels.items() if kernel.recomputed})
+    again, _ = kernel_seconds(recomputed, job.device)
     peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], not job.engine.flat_buffers)
     micro_seconds = micro / micro_batches
     accumulation = job.fields["gradient_accumulation_steps"]
@@ -77,9 +78,9 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
         optimizer_offloaded=job.device.discrete_memory
         and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
     )
-    rest, layer = job.elements(trained=True)
+    outside, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
-    times = StepTime(device=job.device, world_size=job.world_size, trained=rest + layer * layers, loaded=loaded)
+    times = StepTime(device=job.device, world_size=job.world_size, trained=outside + layer * layers, loaded=loaded)
     seconds = times.seconds(step)
     flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / micro_batches
     peak, tokens = peak_rate(job.device), job.micro_batch_tokens
@@ -118,15 +119,15 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value
     if not getattr(job.memory_args, "activation_offload", False):
         return late + 2 * moving
-    kept = computing - recomputed
-    forward = _FORWARD * kept
+    once = computing - recomputed
+    forward = _FORWARD * once
     share = max(0.0, 1 - recomputed / forward)  # of the layers that are not checkpointed
-    passes = share * forward, share * (kept - forward)
+    passes = share * forward, share * (once - forward)
     return late + sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
 
 
 def unknown_speed(job: Job) -> str | None:
-    """Why no speed is predicted; None where it is."""
+    """The reason that no speed is predicted; None where it is."""
     fields, device = job.fields, job.device
     if reason := unknown_rates(device):
         return reason
@@ -143,7 +144,7 @@ def unknown_speed(job: Job) -> str | None:
 
 
 def unknown_rates(device: Hardware) -> str | None:
-    """Why nothing is known of a device's speed; None where it is."""
+    """The reason that nothing is known of a device's speed; None where it is."""
     if has_rates(device):
         return None
     figures = {"bandwidth": device.bandwidth, "bf16_flops": peak_rate(device)}
@@ -155,7 +156,7 @@ def unknown_rates(device: Hardware) -> str | None:
 
 
 def speed_note(device: Hardware) -> str | None:
-    """What speed on a device rests on; for plans also how they choose where nothing is known of it."""
+    """The basis of a device's speed; for plans also how they choose where nothing is known of it."""
     if reason := unknown_rates(device):
         ratio = constant("flops_per_byte", device).value
         return f"speed: {reason}. A plan ranks as if it computed {ratio:.0f} FLOP for every byte that it reads"

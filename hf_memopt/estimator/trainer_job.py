@@ -135,7 +135,7 @@ def _weights(module: torch.nn.Module, trained: bool) -> list[torch.nn.Parameter]
 
 
 def _count_elements(weight: torch.Tensor) -> int:
-    """Of the whole weight: under ZeRO-3 `numel()` is that of an empty placeholder."""
+    """The size of the whole weight: under ZeRO-3 `numel()` is that of an empty placeholder."""
     return getattr(weight, "ds_numel", weight.numel())
 
 

@@ -124,7 +124,7 @@ def settle_engine(fields: dict[str, Any], strategy: str | None, world_size: int)
 
 
 def evaluates(fields: dict[str, Any]) -> bool:
-    """Whether the job evaluates while it trains."""
+    """True if the job evaluates while it trains."""
     strategy = fields.get("eval_strategy", "no")
     return bool(fields.get("do_eval")) or getattr(strategy, "value", strategy) != "no"
 

@@ -104,17 +104,17 @@ def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
     ):
         trainer = _make_trainer(row, job, folder)
         check_held(trainer, job.engine)
-        made = describe_trainer(trainer, job.device, 1, None)
-    own = {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}
+        described = describe_trainer(trainer, job.device, 1, None)
+    own = {item.name: getattr(described, item.name) for item in dataclasses.fields(described)}
     if row.generates:
         steps = _steps_per_generation(job)
         own["seq_len"] = job.seq_len
-        own["inputs"] = made.inputs[-steps * job.fields["per_device_train_batch_size"] :]
+        own["inputs"] = described.inputs[-steps * job.fields["per_device_train_batch_size"] :]
         fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
         job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
-    kept = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
-    kept = (*kept, "expandable")
-    return TrlJob(**own | {name: getattr(job, name) for name in kept})
+    names = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
+    names = (*names, "expandable")
+    return TrlJob(**own | {name: getattr(job, name) for name in names})
 
 
 def _make_trainer(row: TrlTask, job: Job, folder: str):
@@ -131,23 +131,23 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
     args = row.config_class(output_dir=folder, **spelled(fields | there))
     own = {item.name: getattr(job, item.name) for item in dataclasses.fields(ModelSettings)}
     settings = ModelSettings(**own | {"peft_config": None, "memory_args": None})
-    more = {}
+    extras = {}
     with fake_models() as mode, contextlib.ExitStack() as stack:
         with mode:
             model = make_model(settings)
             alone = job.peft_config is None and not fields.get("precompute_ref_log_probs")
             if row.reference and alone:
-                more["ref_model"] = make_model(settings)
+                extras["ref_model"] = make_model(settings)
         if job.peft_config is not None:
             adapters = adapters_for(dataclasses.replace(settings, peft_config=job.peft_config), model)
             if row.model == "sequence-classification":
                 adapters.task_type = "SEQ_CLS"  # so that the score layer is trained, too
-            more["peft_config"] = adapters
+            extras["peft_config"] = adapters
         if row.generates:
-            more["reward_funcs"] = unscored
+            extras["reward_funcs"] = unscored
             stack.enter_context(without_engine(lambda: make_model(settings), mode))
         return trl_class(row.trainer)(
-            model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **more
+            model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **extras
         )
 
 

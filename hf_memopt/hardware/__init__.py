@@ -1,4 +1,4 @@
-"""What a machine offers: the catalog of known devices and the detection of this one."""
+"""Devices: the catalog of known ones and the detection of this machine's."""
 
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.attention import resolve_attention

@@ -42,7 +42,7 @@ def configure_allocator() -> str:
 
 
 def expands_segments() -> bool:
-    """Whether the environment turns expandable segments on, which PyTorch does not do by itself."""
+    """True if the environment turns expandable segments on, which PyTorch does not do by itself."""
     return SETTING in _chosen().replace(" ", "")
 
 

@@ -1,4 +1,4 @@
-"""Which attention implementation runs on a device: flash attention by its version, else sdpa, never silently."""
+"""Choose a device's attention implementation: flash attention by its version, else sdpa, never silently."""
 
 import importlib
 import logging
@@ -14,18 +14,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttention:
-    """What a version of flash attention needs.
+    """The requirements of a version of flash attention.
 
     Attributes:
         module: of its extension.
         package: to install.
-        least, greatest: compute capability.
+        minimum, maximum: CUDA compute capability.
     """
 
     module: str
     package: str
-    least: float
-    greatest: float
+    minimum: float
+    maximum: float
 
 
 # FlashAttention-2 is built for Ampere and later, FlashAttention-3 for Hopper alone (README.md of
@@ -33,10 +33,10 @@ class FlashAttention:
 # flash_attn/cute/interface.py), and transformers 5.23 refuses it below 9 (FLASH_ATTENTION_COMPATIBILITY_MATRIX).
 FLASH = {
     "flash_attention_3": FlashAttention(
-        module="flash_attn_interface", package="flash_attn_3", least=9.0, greatest=9.9
+        module="flash_attn_interface", package="flash_attn_3", minimum=9.0, maximum=9.9
     ),
-    "flash_attention_2": FlashAttention(module="flash_attn", package="flash-attn", least=8.0, greatest=12.9),
-    "flash_attention_4": FlashAttention(module="flash_attn.cute", package="flash-attn-4", least=9.0, greatest=12.9),
+    "flash_attention_2": FlashAttention(module="flash_attn", package="flash-attn", minimum=8.0, maximum=12.9),
+    "flash_attention_4": FlashAttention(module="flash_attn.cute", package="flash-attn-4", minimum=9.0, maximum=12.9),
 }
 # What resolve_attention() takes unasked, the fastest first; version 4 is in beta.
 _UNASKED = ("flash_attention_3", "flash_attention_2")
@@ -111,7 +111,7 @@ def resolve_attention(hardware: Hardware, requested: str | None = None) -> str:
 
 
 def _unsupported(name: str, hardware: Hardware) -> str:
-    """Why a device cannot train with an attention implementation, "" where it can or where the name is not known."""
+    """The reason that a device cannot train with an attention; "" where it can or where the name is not known."""
     if name.startswith("paged"):
         return "paged attention generates text, it does not train"
     if name == "flex_attention" and hardware.backend not in ("cuda", "rocm"):
@@ -126,16 +126,16 @@ def _unsupported(name: str, hardware: Hardware) -> str:
 def _unfit(flash: FlashAttention, hardware: Hardware) -> str:
     if hardware.backend != "cuda":
         return f"{hardware.label} is not an NVIDIA card"
-    if not flash.least <= hardware.capability <= flash.greatest:
+    if not flash.minimum <= hardware.capability <= flash.maximum:
         return (
             f"{hardware.label} has compute capability {hardware.architecture}, "
-            f"it needs {flash.least} to {flash.greatest}"
+            f"it needs {flash.minimum} to {flash.maximum}"
         )
     return ""
 
 
 def _obstacle(name: str, hardware: Hardware) -> str:
-    """Why a flash attention cannot be used on a device of this machine, "" where it can."""
+    """The reason that a flash attention cannot be used on a device of this machine, "" where it can."""
     flash = FLASH[name]
     return _unfit(flash, hardware) or _import_error(flash.module, flash.package)
 

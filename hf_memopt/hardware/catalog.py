@@ -75,7 +75,7 @@ class Hardware:
 
     @property
     def discrete_memory(self) -> bool:
-        """Whether there is host memory beside the device's, for what is offloaded."""
+        """True if there is host memory beside the device's, for what is offloaded."""
         return self.backend not in ("cpu", "mps") and not self.unified_memory
 
     @property
@@ -85,7 +85,7 @@ class Hardware:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is a data center's device, above a desktop's 32 GB with room for the 40 GB of an A100."""
+        """True if it is a data center's device, above a desktop's 32 GB with room for the 40 GB of an A100."""
         return self.memory > 36 * GIB
 
 
@@ -100,8 +100,8 @@ def catalog_entry(name: str) -> Hardware:
     Raises:
         InputError: no such device, or several.
     """
-    known = catalog()
-    return known[name] if name in known else known[match(name, known)]
+    devices = catalog()
+    return devices[name] if name in devices else devices[match(name, devices)]
 
 
 @functools.cache

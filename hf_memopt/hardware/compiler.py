@@ -1,4 +1,4 @@
-"""What can be compiled on this machine: DeepSpeed builds its operators at first use."""
+"""Compilers of this machine, and what they can build: DeepSpeed builds its operators at first use."""
 
 import os
 import shutil
@@ -18,15 +18,15 @@ def compiler() -> str | None:
 
 
 def has_libaio() -> bool:
-    """Whether DeepSpeed's disk access can be built: the compiler finds libaio's header and library.
+    """True if DeepSpeed's disk access can be built: the compiler finds libaio's header and library.
 
     DeepSpeed's own check (OpBuilder.has_function) answers no wherever stderr is not a file, as in a notebook.
     """
-    found = compiler()
-    if found is None:
+    path = compiler()
+    if path is None:
         return False
     with tempfile.TemporaryDirectory() as folder:
-        command = [found, "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
+        command = [path, "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
         return subprocess.run(command, input=_USES_LIBAIO, text=True, capture_output=True).returncode == 0
 
 
@@ -43,5 +43,5 @@ def abandoned_locks() -> list[Path]:
 
 
 def _build_prefix() -> str:
-    """How torch's folders of this Python's extensions begin (torch.utils.cpp_extension._get_build_directory)."""
+    """The beginning of torch's folders of this Python's extensions (cpp_extension._get_build_directory)."""
     return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_"

@@ -1,4 +1,4 @@
-"""What is assumed of devices beside the catalog's figures: one table, each row with its unit and its source.
+"""Assumptions about devices beside the catalog's figures: one table, each row with its unit and its source.
 
 `hf-memopt calibrate` measures some of them on the user's own card (hardware.measured), and its values go before these.
 """
@@ -34,7 +34,7 @@ class Constant:
     architectures: tuple[str, ...] | None = None
 
     def applies_to(self, device: Hardware) -> bool:
-        """Whether the row holds for a device."""
+        """True if the row holds for a device."""
         if self.backends is not None and device.backend not in self.backends:
             return False
         if self.architectures is not None and device.architecture not in self.architectures:
@@ -393,7 +393,7 @@ MEASURABLE = {
     "step_time_ratio": Measurable("step time", "measured ÷ predicted", 1e-2, 1e3),
 }
 
-SPEEDS = tuple(name for name, one in MEASURABLE.items() if one.unit != "bytes")
+SPEEDS = tuple(name for name, row in MEASURABLE.items() if row.unit != "bytes")
 _SHOWN = {
     "bytes": lambda value: f"{value / MIB:,.{0 if value > 100 * MIB else 1}f} MiB",
     "FLOP/s": lambda value: f"{value / 1e12:,.1f} TFLOP/s",

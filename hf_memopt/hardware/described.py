@@ -53,10 +53,10 @@ def _parsed(parse, text: str, kind: str) -> dict[str, Any]:
 
 
 def _build(entry: dict[str, Any], origin: str) -> Hardware:
-    known = (*_QUANTITIES, *_FLAGS, *_TEXTS)
+    fields = (*_QUANTITIES, *_FLAGS, *_TEXTS)
     for name, value in entry.items():
-        if name not in known:
-            raise choose("field of hardware", name, known)
+        if name not in fields:
+            raise choose("field of hardware", name, fields)
         expected = bool if name in _FLAGS else str if name in _TEXTS else (int, float, str)
         if not isinstance(value, expected) or (name in _QUANTITIES and isinstance(value, bool)):
             raise InputError(f"hardware: {name}={brief(value)} is not what it takes; write it as {_EXAMPLE}")

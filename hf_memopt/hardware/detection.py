@@ -1,4 +1,4 @@
-"""What this machine is: a catalog entry where the device is known, a truthful generic one where it is not."""
+"""Detect this machine: a catalog entry where the device is known, a truthful generic one where it is not."""
 
 import os
 import platform
@@ -50,15 +50,15 @@ def detect() -> Hardware:
 
 def counterpart(hardware: Hardware) -> Hardware | None:
     """This machine's device of the same kind (backend) as another one; None where it has none."""
-    found = _cpu() if hardware.backend == "cpu" else detect()
-    return found if found.backend == hardware.backend else None
+    device = _cpu() if hardware.backend == "cpu" else detect()
+    return device if device.backend == hardware.backend else None
 
 
 def _cuda(properties, hip: str | None) -> Hardware:
     """A CUDA or ROCm device from PyTorch's properties object."""
     backend = "rocm" if hip else "cuda"
-    if known := _known(properties, backend):
-        return replace(known, memory=properties.total_memory)
+    if entry := _known(properties, backend):
+        return replace(entry, memory=properties.total_memory)
     architecture = properties.gcnArchName.split(":")[0] if hip else f"{properties.major}.{properties.minor}"
     # gfx9 from gfx90a on (MI200, MI300) and gfx11 on (RDNA 3, 4) have bf16 matrix instructions.
     native = bool(re.match(r"gfx(90a|94|95|11|12)", architecture)) if hip else float(architecture) >= 8.0
@@ -92,8 +92,8 @@ def _bus_bandwidth(properties) -> float | None:
 
 
 def _xpu(properties) -> Hardware:
-    if known := _known(properties, "xpu"):
-        return replace(known, memory=properties.total_memory)
+    if entry := _known(properties, "xpu"):
+        return replace(entry, memory=properties.total_memory)
     return _generic(
         properties.name,
         vendor="intel",
@@ -112,9 +112,9 @@ def _apple(working_set: int) -> Hardware:
 
     chip = command_output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
     total = psutil.virtual_memory().total
-    for known in catalog().values():
-        if chip == f"Apple {known.architecture}" and _same_memory(total, known.nominal_memory):
-            return replace(known, memory=working_set)
+    for entry in catalog().values():
+        if chip == f"Apple {entry.architecture}" and _same_memory(total, entry.nominal_memory):
+            return replace(entry, memory=working_set)
     return _generic(
         f"{chip} {round(total / GIB)} GB",
         vendor="apple",
@@ -160,9 +160,9 @@ def _generic(label: str, **figures) -> Hardware:
     )
 
 
-def _same_memory(found: int, nominal: int) -> bool:
+def _same_memory(total: int, nominal: int) -> bool:
     # Drivers keep up to 9 % back (a T4 shows 14.56 of 16 GiB); the next size sold is at least 20 % away.
-    return 0.88 * nominal <= found <= 1.02 * nominal
+    return 0.88 * nominal <= total <= 1.02 * nominal
 
 
 def host_memory() -> int:
@@ -195,7 +195,7 @@ def cpu_name() -> str:
 
 
 def command_output(*command: str) -> str:
-    """What a command prints, stripped; "" where it fails, is missing or takes longer than ten seconds."""
+    """The output of a command, stripped; "" where it fails, is missing or takes longer than ten seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -10,7 +10,7 @@ from hf_memopt.units import GIB, gib
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What may be used on the host for each device.
+    """The host memory that each device may use.
 
     Attributes:
         bytes: for one process.
@@ -43,7 +43,7 @@ _SERVER = (64, "a server with 64 GiB for each device")  # of large devices that 
 
 
 def assumed_host_memory(device: Hardware) -> HostMemory:
-    """What a box with this device is assumed to have for it; of unified memory, all of the machine's."""
+    """The host memory that a box with this device is assumed to have for it; of unified memory, the machine's."""
     if not device.discrete_memory and device.nominal_memory:
         return HostMemory(device.nominal_memory, "unified memory, which holds what the device uses, too")
     usual = _SERVER if device.is_large and not device.name.startswith("rtx") else _DESKTOP
@@ -52,7 +52,7 @@ def assumed_host_memory(device: Hardware) -> HostMemory:
 
 
 def own_host_memory(processes: int) -> HostMemory:
-    """What is free on this machine, for each of so many processes on it."""
+    """The free memory of this machine, for each of so many processes on it."""
     import psutil
 
     free = min(host_memory(), psutil.virtual_memory().available)

@@ -25,7 +25,7 @@ from hf_memopt.terminal import plain
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 1  # of a device's file; files of another one are not read
 SWITCH = "HF_MEMOPT_CALIBRATION"  # off: predictions rest on the table alone, as the ones in docs/ do
 VERSIONS = ("torch", "runtime", "driver")  # a file counts only under the ones that it was measured with
 _LARGEST = 2**20  # bytes; a file has some twenty KiB
@@ -35,7 +35,7 @@ _ERROR = (-1.0, 100.0)  # predicted over measured, less 1
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """What was measured on one device.
+    """The measurements of one device.
 
     Attributes:
         device: name (of the catalog, or generic_…), label, backend, architecture and memory (bytes).
@@ -55,7 +55,7 @@ class DeviceFile:
 
     @property
     def source(self) -> str:
-        """On what and when it was measured, for a note."""
+        """The device and the date of the measurements, for a note."""
         versions = [f"{name} {self.versions[key]}" for key, name in self._named_versions() if self.versions.get(key)]
         return f"measured on {self.device['label']} ({', '.join([self.date, *versions])})"
 
@@ -70,13 +70,13 @@ def constant(name: str, device: Hardware) -> Constant:
     Raises:
         KeyError: there is none of that name.
     """
-    found = measured_value(name, device)
+    value = measured_value(name, device)
     row = assumed(name, device)
-    return row if found is None else replace(row, value=found, measured=True, source=measured_on(device).source)
+    return row if value is None else replace(row, value=value, measured=True, source=measured_on(device).source)
 
 
 def measured_value(name: str, device: Hardware) -> float | None:
-    """What calibrate measured on a device; None where it did not."""
+    """The value that calibrate measured on a device; None where it did not."""
     file = measured_on(device)
     return None if file is None else file.constants.get(name)
 
@@ -93,7 +93,7 @@ def measured_on(device: Hardware) -> DeviceFile | None:
 
 
 def device_folder() -> Path:
-    """Where the files of this user's devices are."""
+    """The folder of the files of this user's devices."""
     return cache_folder() / "devices"
 
 
@@ -129,12 +129,12 @@ def _newest(name: str, label: str, folder: str) -> DeviceFile | None:
 
 
 def _different_versions(file: DeviceFile) -> str:
-    here = versions_here()
+    versions = versions_here()
     named = dict(file._named_versions())
     return ", ".join(
-        f"{named[key]} {file.versions[key]} (here {here[key]})"
+        f"{named[key]} {file.versions[key]} (here {versions[key]})"
         for key in VERSIONS
-        if here[key] and file.versions.get(key) and here[key] != file.versions[key]
+        if versions[key] and file.versions.get(key) and versions[key] != file.versions[key]
     )
 
 
@@ -159,8 +159,8 @@ def _driver(amd: bool) -> str | None:
             file = Path("/sys/module/amdgpu/version")
             loaded = Path("/sys/module/amdgpu").is_dir()
             return file.read_text().strip() if file.is_file() else platform.release() if loaded else None
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         return answer.split("\n")[0].strip() or None
     except (OSError, subprocess.SubprocessError):  # no driver here
         return None

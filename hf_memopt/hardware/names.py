@@ -42,36 +42,36 @@ def short_name(name: str) -> str:
     return "_".join(re.sub(r"(\d+) GB", r"\1gb", bare).replace("-", " ").lower().split())
 
 
-def match(name: str, known: Mapping) -> str:
+def match(name: str, devices: Mapping) -> str:
     """The catalog's name for a name as people write it.
 
     Args:
-        known: catalog name -> Hardware.
+        devices: catalog name -> Hardware.
 
     Raises:
         InputError: no device has such a name, or several have.
     """
-    closest = candidates(name, known)
+    closest = candidates(name, devices)
     if not closest:
         raise InputError(
-            f"{choose('hardware', name, [*known, 'auto'])} Another device can be described: see docs/plans.md."
+            f"{choose('hardware', name, [*devices, 'auto'])} Another device can be described: see docs/plans.md."
         )
     if len(closest) > 1:
         raise InputError(f"hardware={name} could be {', '.join(closest[:-1])} or {closest[-1]}: say which")
     return closest[0]
 
 
-def candidates(name: str, known: Mapping) -> list[str]:
+def candidates(name: str, devices: Mapping) -> list[str]:
     """The catalog's names that a name may stand for: those with all its tokens and the fewest others."""
-    wanted = tokens(name)
+    words = tokens(name)
     distances = {
-        key: _distance(tokens(key) - wanted)
-        for key, device in known.items()
-        if wanted and wanted <= tokens(f"{key} {device.label}")
+        key: _distance(tokens(key) - words)
+        for key, device in devices.items()
+        if words and words <= tokens(f"{key} {device.label}")
     }
     return sorted(key for key, distance in distances.items() if distance == min(distances.values()))
 
 
 def _distance(missing: frozenset[str]) -> float:
-    """How far a name is from a device's; a size left out counts less than a "Ti" or "Laptop"."""
+    """The distance of a name from a device's; a size left out counts less than a "Ti" or "Laptop"."""
     return sum(0.5 if token.endswith("gb") else 1 for token in missing)

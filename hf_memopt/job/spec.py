@@ -74,12 +74,12 @@ class JobSpec:
 
     @property
     def model_name(self) -> str:
-        """As the user wrote it; of a configuration object where it was read, or its type."""
+        """The model as the user wrote it; of a configuration object where it was read, or its type."""
         return str(self.model) if self.is_named else self.config.name_or_path or self.config.model_type
 
     @property
     def is_named(self) -> bool:
-        """Whether the model is a name or a path, which a recipe's command line takes, too."""
+        """True if the model is a name or a path, which a recipe's command line takes, too."""
         return isinstance(self.model, str | Path)
 
     @property

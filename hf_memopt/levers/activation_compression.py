@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _BLOCK = 128  # elements per scale, which adds 1/32 byte per element
 _SMALLEST = 4096  # elements; smaller tensors are kept uncompressed
 _AT_ONCE = 1 << 22  # elements quantized at a time, which bounds temporaries
-_LARGEST_CODE = 127
+_LARGEST_CODE = 127  # of int8, symmetric about 0
 
 
 def compress_activations(model: torch.nn.Module) -> "Compressor":
@@ -41,13 +41,12 @@ class Compressed:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.source = StorageWeakRef(
-            tensor.untyped_storage()
-        )  # while it is referenced, no other storage gets its address
+        # While it is referenced, no other storage gets its address.
+        self.source = StorageWeakRef(tensor.untyped_storage())
         flat = (tensor if is_dense(tensor) else tensor.contiguous()).as_strided((tensor.numel(),), (1,))
-        whole = len(flat) // _BLOCK * _BLOCK
-        blocks = flat[:whole].view(-1, _BLOCK)
-        self.dtype, self.rest = tensor.dtype, flat[whole:].clone()
+        end = len(flat) // _BLOCK * _BLOCK
+        blocks = flat[:end].view(-1, _BLOCK)
+        self.dtype, self.rest = tensor.dtype, flat[end:].clone()
         self.codes = torch.empty(blocks.shape, dtype=torch.int8, device=tensor.device)
         self.scales = torch.empty((len(blocks), 1), dtype=torch.float32, device=tensor.device)
         quantize, _ = _kernels(tensor.device.type)
@@ -62,12 +61,12 @@ class Compressed:
         """
         codes = self.codes if codes is None else codes
         flat = torch.empty(codes.numel() + len(self.rest), dtype=self.dtype, device=codes.device)
-        whole = codes.numel()
-        blocks = flat[:whole].view(-1, _BLOCK)
+        end = codes.numel()
+        blocks = flat[:end].view(-1, _BLOCK)
         _, restore = _kernels(codes.device.type)
         for rows in _slices(len(blocks)):
             restore(codes[rows], self.scales[rows], blocks[rows])
-        flat[whole:] = self.rest
+        flat[end:] = self.rest
         return flat
 
 
@@ -103,10 +102,10 @@ class Compressor:
         stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
         return compressed, tensor.shape, stride
 
-    def unpack(self, kept):
-        if isinstance(kept, torch.Tensor):
-            return kept
-        compressed, shape, stride = kept
+    def unpack(self, saved):
+        if isinstance(saved, torch.Tensor):
+            return saved
+        compressed, shape, stride = saved
         return compressed.decompress().as_strided(shape, stride)
 
     def _is_compressible(self, tensor: torch.Tensor) -> bool:
@@ -125,11 +124,11 @@ class Compressor:
 
     @staticmethod
     def _is_mask(tensor: torch.Tensor) -> bool:
-        """Whether it is an additive attention mask, (batch, 1, queries, keys)."""
+        """True if it is an additive attention mask, (batch, 1, queries, keys)."""
         return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-1] >= tensor.shape[-2] > 1
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight, a view of one, or autocast's copy of one."""
+        """True if it is a weight, a view of one, or autocast's copy of one."""
         if tensor.untyped_storage()._cdata in self._weights:
             return True
         if tensor.dim() != 2:
@@ -139,7 +138,7 @@ class Compressor:
 
 
 def _is_log_sum_exp(tensor: torch.Tensor, heads: tuple) -> bool:
-    """Whether it is attention's log-sum-exp, (batch, heads, tokens), from which backward recomputes the probabilities.
+    """True if it is attention's log-sum-exp, (batch, heads, tokens), which backward makes the probabilities from.
     Some kernels pad the tokens, or order the dimensions differently."""
     if tensor.dim() == 3 and len(heads) == 3:
         return tuple(tensor.shape[:2]) == tuple(heads[:2])

@@ -76,16 +76,15 @@ class Offloaded:
 
     Attributes:
         number: position in the order of offloading.
-        here: the elements on the device, once they are fetched or prefetched.
+        on_device: the elements on the device, once they are fetched or prefetched.
         fetched: the event of that copy.
     """
 
     def __init__(self, number: int, source: torch.Tensor, host: torch.Tensor) -> None:
         self.number, self.host, self.device = number, host, source.device
-        self.storage = StorageWeakRef(
-            source.untyped_storage()
-        )  # while it is referenced, no other storage gets its address
-        self.here: torch.Tensor | None = None
+        # While it is referenced, no other storage gets its address.
+        self.storage = StorageWeakRef(source.untyped_storage())
+        self.on_device: torch.Tensor | None = None
         self.fetched: Any = None
 
 
@@ -100,11 +99,11 @@ class Offloader:
     def __init__(self, compressor: Compressor | None = None, lanes_for: Callable | None = None) -> None:
         self.compressor, self.lanes_for = compressor, lanes_for or make_lanes
         self._lanes: Any = None
-        self._asked = False
+        self._prepared = False
         self._weights: set[int] = set()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._leaving: deque = deque()
-        self._known: WeakValueDictionary[tuple, Offloaded] = WeakValueDictionary()
+        self._offloaded: WeakValueDictionary[tuple, Offloaded] = WeakValueDictionary()
         self._by_number: WeakValueDictionary[int, Offloaded] = WeakValueDictionary()
         self._moved = 0
 
@@ -113,8 +112,8 @@ class Offloader:
         self._weights = weight_storages(model)
         if self.compressor is not None:
             self.compressor.begin(model, inputs)
-        if not self._asked:
-            self._lanes, self._asked = self.lanes_for(next(model.parameters()).device), True
+        if not self._prepared:
+            self._lanes, self._prepared = self.lanes_for(next(model.parameters()).device), True
 
     def end(self) -> None:
         """Wait for all running copies to the host, and free the tensors' device memory."""
@@ -122,23 +121,23 @@ class Offloader:
             self._drop_oldest()
 
     def pack(self, tensor):
-        kept = self.compressor.pack(tensor) if self.compressor is not None else tensor
-        if isinstance(kept, torch.Tensor):
-            return self._offload(kept), kept.shape, kept.stride()
-        compressed = kept[0]
+        saved = self.compressor.pack(tensor) if self.compressor is not None else tensor
+        if isinstance(saved, torch.Tensor):
+            return self._offload(saved), saved.shape, saved.stride()
+        compressed = saved[0]
         if not isinstance(compressed.codes, Offloaded):
             compressed.codes = self._offload(compressed.codes)
-        return kept
+        return saved
 
-    def unpack(self, kept):
-        first, shape, stride = kept
+    def unpack(self, saved):
+        first, shape, stride = saved
         if isinstance(first, torch.Tensor):
             return first
         if isinstance(first, Offloaded):
             return self._fetch(first).as_strided(shape, stride)
         codes = first.codes
-        here = self._fetch(codes).view(len(first.scales), -1) if isinstance(codes, Offloaded) else codes
-        return first.decompress(here).as_strided(shape, stride)
+        codes = self._fetch(codes).view(len(first.scales), -1) if isinstance(codes, Offloaded) else codes
+        return first.decompress(codes).as_strided(shape, stride)
 
     def _offload(self, tensor: torch.Tensor):
         size = tensor.numel() * tensor.element_size()
@@ -147,9 +146,9 @@ class Offloader:
         if tensor.untyped_storage()._cdata in self._weights:
             return tensor
         key = location(tensor)
-        moved = self._known.get(key)
+        moved = self._offloaded.get(key)
         if moved is None:
-            moved = self._known[key] = self._move(tensor, size)
+            moved = self._offloaded[key] = self._move(tensor, size)
         return moved
 
     def _move(self, tensor: torch.Tensor, size: int) -> Offloaded:
@@ -176,13 +175,13 @@ class Offloader:
         self.end()
         for number in range(moved.number, moved.number - 1 - _IN_FLIGHT, -1):
             prefetched = self._by_number.get(number)
-            if prefetched is not None and prefetched.here is None:
-                prefetched.here = torch.empty(
+            if prefetched is not None and prefetched.on_device is None:
+                prefetched.on_device = torch.empty(
                     prefetched.host.shape, dtype=prefetched.host.dtype, device=prefetched.device
                 )
-                prefetched.fetched = self._lanes.copy(prefetched.here, prefetched.host)
+                prefetched.fetched = self._lanes.copy(prefetched.on_device, prefetched.host)
         self._lanes.wait(moved.fetched)
-        return moved.here
+        return moved.on_device
 
 
 def _buffer_bytes(size: int) -> int:
@@ -192,7 +191,7 @@ def _buffer_bytes(size: int) -> int:
 
 
 def make_lanes(device: torch.device):
-    """What copies between a device and host memory; None, with a warning, where they share their memory."""
+    """Make what copies between a device and host memory; None, with a warning, where they share their memory."""
     if device.type in ("cpu", "mps"):
         logger.warning("activation_offload has no effect here: activations are in host memory already")
         return None

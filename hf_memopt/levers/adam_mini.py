@@ -60,9 +60,8 @@ class AdamMini(torch.optim.Optimizer):
         self._blocks |= {copies[weight]: blocks for weight, blocks in self._blocks.items() if weight in copies}
 
     def load_state_dict(self, state_dict) -> None:
-        super().load_state_dict(
-            state_dict
-        )  # casts states to their weight's dtype; the second moment is restored in fp32 below
+        # This casts states to their weight's dtype; the second moment is restored in fp32 below.
+        super().load_state_dict(state_dict)
         weights = [weight for group in self.param_groups for weight in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for weight, number in zip(weights, numbers, strict=True):
@@ -86,10 +85,10 @@ class AdamMini(torch.optim.Optimizer):
         shape, within = self._blocks.get(weight) or _blocks([], "", tuple(weight.shape), None)
         state = self.state[weight]
         if not state:
-            kept = [1 if dim in within else size for dim, size in enumerate(shape)]
+            reduced = [1 if dim in within else size for dim, size in enumerate(shape)]
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros(kept, dtype=torch.float32, device=weight.device)
+            state["exp_avg_sq"] = torch.zeros(reduced, dtype=torch.float32, device=weight.device)
         state["step"] += 1
         (slow, slower), step = group["betas"], state["step"]
         gradient, mean, square = weight.grad, state["exp_avg"], state["exp_avg_sq"]

@@ -33,8 +33,8 @@ def keep_answer_logits(model) -> None:
         if labels is None or asked_for or kwargs.get("logits_to_keep"):
             return forward(*args, labels=labels, **kwargs)
         shifted = shifted_labels(labels, kwargs.pop("shift_labels", None))
-        kept = _labeled_positions(shifted)
-        return forward(*args, labels=labels, logits_to_keep=kept, shift_labels=shifted[:, kept], **kwargs)
+        positions = _labeled_positions(shifted)
+        return forward(*args, labels=labels, logits_to_keep=positions, shift_labels=shifted[:, positions], **kwargs)
 
     replace(inner, "forward", with_fewer_logits)
 
@@ -55,5 +55,5 @@ def _labeled_positions(labels: torch.Tensor) -> torch.Tensor:
     """Positions that have a label in any sample, at least one; all positions if the labels have no values."""
     if has_no_values(labels):
         return torch.arange(labels.shape[1], device=labels.device)
-    found = (labels != IGNORED).any(dim=0).nonzero().squeeze(1)
-    return found if len(found) else torch.zeros(1, dtype=torch.long, device=labels.device)
+    positions = (labels != IGNORED).any(dim=0).nonzero().squeeze(1)
+    return positions if len(positions) else torch.zeros(1, dtype=torch.long, device=labels.device)

@@ -184,9 +184,9 @@ def _check_values(feature: type[Feature], on: MemoryArguments) -> None:
         value = getattr(on, name)
         if value is not None and not 0 <= value <= 1:
             raise InputError(f"{name}={value} must lie between 0 ({nothing}) and 1 (all)")
-    for name, known in feature.choices.items():
-        if getattr(on, name) not in (None, *known):
-            raise choose(name, getattr(on, name), known)
+    for name, choices in feature.choices.items():
+        if getattr(on, name) not in (None, *choices):
+            raise choose(name, getattr(on, name), choices)
     feature.check(on)
 
 

@@ -76,7 +76,7 @@ def text_configs(inner) -> list:
 
 
 def uses_flex(device) -> bool:
-    """Whether flex attention has a backward pass on a device."""
+    """True if flex attention has a backward pass on a device."""
     return torch.device(device).type == "cuda"
 
 
@@ -177,10 +177,10 @@ def _track_positions(inner, setting: str) -> None:
 
     @functools.wraps(forward)
     def with_positions(*args, **kwargs):
-        given = signature.bind_partial(inner, *args, **kwargs).arguments
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        arguments = signature.bind_partial(inner, *args, **kwargs).arguments
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         # generate() with a static cache passes a 4D mask that was already made with the pattern.
-        if mask is not None and mask.ndim == 4 and given.get("past_key_values") is None:
+        if mask is not None and mask.ndim == 4 and arguments.get("past_key_values") is None:
             raise InputError(f"{setting}: the batch brings an attention_mask of its own: use one of them")
         # 3D positions (videos) are not positions in a sequence.
         token = _POSITIONS.set(positions if positions is not None and positions.ndim == 2 else None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHUNK = 1024  # tokens: what this package itself computes at once
-_MOST_PIECES = 32  # of a micro-batch
+_MOST_CHUNKS = 32  # of a micro-batch
 
 
 def _always(job) -> bool:
@@ -17,9 +17,9 @@ def micro_batch_tokens(job) -> int:
     return (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
 
 
-def piece(tokens: int) -> int:
-    """Tokens computed at once: more of a very large micro-batch, whose pieces take time and save little each."""
-    return max(CHUNK, tokens // _MOST_PIECES)
+def chunk_tokens(tokens: int) -> int:
+    """Tokens computed at once: more of a very large micro-batch, since many small chunks take time and save little."""
+    return max(CHUNK, tokens // _MOST_CHUNKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Change:
     effect: str = ""
 
     def settings_for(self, job) -> Mapping[str, Any] | None:
-        """What it sets for a job; None where it changes nothing, or where the job could not run with it."""
+        """The settings for a job; None where the change changes nothing, or where the job could not run with it."""
         settings = self.compute(job) if self.compute else self.settings if self.applies(job) else None
         if settings is None:
             return None

@@ -1,4 +1,4 @@
-"""What to change where memory does not suffice: the one table that estimates, plans and explained failures ask.
+"""Changes where memory does not suffice: the one table that estimates, plans and explained failures ask.
 
 A row proposes nothing that the compatibility table or another memory feature refuses for the job, so no advice ends in
 the next error.
@@ -21,7 +21,7 @@ SHORTEST = 512  # tokens: shorter samples than these are not proposed
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What is known of a job that is to take less memory. The defaults stand for a job of which only a log is left.
+    """Facts of a job that is to take less memory. The defaults stand for a job of which only a log is left.
 
     Attributes:
         setup: the job in the terms of the compatibility table.
@@ -43,7 +43,7 @@ class JobFacts:
 
     @classmethod
     def on_device(cls, device: str) -> "JobFacts":
-        """A job of which nothing but its kind of device is known: cuda, rocm, mps, xpu or cpu."""
+        """A job of which only the kind of device is known: cuda, rocm, mps, xpu or cpu."""
         return cls(setup=Setup(device=device), discrete_memory=device not in ("mps", "cpu"))
 
     @property
@@ -75,14 +75,14 @@ _NOT_TRAINING = {"strategy", "method", "dtype", "seq_len", "max_frames"}
 
 
 def training_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a change's settings that are TrainingArguments fields."""
+    """Select those of a change's settings that are TrainingArguments fields."""
     return {
         name: value for name, value in settings.items() if name not in _NOT_TRAINING.union(MemoryArguments.names())
     }
 
 
 def proposals(job: JobFacts, changes: Iterable[Change]) -> Iterator[tuple[Change, Mapping[str, Any]]]:
-    """Those of the changes that the job can take, each with its settings."""
+    """Yield those of the changes that the job can take, each with its settings."""
     for change in changes:
         if (settings := change.settings_for(job)) is not None:
             yield change, settings

@@ -62,7 +62,7 @@ class LazyLogits:
 
     def materialize(self) -> torch.Tensor:
         """Compute all logits."""
-        logits = self.head(self.hidden, then=functional.linear)
+        logits = self.head(self.hidden, compute=functional.linear)
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -170,9 +170,9 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
         raise InputError(f"loss_chunk_size={size}: {type(inner).__name__} computes its loss itself; leave it out")
     plain = inner.loss_function
 
-    def promise(hidden, then=None):
-        if then is not None:  # engines gather a module's weight only while the module is called
-            return then(hidden, head.weight, head.bias)
+    def promise(hidden, compute=None):
+        if compute is not None:  # engines gather a module's weight only while the module is called
+            return compute(hidden, head.weight, head.bias)
         if inner.training and torch.is_grad_enabled():
             return LazyLogits(hidden, head)
         return functional.linear(hidden, head.weight, head.bias)
@@ -211,9 +211,7 @@ def _loss(
         return _LinearCrossEntropy.apply(hidden, weight, bias, target, size, logits.steps, smoothing, dtype)
 
     with torch.autocast(kind, enabled=False):
-        total = logits.head(hidden.to(dtype), then=summed)
-    return total / (counted.sum() if num_items_in_batch is None else _on_device_of(num_items_in_batch, total))
-
-
-def _on_device_of(number, tensor: torch.Tensor):
-    return number.to(tensor.device) if isinstance(number, torch.Tensor) else number
+        total = logits.head(hidden.to(dtype), compute=summed)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)

@@ -53,8 +53,8 @@ def _with_experts(plain: type, peft_config) -> type:
             }
 
         def param_needs_quantization(self, model, param_name, **kwargs):
-            known = getattr(self, "_experts", {})
-            return param_name in known or super().param_needs_quantization(model, param_name, **kwargs)
+            experts = getattr(self, "_experts", {})
+            return param_name in experts or super().param_needs_quantization(model, param_name, **kwargs)
 
         def get_quantize_ops(self):
             return _quantize_operation(super().get_quantize_ops(), self)

@@ -1,4 +1,4 @@
-"""What a memory feature declares beside its arguments; MemoryArguments is made of all features (arguments.py)."""
+"""A memory feature's declaration beside its arguments; MemoryArguments is made of all features (arguments.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -39,9 +39,9 @@ def _note_trained(module: torch.nn.Module, trained: dict[torch.nn.Module, bool |
     Each is looked at once: to list the weights below every module anew took a twentieth of a trace with adapters.
     """
     if module not in trained:
-        found = [weight.requires_grad for weight in module.parameters(recurse=False)]
-        found += [one for child in module.children() if (one := _note_trained(child, trained)) is not None]
-        trained[module] = any(found) if found else None
+        flags = [weight.requires_grad for weight in module.parameters(recurse=False)]
+        flags += [flag for child in module.children() if (flag := _note_trained(child, trained)) is not None]
+        trained[module] = any(flags) if flags else None
     return trained[module]
 
 

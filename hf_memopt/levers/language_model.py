@@ -15,7 +15,7 @@ def inner_model(model):
 
 
 def uses_loss_function(model) -> bool:
-    """Whether forward() of a model or model class calls `self.loss_function`, rather than computing the loss itself.
+    """True if forward() of a model or model class calls `self.loss_function`, rather than computing the loss itself.
 
     Read from its source: transformers 5.23 has no attribute that says so.
     """
@@ -33,5 +33,5 @@ def shifted_labels(labels, shifted=None, ignore_index: int = IGNORED) -> torch.T
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one of the estimator without a known value."""
+    """True if a tensor is a fake one of the estimator without a known value."""
     return isinstance(tensor, FakeTensor) and getattr(tensor, "known_value", None) is None

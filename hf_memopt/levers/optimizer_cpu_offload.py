@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 def keep_on_host(
     optimizer,
-    is_apart: Callable[[torch.Tensor], bool] | None = None,
-    booking: Callable[[], AbstractContextManager] = nullcontext,
+    has_discrete_memory: Callable[[torch.Tensor], bool] | None = None,
+    counting: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:
     """Move a torch optimizer that has not stepped yet to copies of its weights in host memory.
 
     Args:
-        is_apart: whether a weight's device has discrete memory. If no weight's has, only a warning is logged.
-        booking: a context for the allocations of host memory.
+        has_discrete_memory: of a weight's device. Where no weight's has, only a warning is logged.
+        counting: a context for the allocations of host memory.
     """
-    apart = is_apart or (lambda weight: weight.device.type not in ("cpu", "mps"))
+    is_on_device = has_discrete_memory or (lambda weight: weight.device.type not in ("cpu", "mps"))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if not any(map(apart, weights)):
+    if not any(map(is_on_device, weights)):
         logger.warning("optimizer_cpu_offload has no effect here: the optimizer is in host memory already")
         return
-    with booking():
-        copies = {weight: _host_copy(weight) for weight in weights if apart(weight)}
+    with counting():
+        copies = {weight: _host_copy(weight) for weight in weights if is_on_device(weight)}
         gradients = {weight: torch.empty_like(copy, pin_memory=copy.is_pinned()) for weight, copy in copies.items()}
         _move_states(optimizer, copies)
     if hasattr(optimizer, "follow"):  # Adam-mini keys its blocks by weight

@@ -57,7 +57,7 @@ def quantize_experts(model: torch.nn.Module) -> None:
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Whether a module's experts are quantized, when the model was loaded or by quantize_experts()."""
+    """True if a module's experts are quantized, when the model was loaded or by quantize_experts()."""
     return _before in module._forward_pre_hooks.values()
 
 
@@ -73,7 +73,7 @@ def expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
 
 
 def stays(path: str, module: torch.nn.Module, peft_config) -> bool:
-    """Whether adapters will train a module of experts, or change a parameter of it.
+    """True if adapters will train a module of experts, or change a parameter of it.
 
     peft (0.21) finds parameters of parametrized modules by their whole names only, and leaves the adapters' factors
     among their parametrizations after every forward pass: such a module stays as it is.
@@ -106,9 +106,9 @@ def quantize(values: torch.Tensor, quantization) -> torch.nn.Parameter:
         compress_statistics=quantization.bnb_4bit_use_double_quant,
         quant_type=quantization.bnb_4bit_quant_type,
     )
-    packed = torch.nn.Parameter(codes, requires_grad=False)
-    packed.expert_state = state
-    return packed
+    quantized = torch.nn.Parameter(codes, requires_grad=False)
+    quantized.expert_state = state
+    return quantized
 
 
 def dequantize_on_access(module: torch.nn.Module, name: str) -> None:
@@ -133,8 +133,8 @@ def _before(module: torch.nn.Module, inputs: tuple) -> None:
     def keep(tensor: torch.Tensor):
         return _find_weight(module, tensor) or pack(tensor)
 
-    def restore(kept):
-        return kept.dequantize() if isinstance(kept, _View) else unpack(kept)
+    def restore(saved):
+        return saved.dequantize() if isinstance(saved, _View) else unpack(saved)
 
     running = vars(module)["_running"] = ExitStack()
     running.enter_context(parametrize.cached())
@@ -151,8 +151,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _same(kept):
-    return kept
+def _same(saved):
+    return saved
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _View:
 
 
 def _find_weight(module: torch.nn.Module, tensor: torch.Tensor) -> _View | None:
-    """What a saved tensor is a view of; None where it is no dequantized parameter of the module."""
+    """Find the dequantized parameter that a saved tensor is a view of; None where it is no such view."""
     storage = tensor.untyped_storage()._cdata
     for name in module.parametrizations:
         # torch's own cache (2.13), which cached() fills while the module runs
@@ -186,19 +186,19 @@ def _find_weight(module: torch.nn.Module, tensor: torch.Tensor) -> _View | None:
     return None
 
 
-def dequantize_rows(packed: torch.Tensor, state, start: int, stop: int) -> torch.Tensor:
+def dequantize_rows(codes: torch.Tensor, state, start: int, stop: int) -> torch.Tensor:
     """Dequantize the experts from `start` up to, but not including, `stop`: the same bits as in the whole tensor.
 
     Args:
-        packed: all experts' codes, two in a byte.
+        codes: all experts' codes, two in a byte.
         state: their bitsandbytes.functional.QuantState.
     """
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     if (start, stop) == (0, state.shape[0]):
-        return dequantize_4bit(packed, state)
+        return dequantize_4bit(codes, state)
     size = state.shape[1:].numel()
-    codes = packed.view(-1)[start * size // 2 : stop * size // 2].view(-1, 1)
+    rows = codes.view(-1)[start * size // 2 : stop * size // 2].view(-1, 1)
     part = QuantState(
         absmax=_scales(state, start * size // state.blocksize, stop * size // state.blocksize),
         shape=torch.Size((stop - start, *state.shape[1:])),
@@ -207,7 +207,7 @@ def dequantize_rows(packed: torch.Tensor, state, start: int, stop: int) -> torch
         code=state.code,
         quant_type=state.quant_type,
     )
-    return dequantize_4bit(codes, part)
+    return dequantize_4bit(rows, part)
 
 
 def _scales(state, start: int, stop: int) -> torch.Tensor:

@@ -15,12 +15,12 @@ class Keeper(Protocol):
         """Called before every forward pass with the model and its input tensors."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What to store instead of a tensor."""
+        """Return what to store instead of a tensor."""
 
     def end(self) -> None:
         """Called after every forward pass, including one that raised."""
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """Restore the tensor in the backward pass; may be called several times."""
 
 
@@ -66,7 +66,7 @@ def weight_storages(model: torch.nn.Module) -> set[int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements are contiguous in memory, in any order of dimensions."""
+    """True if the elements are contiguous in memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -29,7 +29,7 @@ def period_of(ratio: float) -> int:
 
 
 def is_checkpointed(layer: int, ratio: float) -> bool:
-    """Whether to checkpoint a layer: a share `ratio` of all, evenly spread, the last one of each stretch."""
+    """True if a layer is checkpointed: a share `ratio` of all is, evenly spread, the last of each stretch."""
     share = Fraction(ratio).limit_denominator(_MOST_LAYERS)
     return (layer + 1) * share // 1 > layer * share // 1
 

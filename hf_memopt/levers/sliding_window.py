@@ -31,7 +31,7 @@ def set_window(model, tokens: int) -> None:
 
 
 def has_window(kind: type) -> bool:
-    """Whether a configuration class has a sliding window; an instance may have an attribute that no layer reads."""
+    """True if a configuration class has a sliding window; an instance may have an attribute that no layer reads."""
     return hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind.__init__).parameters
 
 

@@ -39,7 +39,7 @@ def weights_streamed_on_load(memory_args: MemoryArguments, quantization, peft_co
 
 
 def streams_on_load(memory_args: MemoryArguments, quantization, peft_config) -> bool:
-    """Whether 4-bit weights go to host memory while they are loaded: not where adapters are computed from them, as
+    """True if 4-bit weights go to host memory while they are loaded: not where adapters are computed from them, as
     DoRA's and PiSSA's are."""
     if not (memory_args.weight_streaming and getattr(quantization, "load_in_4bit", False)):
         return False

@@ -35,17 +35,17 @@ def tile_mlps(model: torch.nn.Module, size: int) -> None:
         InputError: no layer of the model has its MLP as a module of its own.
     """
     inner = inner_model(model)
-    found = [module for module in inner.modules() if is_mlp(module)]
-    if not found:
+    mlps = [module for module in inner.modules() if is_mlp(module)]
+    if not mlps:
         raise InputError(
             f"mlp_tile_size={size}: {type(inner).__name__} has no MLP as a module of its own; leave it out"
         )
-    for module in found:
+    for module in mlps:
         _tile(module, size)
 
 
 def is_mlp(module: torch.nn.Module) -> bool:
-    """Whether a module treats each token by itself, and takes tokens alone."""
+    """True if a module treats each token by itself, and takes tokens alone."""
     if not _NAMED.search(type(module).__name__):
         return False
     if any(isinstance(part, _MIXES_TOKENS) for part in module.modules()):
@@ -53,7 +53,8 @@ def is_mlp(module: torch.nn.Module) -> bool:
     if any(name in ("router", "experts") for name, _ in module.named_children()):  # GptOssMLP, DbrxFFN
         return False
     parameters = inspect.signature(type(module).forward).parameters.values()
-    return len(parameters) == 2 and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)  # self, tokens
+    # self, tokens
+    return len(parameters) == 2 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 def _tile(module: torch.nn.Module, size: int) -> None:

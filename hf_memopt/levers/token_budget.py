@@ -70,5 +70,5 @@ def _cuts(lengths: list[int], max_tokens: int, processes: int) -> list[tuple[int
 
 
 def samples_within(max_tokens: int, length: int) -> int:
-    """How many samples of `length` tokens fit into a batch, at least one."""
+    """Count the samples of `length` tokens that fit into a batch, at least one."""
     return max(1, max_tokens // (-(-length // _MULTIPLE) * _MULTIPLE))

@@ -50,7 +50,7 @@ def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
 
 
 def streamer_of(model: torch.nn.Module) -> "Streamer | None":
-    """What streams a model's weights; None where nothing does."""
+    """The streamer of a model's weights; None where nothing streams them."""
     return getattr(getattr(inner_model(model), "forward", None), "streamer", None)
 
 
@@ -77,7 +77,7 @@ class LanesAtOnce(AtOnce):
 
 
 def make_lanes(device: torch.device):
-    """What fetches weights to a device; None where it shares its memory with the host."""
+    """Make what fetches weights to a device; None where it shares its memory with the host."""
     return None if device.type in ("cpu", "mps") else Lanes(device)
 
 
@@ -145,7 +145,7 @@ class Unit:
     """A module whose streamed weights come and go together.
 
     Attributes:
-        after: the unit that runs next, whose weights travel meanwhile; None where none does.
+        after: the unit that runs next, whose weights are copied meanwhile; None where none does.
         before: the one that ran before it, which is next in backward.
         in_graph: its output of this forward pass waits for a backward pass.
     """
@@ -169,7 +169,7 @@ class Streamer:
         self.inner = inner
         self.lanes: Any = None
         self._placed = False
-        self._known: dict[int, Weights] = {}
+        self._weights: dict[int, Weights] = {}
         self._layers = self._stream_layers(ratio)
         self._embedding = self._unit(_of(inner, "get_input_embeddings"))
         self._head = self._unit(_of(inner, "get_output_embeddings"))
@@ -202,7 +202,7 @@ class Streamer:
             if weight.requires_grad or weight.dim() < 2:
                 continue
             _check_kind(weight)
-            weights[id(weight)] = self._known.setdefault(id(weight), Weights(weight))
+            weights[id(weight)] = self._weights.setdefault(id(weight), Weights(weight))
         return Unit(module, list(weights.values())) if weights else None
 
     def install(self) -> None:
@@ -214,7 +214,7 @@ class Streamer:
         if self._head is not None:
             replace(self._head.module, "forward", self._of_head(self._head, self._head.module.forward))
         for module in self.inner.modules():
-            own = {name: self._known[id(w)] for name, w in module.named_parameters(recurse=False) if self.streams(w)}
+            own = {name: self._weights[id(w)] for name, w in module.named_parameters(recurse=False) if self.streams(w)}
             if own:
                 replace(module, "_save_to_state_dict", _saving(self, own, module._save_to_state_dict))
                 replace(module, "_load_from_state_dict", _loading(self, own, module._load_from_state_dict))
@@ -244,12 +244,12 @@ class Streamer:
                 weight.data.copy_(host)
 
     def weights(self) -> Collection[Weights]:
-        """What is streamed, on the device or not."""
-        return self._known.values()
+        """The streamed weights, on the device or not."""
+        return self._weights.values()
 
     def streams(self, weight: torch.Tensor) -> bool:
-        """Whether a weight is streamed."""
-        return id(weight) in self._known
+        """True if a weight is streamed."""
+        return id(weight) in self._weights
 
     def release_all(self) -> None:
         """Free what is on the device: after backward, and of a step that failed."""
@@ -344,11 +344,11 @@ def streamed_layers(inner: torch.nn.Module, ratio: float) -> list[tuple[torch.nn
         for layer in stack
         if isinstance(layer, GradientCheckpointingLayer)
     ]
-    return [one for number, one in enumerate(layers) if is_checkpointed(number, ratio)]
+    return [layer for number, layer in enumerate(layers) if is_checkpointed(number, ratio)]
 
 
 def _of(inner: torch.nn.Module, name: str):
-    """What a method of a transformers model returns; None where the model has none."""
+    """Return what a method of a transformers model returns; None where the model has none."""
     return getattr(inner, name)() if hasattr(inner, name) else None
 
 
@@ -370,7 +370,7 @@ def _refuse_merging(model: torch.nn.Module, streamer: Streamer) -> None:
 
 
 def _staying(streamer: Streamer, apply):
-    """What is behind `.to()`: streamed weights stay as they are, on the device on which they are empty."""
+    """Wrap what is behind `.to()`: streamed weights stay as they are, on the device on which they are empty."""
 
     @functools.wraps(apply)
     def run(change, *args, **kwargs):

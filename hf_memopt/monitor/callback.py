@@ -53,7 +53,7 @@ class MemoryCallback(TrainerCallback):
     def attach(self, trainer) -> "MemoryCallback":
         """Become the trainer's first callback, with figures for the trackers but not on the console."""
         callbacks = trainer.callback_handler.callbacks
-        for console in [one for one in callbacks if isinstance(one, ProgressCallback | PrinterCallback)]:
+        for console in [each for each in callbacks if isinstance(each, ProgressCallback | PrinterCallback)]:
             hidden: dict[str, float] = {}
             index = callbacks.index(console)
             callbacks[index : index + 1] = [_HideFigures(hidden), console, _ShowFigures(hidden)]
@@ -75,9 +75,9 @@ class MemoryCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.data_wait.step_ends()
         reading = self.monitor.reader.read()  # after zero_grad
-        others = max(0, reading.used - reading.reserved) if self.monitor.reader.kind != "cpu" else 0
+        used_elsewhere = max(0, reading.used - reading.reserved) if self.monitor.reader.kind != "cpu" else 0
         peak = self.near_peak or reading.peak_allocated
-        self.growth.observe(Observation(reading.allocated, peak, reading.reserved, self.elements, others))
+        self.growth.observe(Observation(reading.allocated, peak, reading.reserved, self.elements, used_elsewhere))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None or "loss" not in logs or self.monitor is None:
@@ -141,10 +141,10 @@ class MemoryCallback(TrainerCallback):
             if share is not None:
                 figures[name] = round(share, 4)
         before = self._last_tokens
-        now = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
-        if now[1] > before[1]:
-            figures["tokens_per_second"] = round((now[1] - before[1]) / (now[0] - before[0]), 1)
-        self._last_tokens = now
+        current = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
+        if current[1] > before[1]:
+            figures["tokens_per_second"] = round((current[1] - before[1]) / (current[0] - before[0]), 1)
+        self._last_tokens = current
         return figures
 
     def _write(self, args, state, phase: str, reading: Reading, figures: dict[str, Any]) -> None:

@@ -192,5 +192,5 @@ def _name(pid: int) -> str:
         return "?"
 
 
-def _sorted(processes: list[Process], most: int = 5) -> tuple[Process, ...]:
-    return tuple(sorted(processes, key=lambda process: -(process.memory or 0))[:most])
+def _sorted(processes: list[Process], limit: int = 5) -> tuple[Process, ...]:
+    return tuple(sorted(processes, key=lambda process: -(process.memory or 0))[:limit])

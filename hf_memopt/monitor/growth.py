@@ -1,4 +1,4 @@
-"""Why memory grows over steps: a leak, fragmentation, longer samples, or another process."""
+"""Reasons for memory that grows over steps: a leak, fragmentation, longer samples, or another process."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class Observation:
         peak: most bytes allocated within the step.
         reserved: held by the allocator.
         elements: tensor elements in the step's micro-batches.
-        others: used by other processes on the device.
+        used_elsewhere: by other processes on the device.
     """
 
     resting: int
     peak: int
     reserved: int
     elements: int
-    others: int = 0
+    used_elsewhere: int = 0
 
 
 class GrowthDiagnosis:
@@ -58,7 +58,7 @@ class GrowthDiagnosis:
             return None
         if self._grows(lambda step: step.resting, steadily=True):
             return "leak"
-        if self._grows(lambda step: step.others):
+        if self._grows(lambda step: step.used_elsewhere):
             return "other process"
         if self._grows(lambda step: step.reserved - step.peak):
             return "fragmentation"
@@ -67,7 +67,7 @@ class GrowthDiagnosis:
         return None
 
     def _grows(self, size, steadily: bool = False) -> bool:
-        """Whether a size is larger at the end than at the beginning, by more than it varies between neighbours.
+        """True if a size is larger at the end than at the beginning, by more than it varies between neighbours.
 
         Args:
             steadily: in each quarter more than in the one before.
@@ -82,7 +82,7 @@ class GrowthDiagnosis:
         return not steadily or all(after > before for before, after in pairwise(medians))
 
     def _follows_the_data(self) -> bool:
-        """Whether peaks and batch sizes rise and fall together (a correlation of 0.8 or more)."""
+        """True if peaks and batch sizes rise and fall together (a correlation of 0.8 or more)."""
         peaks = [step.peak for step in self._seen]
         sizes = [step.elements for step in self._seen]
         mean_peak, mean_size = sum(peaks) / len(peaks), sum(sizes) / len(sizes)

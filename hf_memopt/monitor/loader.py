@@ -46,7 +46,7 @@ class LoaderMemory:
 
     @property
     def warning(self) -> str | None:
-        """What to change where the host has too little memory; None where it has enough."""
+        """The advice where the host has too little memory; None where it has enough."""
         if self.total <= self.free:
             return None
         per_worker = self.processes * ((self.worker or 0) + self.prefetch * self.batch + self.buffer)

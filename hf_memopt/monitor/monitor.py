@@ -55,7 +55,7 @@ class MemoryMonitor:
         self.emergency_threshold = checked.emergency_threshold
         self.silent_mode = silent_mode
         self.reader = Reader(device, limit)
-        self._said = "normal"
+        self._status = "normal"
 
     @classmethod
     def of(cls, arguments: MemoryArguments, device) -> "MemoryMonitor":
@@ -101,9 +101,9 @@ class MemoryMonitor:
             recommendations.append(
                 "PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator reserves much that no tensor uses"
             )
-        others = reading.used - reading.reserved
-        if others > 0.1 * reading.capacity and self.reader.kind != "cpu":
-            recommendations.append(f"another process holds {others / 2**30:.1f} GiB of this device")
+        used_elsewhere = reading.used - reading.reserved
+        if used_elsewhere > 0.1 * reading.capacity and self.reader.kind != "cpu":
+            recommendations.append(f"another process holds {used_elsewhere / 2**30:.1f} GiB of this device")
         if status == "warning":
             recommendations.append("memory is near its limit: longer samples than so far may not fit")
         return recommendations
@@ -165,16 +165,16 @@ class MemoryMonitor:
             result = estimate(config, fields, sequence_length, "a100_80gb", attn_implementation=attention)
             return result.breakdown["activations"]
 
-        whole = activations()
-        effective = activations(**CHECKPOINTING) if use_gradient_checkpointing else whole
+        plain = activations()
+        effective = activations(**CHECKPOINTING) if use_gradient_checkpointing else plain
         return _both(
-            {"effective_memory": effective, "without_checkpointing": whole, "savings": whole - effective},
+            {"effective_memory": effective, "without_checkpointing": plain, "savings": plain - effective},
         )
 
     def track_memory_optimizations(
         self, config, model=None, seq_len: int = 512, hardware: str = "auto", world_size: int | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Which memory optimizations a configuration switches on, and what each saves or would save.
+        """List the memory optimizations that a configuration switches on, and what each saves or would save.
 
         Args:
             config: TrainingArguments, a dict of its fields, a DeepSpeed configuration, or the nested sections of an
@@ -208,7 +208,7 @@ class MemoryMonitor:
         """One line of what memory is like; None in silent mode while the status stays."""
         reading = reading or self.reader.read()
         status = self.status(reading.utilization)
-        changed, self._said = status != self._said, status
+        changed, self._status = status != self._status, status
         if self.silent_mode and not (changed or note):
             return None
         note = f" - {note}" if note else ""

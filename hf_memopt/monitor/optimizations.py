@@ -1,4 +1,4 @@
-"""Which memory optimizations a configuration switches on, and the settings with each switched over.
+"""The memory optimizations that a configuration switches on, and the settings with each switched over.
 
 A configuration is TrainingArguments, a DeepSpeed JSON, or a YAML of older guides: nested sections with keys like
 `use_flash_attention` and `zero_stage`, which become Hugging Face's here.
@@ -51,7 +51,7 @@ class Settings:
         return resolve_engine(self.fields)
 
     def changed(self, **fields: Any) -> "Settings":
-        """With other fields; None takes one out."""
+        """The settings with other fields; None takes one out."""
         merged = {name: value for name, value in (self.fields | fields).items() if value is not None}
         return replace(self, fields=merged)
 
@@ -202,8 +202,8 @@ def predict_savings(settings: Settings, peak: Callable[[Settings], int]) -> Iter
     for optimization in OPTIMIZATIONS.values():
         on = optimization.is_on(settings)
         try:
-            other = peak(optimization.switch_off(settings) if on else optimization.switch_on(settings))
+            switched = peak(optimization.switch_off(settings) if on else optimization.switch_on(settings))
         except InputError as error:
             yield {"memory_savings": None, "not_predicted": str(error)}
         else:
-            yield {"memory_savings": other - current if on else current - other}
+            yield {"memory_savings": switched - current if on else current - switched}

@@ -24,7 +24,7 @@ from hf_memopt.monitor.profiled_allocations import profiled_trace
 from hf_memopt.monitor.readers import Reader
 
 logger = logging.getLogger(__name__)
-_MOST_OOM_FILES = 3
+_MOST_OOM_FILES = 3  # of a run
 
 
 class SnapshotCallback(TrainerCallback):

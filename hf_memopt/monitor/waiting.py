@@ -1,4 +1,4 @@
-"""How much of training time is spent waiting for batches and for the disk."""
+"""The share of training time that is spent waiting for batches and for the disk."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -49,23 +49,23 @@ class DataWait:
 
     def step_ends(self) -> None:
         """Count a step, and start to wait for the next."""
-        now = self._clock()
+        end = self._clock()
         if self._arrived is not None and self._waiting_since is not None:
             waited = self._arrived - self._waiting_since if self._fetching is None else self._fetching
-            total = waited + now - self._arrived
+            total = waited + end - self._arrived
             self._since_share.add(waited, total)
             self._steps += 1
             if self._steps > 1:  # the first includes the start of the workers
                 self._run.add(waited, total)
-        self._waiting_since, self._arrived, self._fetching = now, None, None
+        self._waiting_since, self._arrived, self._fetching = end, None, None
 
     def share(self) -> float | None:
-        """Of the steps since the last call, 0 to 1; None where there were none."""
+        """The share of the steps since the last call, 0 to 1; None where there were none."""
         share, self._since_share = self._since_share.share(), _Seconds()
         return share
 
     def share_of_run(self) -> float | None:
-        """Of all steps but the first, 0 to 1; None where there were none."""
+        """The share of all steps but the first, 0 to 1; None where there were none."""
         return self._run.share()
 
 
@@ -94,11 +94,11 @@ class DiskWait:
 
     def share(self) -> float | None:
         """Since the last call, 0 to 1; None where the system does not count it."""
-        before, now = self._before, psutil.cpu_times()
-        self._before = now
-        if not hasattr(now, "iowait"):
+        before, times = self._before, psutil.cpu_times()
+        self._before = times
+        if not hasattr(times, "iowait"):
             return None
         # user and nice include the guest times (man 5 proc).
-        names = [name for name in now._fields if not name.startswith("guest")]
-        total = sum(getattr(now, name) - getattr(before, name) for name in names)
-        return max(0.0, now.iowait - before.iowait) / total if total > 0 else None
+        names = [name for name in times._fields if not name.startswith("guest")]
+        total = sum(getattr(times, name) - getattr(before, name) for name in names)
+        return max(0.0, times.iowait - before.iowait) / total if total > 0 else None

@@ -1,4 +1,4 @@
-"""Why memory ran out, and what helps: from when it did, and what the message says."""
+"""Causes of memory that ran out, and what helps: from when it did, and what the message says."""
 
 import re
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ _DEVICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What is known of a job that ran out of memory.
+    """Facts of a job that ran out of memory.
 
     Attributes:
         diagnosis: what ran out.
@@ -104,8 +104,9 @@ class Failure:
 
 
 def guess_job(message: str) -> JobFacts:
-    """What a failure's message tells of the job: its kind of device, CUDA where no other is named."""
-    return JobFacts.on_device(next((name for name, said in _DEVICES.items() if re.search(said, message)), "cuda"))
+    """Guess the job from a failure's message: its kind of device, CUDA where no other is named."""
+    devices = (name for name, pattern in _DEVICES.items() if re.search(pattern, message))
+    return JobFacts.on_device(next(devices, "cuda"))
 
 
 def parse_figures(text: str) -> dict[str, int]:

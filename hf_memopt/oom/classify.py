@@ -13,7 +13,7 @@ from hf_memopt.errors import chain, one_line
 
 
 class OomKind(StrEnum):
-    """Whose memory ran out."""
+    """The owner of the memory that ran out."""
 
     DEVICE = "device"
     LIBRARY_WORKSPACE = "library workspace"
@@ -24,7 +24,7 @@ class OomKind(StrEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an exception or a log says about memory.
+    """The diagnosis of an exception or a log about memory.
 
     Attributes:
         kind: whose memory.
@@ -39,7 +39,7 @@ class Diagnosis:
     message: str
 
     def helps_on(self, device) -> bool:
-        """Whether a smaller batch helps on a torch.device: host memory holds activations only on a CPU."""
+        """True if a smaller batch helps on a torch.device: host memory holds activations only on a CPU."""
         return self.smaller_batch_helps and (self.kind is not OomKind.HOST or device.type == "cpu")
 
 
@@ -145,7 +145,7 @@ _GAP = " … "
 
 
 def classify_oom(error: BaseException) -> OomKind:
-    """Whose memory ran out, from an exception or one in its chain of causes."""
+    """Diagnose whose memory ran out, from an exception or one in its chain of causes."""
     return diagnose(error).kind
 
 
@@ -180,7 +180,7 @@ def _find_row(line: str) -> tuple[OomKind, bool, str] | None:
 
 
 def _matches(pattern: str, line: str) -> bool:
-    """Whether a line has the pattern, in linear time: `A.*B` would try every B after every A, a minute on 300 KB."""
+    """True if a line has the pattern, in linear time: `A.*B` would try every B after every A, a minute on 300 KB."""
     first, gap, second = pattern.partition(_GAP)
     match = re.search(first, line, re.IGNORECASE)
     return bool(match and (not gap or re.compile(second, re.IGNORECASE).search(line, match.end())))

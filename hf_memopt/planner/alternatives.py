@@ -1,4 +1,4 @@
-"""What a plan did not choose: the plain settings, other methods, and kinds of settings with the reason for each."""
+"""Alternatives that a plan did not choose: plain settings, other methods, kinds of settings, each with its reason."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Alternative:
     tokens_per_second: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The alternative as one JSON object."""
         return {
             **vars(self),
             "relative_time": round(self.relative_time, 3),
@@ -61,7 +61,7 @@ def plain_alternative(spec, search: Search, profile) -> Alternative | None:
 
 
 def method_alternative(spec, search: Search | None, profile) -> Alternative | None:
-    """What a method would take of a profile's share of the memory: for the profile's own method the profile, for
+    """Another method within a profile's share of the memory: for the profile's own method the profile, for
     another by its sketch what is plain, if anything plain fits. None where nothing fits.
 
     Args:
@@ -107,22 +107,22 @@ def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -
     budget = spec.memory_budget
     if fitting := [choice for choice in members if search.fits(choice, budget)]:
         fastest = min(chosen, key=search.seconds.__getitem__)
-        best = fitting[0]  # the preferred variant, which lost, not the fastest with more features
+        best = fitting[0]  # the preferred variant, not the fastest with more features
         return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
-    least = min(members, key=search.needs)
-    about = "" if search.estimates.get(least) else "about "
-    if search.needs(least) > budget:
-        return f"needs at least {about}{gib(int(search.needs(least)))}, of {gib(budget)}"
-    least = min((one for one in members if search.needs(one) <= budget), key=search.host_bytes)
+    smallest = min(members, key=search.needs)
+    about = "" if search.estimates.get(smallest) else "about "
+    if search.needs(smallest) > budget:
+        return f"needs at least {about}{gib(int(search.needs(smallest)))}, of {gib(budget)}"
+    smallest = min((choice for choice in members if search.needs(choice) <= budget), key=search.host_bytes)
     host = spec.host_memory
     return (
-        f"needs about {gib(search.host_bytes(least))} of host memory for each process, of {gib(host.bytes)} "
+        f"needs about {gib(search.host_bytes(smallest))} of host memory for each process, of {gib(host.bytes)} "
         f"({host.source}; --host-memory sets the limit)"
     )
 
 
 def _comparison(relative_time: float, best: Choice, fastest: Choice) -> str:
-    """Why settings that fit were left out, though they may be faster."""
+    """Explain why settings that fit were left out, though they may be faster."""
     text = f"predicted to take {relative_time:.2f} × the time of the fastest profile"
     if relative_time >= 1:
         return text

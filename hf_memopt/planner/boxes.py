@@ -9,17 +9,17 @@ from hf_memopt.hardware.measured import measured_value
 from hf_memopt.presets.catalog import nearest_preset
 from hf_memopt.units import GIB
 
-_LARGEST_BOX = 8
+_LARGEST_BOX = 8  # devices of one machine
 _DESKTOP_BOX = 12 * GIB  # nobody builds or rents boxes of cards with less
 
 
 def box_name(device: Hardware, devices: int) -> str:
-    """As `--hardware` takes it."""
+    """The box as `--hardware` takes it."""
     return device.name if devices == 1 else f"{device.name}x{devices}"
 
 
 def boxes(device: Hardware) -> tuple[int, ...]:
-    """How many of a card people have in one machine."""
+    """The numbers of devices that people have of a card in one machine."""
     label = device.label
     if not device.discrete_memory or "Laptop" in label or "GH200" in label:
         return (1,)
@@ -42,12 +42,12 @@ def typical_cards() -> list[Hardware]:
 
 
 def has_preset(device: Hardware) -> bool:
-    """Whether the project tunes settings for this very card."""
+    """True if the project tunes settings for this very card."""
     return nearest_preset(device) == device.name
 
 
 def _kind(device: Hardware) -> tuple:
-    """What people compare cards by: the maker, the sort of machine, and the memory."""
+    """The key by which people compare cards: the maker, the sort of machine, and the memory."""
     machine = boxes(device)[-1] == _LARGEST_BOX if device.discrete_memory else "unified"
     return device.vendor, machine, device.nominal_memory
 
@@ -59,7 +59,7 @@ def _typicality(device: Hardware) -> tuple:
 
 
 def all_cards() -> list[Hardware]:
-    """Of the catalog, without CPUs."""
+    """The cards of the catalog, without CPUs."""
     return [device for device in catalog().values() if device.backend != "cpu"]
 
 

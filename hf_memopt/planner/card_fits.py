@@ -47,7 +47,7 @@ class Fit:
 
     @property
     def name(self) -> str:
-        """As `--hardware` takes it."""
+        """The card or box as `--hardware` takes it."""
         return box_name(self.device, self.devices)
 
     @property
@@ -62,19 +62,19 @@ class Fit:
 
     @property
     def is_near(self) -> bool:
-        """Whether the rest may be as small as a sketch's error, which is large for what goes to the host."""
+        """True if the rest may be as small as a sketch's error, which is large for what goes to the host."""
         return self.fills > self.share * (1 - NEAR) or bool(self.choice.offloads)
 
     @property
     def hours(self) -> float | None:
-        """For all tokens."""
+        """The hours for all tokens."""
         if self.tokens is None or self.tokens_per_second is None:
             return None
         return duration(self.tokens, self.tokens_per_second).hours
 
     @property
     def cost(self) -> float | None:
-        """Of all tokens, by default of a million."""
+        """The cost of all tokens, by default of a million."""
         if self.price is None or self.tokens_per_second is None:
             return None
         return duration(self.tokens or 10**6, self.tokens_per_second, self.price).cost
@@ -127,9 +127,9 @@ class CardChoice:
         return itertools.chain.from_iterable(self.fits.values())
 
     def fastest(self, method: str) -> Fit | None:
-        """Of the cards with known speeds."""
-        known = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
-        return max(known, key=lambda fit: fit.tokens_per_second, default=None)
+        """The fastest of the cards with known speeds."""
+        timed = [fit for fit in self.fits.get(method, []) if fit.tokens_per_second is not None]
+        return max(timed, key=lambda fit: fit.tokens_per_second, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as one JSON object."""

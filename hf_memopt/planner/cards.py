@@ -33,16 +33,16 @@ from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import preset_for
 
 SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
-_MOST_ESTIMATES = 6
-_ROUNDS = 3
-_FAILURES = 3
+_MOST_ESTIMATES = 6  # full ones; the other cards keep their sketches
+_ROUNDS = 3  # of estimates
+_FAILURES = 3  # so many cards, and it is not the card
 _ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as much
 _REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits, an engine, discrete memory
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What cards with the same software settings share.
+    """Cards with the same software settings, and what their searches share.
 
     Attributes:
         estimates, sketch_bytes, sketch_errors: what all their searches know.
@@ -64,7 +64,7 @@ class _Candidate:
 
     @property
     def name(self) -> str:
-        """As `--hardware` takes it."""
+        """The card or box as `--hardware` takes it."""
         return box_name(self.device, self.spec.preset.processes)
 
     @property
@@ -78,7 +78,7 @@ class _Candidate:
 
     @property
     def least(self) -> Choice:
-        """The choice that needs the least memory, without the host's if it can."""
+        """The choice that needs the least memory, without host memory if it can."""
         plain = [choice for choice in self.search.choices if not choice.offloads]
         return min(plain or self.search.choices, key=self.search.needs)
 
@@ -115,7 +115,7 @@ class _Market:
         refused: why cards that cannot run the job cannot.
     """
 
-    asked: JobSpec
+    request: JobSpec
     say: Callable[[str], None]
     refused: list[InputError] = field(default_factory=list)
     _sketches: dict[tuple, Sketch] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class _Market:
 
     @property
     def candidates(self) -> list[_Candidate]:
-        """Those that were looked at."""
+        """The candidates that were looked at."""
         return [candidate for candidate in self._candidates.values() if candidate is not None]
 
     def candidate(self, device: Hardware, devices: int, method: str) -> _Candidate | None:
@@ -161,7 +161,7 @@ class _Market:
 
     def _settled(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
-        return settle(replace(self.asked, hardware=preset), method)
+        return settle(replace(self.request, hardware=preset), method)
 
     def _group(self, spec: JobSpec) -> _Group | None:
         preset, device = spec.preset, spec.preset.hardware
@@ -182,10 +182,10 @@ class _Market:
 
     def _architecture(self, device: Hardware) -> str:
         """The device's, where the job names kernels that not every card has."""
-        asked = self.asked
-        named = asked.attn_implementation or asked.training.get("use_liger_kernel")
-        quantized = getattr(asked.config, "quantization_config", None) is not None
-        patterns = asked.memory_args.sliding_window or asked.memory_args.sparse_block_size
+        request = self.request
+        named = request.attn_implementation or request.training.get("use_liger_kernel")
+        quantized = getattr(request.config, "quantization_config", None) is not None
+        patterns = request.memory_args.sliding_window or request.memory_args.sparse_block_size
         return device.architecture if named or quantized or patterns else ""
 
     def _sketch(self, spec: JobSpec) -> Sketch:
@@ -205,16 +205,16 @@ class _Market:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
-    """What a user wants to see.
+    """The user's wishes.
 
     Attributes:
         prices: of cards; None: cards are compared by memory.
-        most: for an hour of all devices.
+        max_price: for an hour of all devices.
         every: every card and box, not the typical ones and of each the best box.
     """
 
     prices: Prices | None
-    most: float | None
+    max_price: float | None
     every: bool
     tokens: int | None
 
@@ -233,7 +233,7 @@ class _Wish:
     def _of_card(self, market: _Market, device: Hardware, method: str) -> list[Fit]:
         fits, price = [], self.price(device)
         for devices in boxes(device):
-            if self.most is not None and price is not None and price * devices > self.most:
+            if self.max_price is not None and price is not None and price * devices > self.max_price:
                 break
             candidate = market.candidate(device, devices, method)
             if fit := candidate and candidate.fit(price, self.tokens):
@@ -255,10 +255,10 @@ def _best_box(fits: list[Fit]) -> Fit:
 
 def _order(fit: Fit) -> tuple:
     """Cheap first, then small, then fast; without host memory before with; unknown speeds last."""
-    known = fit.tokens_per_second is not None
+    has_speed = fit.tokens_per_second is not None
     if fit.price is not None:
-        return not known, fit.cost or 0, fit.price, fit.hours or -(fit.tokens_per_second or 0)
-    return bool(fit.choice.offloads), fit.memory, not known, -(fit.tokens_per_second or 0), fit.name
+        return not has_speed, fit.cost or 0, fit.price, fit.hours or -(fit.tokens_per_second or 0)
+    return bool(fit.choice.offloads), fit.memory, not has_speed, -(fit.tokens_per_second or 0), fit.name
 
 
 def which_card(
@@ -332,13 +332,13 @@ def choose_card(
     )
     tokens = amount.count_tokens(spec.seq_len)
     market = _Market(spec, say)
-    wish = _Wish(prices=prices, most=max_price, every=every, tokens=tokens)
+    wish = _Wish(prices=prices, max_price=max_price, every=every, tokens=tokens)
     methods = METHODS if spec.method == "any" else (spec.method,)
     fits = _settled(market, wish, methods)
     if market.refused and not market.candidates:
         raise market.refused[0]
     nothing = not any(fits.values())
-    least = _least(market, methods[-1]) if nothing else None  # of the cards that were asked for, before others
+    nearest = _least(market, methods[-1]) if nothing else None  # of the cards that were asked for, before others
     return CardChoice(
         model=str(spec.model),
         seq_len=spec.seq_len,
@@ -347,22 +347,22 @@ def choose_card(
         tokens=tokens,
         fits=fits,
         instead=list(_instead(market, wish, methods)) if nothing else [],
-        least=least,
+        least=nearest,
     )
 
 
 def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str, list[Fit]]:
     """The cards by method, after full estimates of the first of each method and of what is near its limit."""
-    made = 0
+    count = 0
     for _ in range(_ROUNDS):
         fits = {method: wish.fits(market, method) for method in methods}
-        doubtful = {(id(one.search.estimates), choice): one for one, choice in _doubtful(market, fits)}
-        doubtful = list(doubtful.items())[: _MOST_ESTIMATES - made]
+        doubtful = {(id(box.search.estimates), choice): box for box, choice in _doubtful(market, fits)}
+        doubtful = list(doubtful.items())[: _MOST_ESTIMATES - count]
         if not doubtful:
             return fits
         for (_, choice), candidate in doubtful:
             candidate.search.estimate([choice])
-        made += len(doubtful)
+        count += len(doubtful)
     return {method: wish.fits(market, method) for method in methods}
 
 
@@ -378,23 +378,23 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
         if not fit.estimated:
             yield market.candidate(fit.device, fit.devices, fit.method), fit.choice
     for candidate in market.candidates:
-        least, best = candidate.least, first.get(candidate.spec.preset.method)
-        over = candidate.search.needs(least) * candidate.search.caution / candidate.spec.memory_budget
-        if not 1 < over <= 1 + NEAR or not least.engine.plain or least in candidate.search.estimates:
+        smallest, best = candidate.least, first.get(candidate.spec.preset.method)
+        over = candidate.search.needs(smallest) * candidate.search.caution / candidate.spec.memory_budget
+        if not 1 < over <= 1 + NEAR or not smallest.engine.plain or smallest in candidate.search.estimates:
             continue
         if best is None or candidate.memory < best.memory:  # it may be the answer
-            yield candidate, least
+            yield candidate, smallest
 
 
 def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator[Fit]:
-    """Where nothing fits: the best of the same methods whatever it costs, and of the other methods."""
-    anything = replace(wish, prices=None, most=None, every=False)
-    others = tuple(method for method in METHODS if method not in methods)
+    """The best where nothing fits: of the same methods whatever it costs, and of the other methods."""
+    anything = replace(wish, prices=None, max_price=None, every=False)
+    other_methods = tuple(method for method in METHODS if method not in methods)
     for wider, of_methods in (
-        (replace(wish, most=None), methods),
+        (replace(wish, max_price=None), methods),
         (anything, methods),
-        (wish, others),
-        (anything, others),
+        (wish, other_methods),
+        (anything, other_methods),
     ):
         for method in of_methods:
             if rows := wider.fits(market, method):
@@ -402,9 +402,9 @@ def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator
 
 
 def _least(market: _Market, method: str) -> tuple[str, int, str] | None:
-    """Of the boxes that were looked at: the one that comes nearest, the bytes of each device, and the settings."""
-    candidates = [one for one in market.candidates if one.spec.preset.method == method]
+    """The box that comes nearest, of those that were looked at, the bytes of each device, and the settings."""
+    candidates = [box for box in market.candidates if box.spec.preset.method == method]
     if not candidates:
         return None
-    nearest = min(candidates, key=lambda one: one.search.needs(one.least) / one.spec.memory_budget)
+    nearest = min(candidates, key=lambda box: box.search.needs(box.least) / box.spec.memory_budget)
     return nearest.name, int(nearest.search.needs(nearest.least)), summarize(nearest.least)

@@ -11,7 +11,7 @@ from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.sketch import Sketch, baselines, sketch_of, traced_jobs
+from hf_memopt.planner.sketch import Sketch, baselines, make_sketch, traced_jobs
 from hf_memopt.planner.trl_choices import fewest_samples, trl_space
 from hf_memopt.units import gib
 
@@ -48,8 +48,8 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
         if checkpointed:
             checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": False}
         dropped = ("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config")
-        kept = {name: value for name, value in job.fields.items() if name not in dropped}
-        return dataclasses.replace(job, fields={**kept, **checkpointing})
+        fields = {name: value for name, value in job.fields.items() if name not in dropped}
+        return dataclasses.replace(job, fields={**fields, **checkpointing})
 
     return baselines(build, {choice.checkpointed for choice in choices}, fewest_samples(spec))
 
@@ -57,14 +57,14 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
 def trace_sketch(spec: JobSpec, choices: list[Choice]) -> Sketch:
     """The sketch of all choices, from a few traces."""
     jobs = baseline_jobs(spec, choices)
-    return sketch_of(jobs, traced_jobs(jobs))
+    return make_sketch(jobs, traced_jobs(jobs))
 
 
 def smallest_choices(choices: list[Choice]) -> list[Choice]:
-    """Those with the fewest samples and the most layers checkpointed: the others need more."""
+    """The choices with the fewest samples and the most layers checkpointed: the others need more."""
     fewest = min((choice.micro_batch for choice in choices), default=0)
-    most = max((choice.checkpointed for choice in choices), default=0)
-    return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, most)]
+    checkpointed = max((choice.checkpointed for choice in choices), default=0)
+    return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, checkpointed)]
 
 
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
@@ -91,8 +91,8 @@ def _with_shares(spec: JobSpec, choices: list[Choice], sketch: Sketch) -> list[C
     Raises:
         InputError: no share holds the weights.
     """
-    weights, space = engine_weights(sketch.job, sketch.kept[0].peaks), trl_space(spec)
-    shared = [one for choice in choices for one in space.with_shares(choice, sketch.job, weights)]
+    weights, space = engine_weights(sketch.job, sketch.plain[0].peaks), trl_space(spec)
+    shared = [with_share for choice in choices for with_share in space.with_shares(choice, sketch.job, weights)]
     if not shared:
         raise InputError(
             f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "

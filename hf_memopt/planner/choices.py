@@ -1,4 +1,4 @@
-"""What a plan may choose from: every combination of settings that compatibility accepts."""
+"""Choices of a plan: every combination of settings that compatibility accepts."""
 
 import dataclasses
 import functools
@@ -31,16 +31,16 @@ from hf_memopt.presets.preset import with_strategy
 from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, stack_has
 
 MOST_SAMPLES = 64  # of a micro-batch; more do not make matmuls faster
-_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)
-_LONGEST_PERIOD = 4
+_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the layers, checkpointed
+_LONGEST_PERIOD = 4  # layers after which the traced pattern repeats; the model's own may be longer
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine takes three times as long
-_STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)
+_STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the layers
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
 
 
 def available_strategies() -> list[str]:
-    """Those of STRATEGIES whose package is installed: DeepSpeed is on Linux alone."""
+    """The strategies whose package is installed: DeepSpeed is on Linux alone."""
     return [name for name in STRATEGIES if is_installed(engine_named(name).package or "torch")]
 
 
@@ -86,7 +86,7 @@ class Choice:
 
     @property
     def levers(self) -> int:
-        """How many memory features are on: of equally fast choices the one with fewest wins."""
+        """The number of memory features that are on: of equally fast choices the one with fewest is chosen."""
         switches = (
             self.checkpointed > 0,
             self.inputs_offloaded,
@@ -101,7 +101,7 @@ class Choice:
 
     @property
     def offloads(self) -> int:
-        """How many of them need host memory and its link to the device."""
+        """The number of them that need host memory and its link to the device."""
         return (
             self.inputs_offloaded
             + self.activations_offloaded
@@ -112,12 +112,12 @@ class Choice:
 
     @property
     def approximations(self) -> int:
-        """How many of them round values that the method keeps exact."""
+        """The number of them that round values that the method keeps exact."""
         return self.compressed + self.optim_rounds
 
     @property
     def complexities(self) -> int:
-        """What it costs beside time: leaning on the host, and every rounding."""
+        """The cost beside time: using host memory, and every rounding."""
         return bool(self.offloads) + self.approximations
 
     def memory_fields(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Choice:
         return fields
 
     def refused(self, preset: Preset, memory_args: MemoryArguments, fixed: dict[str, Any]) -> str | None:
-        """Why the configured preset cannot run; None where it can."""
+        """The reason that the configured preset cannot run; None where it can."""
         if reasons := setup_refusals(preset.setup()):
             return reasons[0]
         fields = {**preset.training, **self.fields(preset, fixed)}
@@ -200,7 +200,7 @@ def list_choices(spec: JobSpec) -> list[Choice]:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a plan may vary of a settled spec: its number of devices and what the user set stay."""
+    """The settings of a settled spec that a plan may vary: its number of devices and what the user set stay."""
 
     spec: JobSpec
 

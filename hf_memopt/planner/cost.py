@@ -20,7 +20,7 @@ COMPRESSION_ON_CPU = 0.44
 # 90 % of the time of one that does not, and a little less than that for the features that the other may have.
 COMPLEXITY = 1.125
 ENGINE = 1.02  # a sharding engine brings settings, checkpoints and failures of its own, which DDP has not
-LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest wins
+LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest is chosen
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Cost:
     @functools.cached_property
     def _times(self) -> dict[int, tuple[float, float]]:
         device = self.sketch.job.device
-        return {id(found): times(found, device) for found in (*self.sketch.kept, *self.sketch.checkpointed)}
+        return {id(traced): times(traced, device) for traced in (*self.sketch.plain, *self.sketch.checkpointed)}
 
     @functools.cached_property
     def _matmuls(self) -> tuple[int, int]:
         """Matmuls of a micro-batch without and with checkpointing."""
-        return matmuls(self.sketch.kept[0].kernels), matmuls(self.sketch.checkpointed[0].kernels)
+        return matmuls(self.sketch.plain[0].kernels), matmuls(self.sketch.checkpointed[0].kernels)
 
     @functools.cached_property
     def steps(self) -> StepTime:
-        """What engines add to the kernels' seconds."""
+        """The time that engines add to the kernels' seconds."""
         job = self.sketch.job
         return StepTime(
             device=job.device,
@@ -76,7 +76,7 @@ class Cost:
         return size / host_link(self.sketch.job.device) if size else 0.0
 
     def link_bound(self, choice: Choice) -> str | None:
-        """That a micro-batch waits for its weights, in a sentence; None where it does not."""
+        """Say that a micro-batch waits for its weights, in a sentence; None where it does not."""
         copying, micro = self.copying(choice), self._micro(choice)
         if copying <= micro:
             return None
@@ -95,18 +95,18 @@ class Cost:
         return choice.trl.passes * tokens * self.sketch.loaded / memory_rate(job.device)
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
-        """What a step of a choice computes.
+        """The work of a choice's step.
 
         Args:
             micro_seconds: of a micro-batch.
         """
-        kept, checkpointed = self._matmuls
+        plain, checkpointed = self._matmuls
         return Step(
             engine=choice.engine,
             accumulation=choice.accumulation,
             micro_seconds=micro_seconds,
-            micro_matmuls=kept + choice.checkpointed * (checkpointed - kept),
-            optimizer_seconds=self._times[id(self.sketch.kept[0])][1],
+            micro_matmuls=plain + choice.checkpointed * (checkpointed - plain),
+            optimizer_seconds=self._times[id(self.sketch.plain[0])][1],
             optimizer_offloaded=choice.optimizer_offloaded,
         )
 
@@ -118,10 +118,7 @@ class Cost:
 
     def _micro(self, choice: Choice) -> float:
         device, seconds = self.sketch.job.device, 0.0
-        for share, pair in (
-            (1 - choice.checkpointed, self.sketch.kept),
-            (choice.checkpointed, self.sketch.checkpointed),
-        ):
+        for share, pair in self.sketch.shares(choice):
             seconds += share * self._line(pair, self.sketch.samples(choice))
         if choice.compressed:
             if device.backend == "cpu":
@@ -132,8 +129,8 @@ class Cost:
 
     def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
         """Seconds of a micro-batch, by the line through one sample and two."""
-        one, two = (self._times[id(traced)][0] for traced in pair)
-        return max(one, one + (two - one) * (samples - 1))
+        first, second = (self._times[id(traced)][0] for traced in pair)
+        return max(first, first + (second - first) * (samples - 1))
 
     def _offloaded(self, choice: Choice) -> float:
         """Seconds that a micro-batch waits for activations that are copied.
@@ -148,9 +145,9 @@ class Cost:
         if choice.inputs_offloaded:
             return 2 * moving
         samples = self.sketch.samples(choice)
-        kept = self._line(self.sketch.kept, samples)
-        forward = max(0.0, self._line(self.sketch.checkpointed, samples) - kept)  # what is computed again
-        passes = ((1 - choice.checkpointed) * seconds for seconds in (forward, kept - forward))
+        plain = self._line(self.sketch.plain, samples)
+        forward = max(0.0, self._line(self.sketch.checkpointed, samples) - plain)  # what is computed again
+        passes = ((1 - choice.checkpointed) * seconds for seconds in (forward, plain - forward))
         return sum(self._overlapped(computing, moving) - computing for computing in passes)
 
     def _overlapped(self, computing: float, moving: float) -> float:
@@ -158,7 +155,7 @@ class Cost:
         return max(computing, moving) + self._exposed * min(computing, moving)
 
 
-def times(found: Traced, device: Hardware) -> tuple[float, float]:
+def times(traced: Traced, device: Hardware) -> tuple[float, float]:
     """Seconds of a micro-batch and of an optimizer step, by which larger micro-batches are extrapolated: as if nothing
     fitted the device's cache, as theirs would not."""
-    return kernel_seconds(found.kernels, device, cached=False)
+    return kernel_seconds(traced.kernels, device, cached=False)

@@ -11,7 +11,7 @@ from hf_memopt.presets.catalog import strategies
 from hf_memopt.presets.preset import with_strategy
 
 
-def preset_of(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
+def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
     """The preset of one device, with the number of devices; strategy "none" leaves the engine open.
 
     Args:

@@ -27,7 +27,7 @@ class FirstFit:
         limits: bytes of each that may be used.
         say: called with a candidate before it is estimated.
         guess: from the estimates so far, the tokens of the next one while there is no line.
-        enough: share of the limits; what fills less of them is no answer before the next larger candidate was
+        min_share: share of the limits; what fills less of them is no answer before the next larger candidate was
             estimated, whatever the line says: allocators' memory grows in steps. None: the line suffices.
         near: share of a candidate's tokens; the line stands for an estimate so near another.
         slope: two (tokens, estimate) of another axis with the same memory per token.
@@ -42,7 +42,7 @@ class FirstFit:
     limits: tuple[float, ...]
     say: Callable[[Any], None]
     guess: Callable[[dict[Any, Estimate]], float] | None = None
-    enough: float | None = None
+    min_share: float | None = None
     near: float = 0.0
     slope: list[tuple[float, Estimate]] = field(default_factory=list)
     map_fn: Callable = on_all_cores
@@ -72,10 +72,9 @@ class FirstFit:
         (start, estimate), *_ = points = self.nearest(tokens)
         if len(points) == 1:
             return self.used(estimate)
-        (one, low), (two, high) = points[-2:]
-        slopes = (
-            abs(more - less) / abs(two - one) for less, more in zip(self.used(low), self.used(high), strict=True)
-        )
+        (left, low), (right, high) = points[-2:]
+        rises = zip(self.used(low), self.used(high), strict=True)
+        slopes = (abs(end - base) / abs(right - left) for base, end in rises)
         return tuple(base + slope * (tokens - start) for base, slope in zip(self.used(estimate), slopes, strict=True))
 
     def nearest(self, tokens: float) -> list[tuple[float, Estimate]]:
@@ -85,7 +84,7 @@ class FirstFit:
         return nearest + self.slope[-2:] if len(nearest) == 1 else nearest or self.slope
 
     def open_candidates(self) -> list[Any]:
-        """Those that no estimate rules out: what does not fit, does not fit with more tokens either."""
+        """The candidates that no estimate rules out: what does not fit, does not fit with more tokens either."""
         too_many = [
             self.tokens(candidate) for candidate, estimate in self.estimates.items() if not self.fits(estimate)
         ]
@@ -94,24 +93,24 @@ class FirstFit:
 
     def _pick(self) -> Any:
         best = self._best()
-        unsure = best is not None and self.enough is not None
-        if unsure and max(self.shares(self.estimates[best])) > self.enough:
+        unsure = best is not None and self.min_share is not None
+        if unsure and max(self.shares(self.estimates[best])) > self.min_share:
             return best
         candidates = self.open_candidates()
         if len(self.nearest(0)) < 2 and self.guess is not None:
             target = self.guess(self.estimates)
-            wanted = (candidate for candidate in candidates if self.tokens(candidate) <= target)
+            fitting = (candidate for candidate in candidates if self.tokens(candidate) <= target)
         else:
-            wanted = filter(self._may_fit, candidates)
-        pick = next(wanted, min(candidates, key=self.tokens, default=None))
+            fitting = filter(self._may_fit, candidates)
+        pick = next(fitting, min(candidates, key=self.tokens, default=None))
         if unsure and pick == best:
-            return min(
-                (one for one in candidates if self.tokens(one) > self.tokens(best)), key=self.tokens, default=best
-            )
+            larger = (candidate for candidate in candidates if self.tokens(candidate) > self.tokens(best))
+            return min(larger, key=self.tokens, default=best)
         return pick
 
     def _best(self) -> Any:
-        return next((one for one in self.candidates if one in self.estimates and self.fits(self.estimates[one])), None)
+        estimated = (candidate for candidate in self.candidates if candidate in self.estimates)
+        return next((candidate for candidate in estimated if self.fits(self.estimates[candidate])), None)
 
     def _is_near(self, candidate: Any) -> bool:
         """True if the line is known, and begins so near that it stands for the candidate's estimate."""
@@ -125,7 +124,7 @@ class FirstFit:
         return max(self.shares(estimate)) <= 1
 
     def shares(self, estimate: Estimate) -> list[float]:
-        """Of each limit, what an estimate takes."""
+        """The share of each limit that an estimate takes."""
         return [used / limit for used, limit in zip(self.used(estimate), self.limits, strict=True)]
 
     def _may_fit(self, candidate: Any) -> bool:

@@ -85,14 +85,14 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
     two, four = _tokens(job, 2), _tokens(job, 4)
     per_frame = max(1e-9, (four - two) / 2)
     positions = getattr(job.config.get_text_config(), "max_position_embeddings", None)
-    most = _MOST if positions is None else int((positions - two) / per_frame) + 2 if two <= positions else 0
+    highest = _MOST if positions is None else int((positions - two) / per_frame) + 2 if two <= positions else 0
     merged = job.video.temporal_patch_size(job.config)  # frames of a step in time
 
     def tokens(frames: int) -> float:
         return two + (frames - 2) * per_frame
 
     def guess(estimates: dict[int, Estimate]) -> float:
-        """Where the budget ends if all but the model grows with the tokens of the first estimate."""
+        """Guess where the budget ends, as if all but the model grew with the tokens of the first estimate."""
         if not estimates:
             return tokens(_FIRST)
         ((frames, estimate),) = estimates.items()
@@ -101,7 +101,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
         return tokens(frames) * min(_FURTHEST, max(1 / _FURTHEST, times))
 
     search = FirstFit(
-        candidates=range(min(_MOST, most) // merged * merged, 0, -merged),
+        candidates=range(min(_MOST, highest) // merged * merged, 0, -merged),
         tokens=tokens,
         build=lambda frames: _with_frames(job, frames),
         used=lambda estimate: (estimate.device_bytes,),
@@ -117,22 +117,22 @@ def _interpolated(search: FirstFit, frames: int) -> Estimate:
     """An estimate by the line through the two nearest."""
     tokens = search.tokens(frames)
     points = search.nearest(tokens)
-    (start, base), ((one, low), (two, high)) = points[0], points[-2:]
-    estimate = _moved(base, low, high, (tokens - start) / (two - one))
-    kept = (note for note in estimate.notes if not note.startswith("a sample:"))
-    source = f"interpolated between estimates of {min(one, two):,.0f} and {max(one, two):,.0f} tokens a sample"
-    return dataclasses.replace(estimate, notes=(source, describe_sample(search.build(frames)), *kept))
+    (start, base), ((fewer, low), (more, high)) = points[0], points[-2:]
+    estimate = _moved(base, low, high, (tokens - start) / (more - fewer))
+    notes = (note for note in estimate.notes if not note.startswith("a sample:"))
+    source = f"interpolated between estimates of {min(fewer, more):,.0f} and {max(fewer, more):,.0f} tokens a sample"
+    return dataclasses.replace(estimate, notes=(source, describe_sample(search.build(frames)), *notes))
 
 
 def _moved(base: Estimate, low: Estimate, high: Estimate, share: float) -> Estimate:
     """An estimate moved by a share of the way between two others."""
 
-    def moved(start, one, two):
+    def moved(start, low, high):
         if isinstance(start, dict):
-            return {name: moved(value, one.get(name, 0), two.get(name, 0)) for name, value in start.items()}
-        if None in (start, one, two):
+            return {name: moved(value, low.get(name, 0), high.get(name, 0)) for name, value in start.items()}
+        if None in (start, low, high):
             return start
-        value = start + share * (two - one)
+        value = start + share * (high - low)
         return max(0, round(value) if isinstance(start, int) else value)
 
     names = [field.name for field in dataclasses.fields(base) if field.name.endswith(("_bytes", "_per_second"))]

@@ -174,7 +174,7 @@ _RECIPES = {"sft": "sft", "dpo": "dpo", "grpo": "grpo"}  # of TRL's tasks
 
 
 def has_recipe(spec: JobSpec) -> bool:
-    """Whether a recipe runs the job: causal language models, videos and three of TRL's tasks, where a command line can
+    """True if a recipe runs the job: causal language models, videos and three of TRL's tasks, where a command line can
     name the model."""
     if spec.task in TRL_TASKS or not spec.is_named:
         return spec.is_named and spec.task in _RECIPES
@@ -188,7 +188,7 @@ def recipe_name(spec: JobSpec) -> str:
 
 
 def _recipe_file(spec: JobSpec) -> Path:
-    """In this installation."""
+    """The recipe's file in this installation."""
     return shipped("recipes") / f"{recipe_name(spec)}.py"
 
 

@@ -76,7 +76,7 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
     """
     host = spec.host_memory if choice.offloads else None
     positions = getattr(spec.config.get_text_config(), "max_position_embeddings", None)
-    most = min(_MOST, positions or _MOST)
+    longest = min(_MOST, positions or _MOST)
 
     def guess(estimates: dict[int, Estimate]) -> int:
         if not estimates:
@@ -85,20 +85,20 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
         return 4 * tokens if search.fits(estimate) else tokens // 4
 
     search = FirstFit(
-        candidates=[most, *range((most - 1) // _STEP * _STEP, 0, -_STEP)],
+        candidates=[longest, *range((longest - 1) // _STEP * _STEP, 0, -_STEP)],
         tokens=lambda tokens: tokens,
         build=lambda tokens: choice_job(dataclasses.replace(spec, seq_len=tokens), choice),
         used=lambda estimate: (estimate.device_bytes, estimate.host_bytes if host else 0),
         limits=(spec.memory * PLAN_PROFILES["balanced"][1], host.bytes if host else 1),
         say=lambda tokens: say(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {tokens} tokens"),
         guess=guess,
-        enough=_FULL,
+        min_share=_FULL,
     )
     return search
 
 
 def _limited_by(search: FirstFit, tokens: int) -> str:
-    """What keeps the longest sequence from being longer."""
+    """The limit that keeps the longest sequence from being longer."""
     if tokens == search.candidates[0]:
         return "model"
     too_long = [length for length in search.estimates if not search.fits(search.estimates[length])]
@@ -109,11 +109,11 @@ def _limited_by(search: FirstFit, tokens: int) -> str:
 def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
     """In words, the spec and the choice of each feature, together with those before; refused ones are left out."""
     spec = dataclasses.replace(spec, seq_len=_FIRST)  # of which losses in chunks are a choice
-    choices = {one for one in list_choices(spec) if one.micro_batch == 1 and one.checkpointed == 1}
+    choices = {choice for choice in list_choices(spec) if choice.micro_batch == 1 and choice.checkpointed == 1}
     if not choices:
         raise InputError("--seq-len max: activation checkpointing of every layer is not among the choices")
     # A preset's own optimizer of 8 bits is in all of them.
-    settings, choice = "all layers checkpointed", min(choices, key=lambda one: (one.complexities, one.chunked_loss))
+    settings, choice = "all layers checkpointed", min(choices, key=lambda c: (c.complexities, c.chunked_loss))
     yield settings, spec, choice
     for word, change in (
         ("loss in chunks", {"chunked_loss": True}),

@@ -1,4 +1,4 @@
-"""Where nothing fits: the smallest combinations of changes with which the job would.
+"""The smallest combinations of changes with which a job would fit that does not.
 
 A combination changes the method, the length of samples, the number of devices, the weights' dtype, a strategy that the
 user fixed or the limit of host memory. Sketches say which of them fit, and estimates confirm what is proposed; of
@@ -8,6 +8,7 @@ DeepSpeed, whose estimates take ten times plain ones, only what is near the limi
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.api import estimate_jobs
@@ -18,7 +19,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, list_choices
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.planner.streaming import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
@@ -29,7 +30,7 @@ _SHORTEST = 128  # tokens
 _LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
 _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
-_MOST_CHANGES = 3
+_MOST_CHANGES = 3  # in a combination
 _PROPOSED = 3  # combinations
 # Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
 # (_CAUTION_MPS in sketch.py), of Qwen3-32B with LoRA under ZeRO-3 on eight cards by 5 %.
@@ -70,63 +71,64 @@ class Combination:
         return all(self.levels.get(name, 0) >= level for name, level in other.levels.items())
 
 
-def nearest_changes(spec: JobSpec, search, least: Choice, say: Callable[[str], None]) -> list[str]:
+def nearest_changes(spec: JobSpec, search, smallest_choice: Choice, say: Callable[[str], None]) -> list[str]:
     """The smallest combinations of changes that make the job fit, and smaller models, as sentences.
 
     Args:
         spec: a JobSpec for which nothing fits.
         search: its Search.
-        least: the choice that needs the least memory.
+        smallest_choice: the choice that needs the least memory.
         say: called with a line for each thing that takes time.
     """
     say("looking for the smallest changes that would fit")
-    combinations = sorted(_fitting(spec, search.sketch, least, say), key=lambda one: one.size)
+    combinations = sorted(_fitting(spec, search.sketch, smallest_choice, say), key=attrgetter("size"))
     sentences: dict[int, str | None] = {}  # by place; None for what does not fit
     for _ in range(_ROUNDS):
-        standing = {place: one for place, one in enumerate(combinations) if sentences.get(place, "untried")}
+        standing = {place: mix for place, mix in enumerate(combinations) if sentences.get(place, "untried")}
         smallest = [
             place
-            for place, one in standing.items()
-            if not any(one is not other and one.contains(other) for other in standing.values())
+            for place, mix in standing.items()
+            if not any(mix is not other and mix.contains(other) for other in standing.values())
         ]
         new = [place for place in smallest[:_PROPOSED] if place not in sentences]
         sentences |= zip(new, _confirmed([standing[place] for place in new]), strict=True)
     proposed = [text for _, text in sorted(sentences.items()) if text]
-    return proposed[:_PROPOSED] + _smaller_models(spec, least)
+    return proposed[:_PROPOSED] + _smaller_models(spec, smallest_choice)
 
 
 def _confirmed(combinations: list[Combination]) -> list[str | None]:
     """Each as a sentence with its estimate, or its sketch where that suffices; None where it does not fit."""
     jobs = {}
-    for place, one in enumerate(combinations):
-        if not one.certain:
+    for place, combination in enumerate(combinations):
+        if not combination.certain:
             with contextlib.suppress(InputError):
-                jobs[place] = choice_job(one.spec, one.choice)
+                jobs[place] = choice_job(combination.spec, combination.choice)
     estimates = dict(zip(jobs, estimate_jobs([*jobs.values()], on_all_cores, speed=False), strict=True))
-    return [_sentence(one, estimates.get(place)) for place, one in enumerate(combinations)]
+    return [_sentence(combination, estimates.get(place)) for place, combination in enumerate(combinations)]
 
 
-def _sentence(one: Combination, estimate) -> str | None:
-    spec, texts = one.spec, list(one.texts)
-    if one.certain:
-        return f"{' and '.join(texts)}: about {gib(one.sketched)}"
+def _sentence(combination: Combination, estimate) -> str | None:
+    spec, texts = combination.spec, list(combination.texts)
+    if combination.certain:
+        return f"{' and '.join(texts)}: about {gib(combination.sketched)}"
     if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > spec.memory_budget:
         return None
     limit = spec.host_memory
-    exceeds = one.choice.offloads and limit is not None and estimate.host_bytes > limit.bytes  # beyond its sketch
-    if exceeds and not one.levels:  # of a smaller model a still smaller one fits
+    offloads = combination.choice.offloads
+    exceeds = offloads and limit is not None and estimate.host_bytes > limit.bytes  # beyond its sketch
+    if exceeds and not combination.levels:  # of a smaller model a still smaller one fits
         return None
-    if exceeds or "host" in one.levels:
+    if exceeds or "host" in combination.levels:
         texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
-    host = f", {gib(estimate.host_bytes)} of host memory" if one.choice.offloads else ""
+    host = f", {gib(estimate.host_bytes)} of host memory" if offloads else ""
     return f"{' and '.join(texts)}: {gib(estimate.device_bytes)}{host}"
 
 
-def _fitting(spec: JobSpec, sketch: Sketch, least: Choice, say: Callable[[str], None]) -> Iterator[Combination]:
+def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str], None]) -> Iterator[Combination]:
     """All combinations of a method, a number of devices and a length whose sketches fit."""
     # Engines compute with 16-bit weights, one device with what its preset loads: each is sketched once.
     sketches = {_weights_key(spec.preset): sketch}
-    for method, texts, variant in _methods(spec, least):
+    for method, texts, variant in _methods(spec, smallest):
         for times in _DEVICES if spec.preset.hardware.peer_link else (1,):
             larger = _on_devices(variant, times)
             try:
@@ -146,8 +148,9 @@ def _fitting(spec: JobSpec, sketch: Sketch, least: Choice, say: Callable[[str], 
                 if len(levels) > _MOST_CHANGES or (share > 1 and length < _SHORTEST):
                     continue
                 shorter = [*texts, f"--seq-len {length}"] if share > 1 else texts
-                if one := _combination(spec, levels, shorter, replace(larger, seq_len=length), choices, traced):
-                    yield one
+                changed = replace(larger, seq_len=length)
+                if combination := _combination(spec, levels, shorter, changed, choices, traced):
+                    yield combination
 
 
 def _combination(
@@ -158,32 +161,32 @@ def _combination(
     share, fixed, host = spec.seq_len // changed.seq_len, spec.preset.strategy, spec.host_memory
     needs = {choice: _needs(sketch, choice, share) for choice in choices}
     fitting = [choice for choice in choices if needs[choice] <= changed.memory_budget]
-    enough = [one for one in fitting if host is None or not one.offloads or sketch.host_bytes(one) <= host.bytes]
-    same, same_enough = ([one for one in of if fixed in ("none", one.strategy)] for of in (fitting, enough))
-    if levels and same_enough:
-        choice = min(same_enough, key=lambda one: (one.complexities, needs[one]))
+    in_host = [c for c in fitting if host is None or not c.offloads or sketch.host_bytes(c) <= host.bytes]
+    allowed, allowed_in_host = ([c for c in of if fixed in ("none", c.strategy)] for of in (fitting, in_host))
+    if levels and allowed_in_host:
+        choice = min(allowed_in_host, key=lambda c: (c.complexities, needs[c]))
         return Combination(levels, _texts(texts, spec, changed, choice), changed, choice, needs[choice])
-    if enough and fixed != "none":
-        level, choice = "strategy", min(enough, key=lambda one: (one.complexities, needs[one]))
-    elif same:
-        level, choice = "host", min(same, key=lambda one: (sketch.host_bytes(one), needs[one]))
+    if in_host and fixed != "none":
+        level, choice = "strategy", min(in_host, key=lambda c: (c.complexities, needs[c]))
+    elif allowed:
+        level, choice = "host", min(allowed, key=lambda c: (sketch.host_bytes(c), needs[c]))
     else:
         return None
     return Combination(levels | {level: 1}, _texts(texts, spec, changed, choice), changed, choice)
 
 
-def _methods(spec: JobSpec, least: Choice) -> Iterator[tuple[dict[str, int], list[str], JobSpec]]:
+def _methods(spec: JobSpec, smallest: Choice) -> Iterator[tuple[dict[str, int], list[str], JobSpec]]:
     """The spec, with weights in 16 bits, and with smaller methods: levels, texts, spec."""
     yield {}, [], spec
     hardware = spec.preset.hardware
-    setup = replace(least.configured(spec.preset).setup(), strategy="none", offload="none")
+    setup = replace(smallest.configured(spec.preset).setup(), strategy="none", offload="none")
     job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
     if spec.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
         text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
         yield {"dtype": 1}, [text], replace(spec, preset=replace(spec.preset, **settings))
     for change, settings in proposals(job, (LORA, QLORA)):
         try:
-            preset = preset_of(hardware.name, settings["method"])
+            preset = resolve_preset(hardware.name, settings["method"])
         except InputError:  # a device that the catalog lacks
             continue
         preset = replace(preset, hardware=hardware, processes=spec.preset.processes)
@@ -213,7 +216,7 @@ def _smallest_choices(spec: JobSpec) -> list[Choice]:
 
 
 def _weights_key(preset) -> tuple[str, bool]:
-    """What decides which weights a trace holds."""
+    """The key of the weights that a trace holds."""
     return preset.method, preset.dtype == "float32" and preset.processes == 1
 
 
@@ -235,10 +238,10 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
     return [*texts, f"--strategy {choice.strategy}"] if fixed not in ("none", choice.strategy) else texts
 
 
-def _smaller_models(spec: JobSpec, least: Choice) -> list[str]:
+def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
     """The largest smaller model of the family that fits; of a model without weights the nearest smaller sizes."""
     named = [(f"{name} instead", replace(spec, model=name, config=load_config(name))) for name in _smaller(spec)]
-    directions = [[one for one in named if not excessive_weights(one[1])]]
+    directions = [[(text, changed) for text, changed in named if not excessive_weights(changed)]]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
         for steps in smaller_sizes(spec.config):
             directions.append([(_as_config(sizes), _of_sizes(spec, sizes)) for sizes in steps])
@@ -247,7 +250,8 @@ def _smaller_models(spec: JobSpec, least: Choice) -> list[str]:
     sentences: dict[int, str] = {}  # by direction
     for step in range(_ROUNDS):
         pending = [place for place, steps in enumerate(directions) if place not in sentences and step < len(steps)]
-        smaller = [Combination({}, [text], changed, least) for text, changed in (directions[n][step] for n in pending)]
+        steps = (directions[place][step] for place in pending)
+        smaller = [Combination({}, [text], changed, smallest) for text, changed in steps]
         sentences |= {place: text for place, text in zip(pending, _confirmed(smaller), strict=True) if text}
     return [text for _, text in sorted(sentences.items())]
 

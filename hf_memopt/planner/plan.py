@@ -132,17 +132,17 @@ def _check_types(arguments: dict[str, Any]) -> None:
             check_value(name, hint, arguments[name])
 
 
-def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
+def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
     """The plan of the first method that fits without host memory, else of the first whose safest profile does, else of
     the first that fits, or what is missing."""
-    asked = of_one_length(asked, methods)
+    request = of_one_length(request, methods)
     rejected: list[Rejected] = []
     searches: dict[str, tuple[JobSpec, Search | None]] = {}
     plans: list[Plan] = []
     refused: list[MethodRefused] = []
     for method in methods:
         try:
-            spec = settle(asked, method)
+            spec = settle(request, method)
             reason = _far_too_large(spec)
             search = None if reason else start_search(spec, _numbered(say, method, methods))
         except MethodRefused as error:
@@ -165,20 +165,20 @@ def _answer(asked: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]
         method = [*searches][-1]
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
     # Of methods whose usual profiles use host memory, one that has a safe profile without it.
-    best = min(plans, key=lambda one: (bool(one.usual.choice.offloads), bool(one.profiles[0].choice.offloads)))
+    best = min(plans, key=lambda made: (bool(made.usual.choice.offloads), bool(made.profiles[0].choice.offloads)))
     spec, search = searches[best.spec.preset.method]
-    made = _plan_of(spec, search, best.profiles, rejected)
-    beside = _methods(asked, methods, searches, made.usual, say) if len(methods) > 1 else []
-    return replace(made, plain=plain_alternative(spec, search, made.usual), methods=beside)
+    result = _make_plan(spec, search, best.profiles, rejected)
+    alternatives = _methods(request, methods, searches, result.usual, say) if len(methods) > 1 else []
+    return replace(result, plain=plain_alternative(spec, search, result.usual), methods=alternatives)
 
 
-def _plan_of(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
+def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
     """A plan with profiles, and why it has no others."""
-    made = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
-    made.rejected.extend(left_out(spec, search, [profile.choice for profile in profiles]))
+    result = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
+    result.rejected.extend(left_out(spec, search, [profile.choice for profile in profiles]))
     if (space := trl_space(spec)) is not None:
-        made.rejected.extend(Rejected(field, reason) for field, reason in space.left_out())
-    return replace(made, link=search.cost.link_bound(made.usual.choice))
+        result.rejected.extend(Rejected(field, reason) for field, reason in space.left_out())
+    return replace(result, link=search.cost.link_bound(result.usual.choice))
 
 
 def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
@@ -188,11 +188,11 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         searches: method -> its JobSpec and Search.
         rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
     """
-    resident = [replace(one, settings=f"{one.settings}, all weights on the device") for one in rejected]
+    resident = [replace(reason, settings=f"{reason.settings}, all weights on the device") for reason in rejected]
     specs = filter(None, (streaming_spec(spec) for spec, _ in searches.values()))
     tried = [(spec, lacks_memory(spec)) for spec in specs]
     resident += [Rejected(_streamed_method(spec), reason) for spec, reason in tried if reason]
-    for spec, reason in sorted(tried, key=lambda one: bool(one[1])):  # what lacks memory only to say how much
+    for spec, reason in sorted(tried, key=lambda pair: bool(pair[1])):  # what lacks memory only to say how much
         if reason and nearest:
             rejected.append(Rejected(_streamed_method(spec), reason))
             continue
@@ -203,7 +203,7 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         if search is None:
             continue
         if profiles := _profiles(spec, search):
-            return _plan_of(spec, search, profiles, resident)
+            return _make_plan(spec, search, profiles, resident)
         lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
         rejected.append(lacking)
         resident.append(lacking)
@@ -223,7 +223,7 @@ def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...])
 
 
 def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected], nearest: list[str], say) -> Plan:
-    """What is missing.
+    """The plan of a job that does not fit: what is missing.
 
     Args:
         search: None where there are no choices, or where the weights alone ruled them out.
@@ -231,41 +231,41 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     """
     certain = search is None and _far_too_large(spec)  # which no estimate would change
     search = start_search(spec, say, smallest=True) if certain else search
-    least = search and (search.one_sample("none") if certain else search.smallest())
-    if least is None:
+    smallest = search and (search.one_sample("none") if certain else search.smallest())
+    if smallest is None:
         return Plan(spec, [], rejected)
-    estimate, budget = search.estimates.get(least), spec.memory_budget
+    estimate, budget = search.estimates.get(smallest), spec.memory_budget
     if estimate and estimate.device_bytes <= budget:
-        wanted = f"--host-memory {-(-estimate.host_bytes // GIB)}"
-        return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [wanted])
-    nearest = [*nearest, *nearest_changes(spec, search, least, say)]
-    return Plan(spec, [], rejected, int(search.needs(least)) - budget, nearest)
+        change = f"--host-memory {-(-estimate.host_bytes // GIB)}"
+        return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [change])
+    nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
+    return Plan(spec, [], rejected, int(search.needs(smallest)) - budget, nearest)
 
 
 def _safe_left_out(profiles: list[Profile]) -> list[Rejected]:
-    """Why there is no safe profile, or why it depends on the host."""
+    """The reason that there is no safe profile, or that it depends on the host."""
     if profiles[0].name != "safe":
-        share, apart = PLAN_PROFILES["safe"][1], profiles[0].preset.hardware.discrete_memory
-        without = " without host memory, which a safe profile does not need" if apart else ""
+        share, discrete = PLAN_PROFILES["safe"][1], profiles[0].preset.hardware.discrete_memory
+        without = " without host memory, which a safe profile does not need" if discrete else ""
         return [Rejected("safe", f"nothing fits {share:.0%}{without}")]
     if profiles[0].choice.offloads:
         return [Rejected("safe without host memory", "nothing fits: every profile depends on host memory")]
     return []
 
 
-def _methods(asked: JobSpec, methods, searches, profile: Profile, say) -> list[Alternative]:
+def _methods(request: JobSpec, methods, searches, profile: Profile, say) -> list[Alternative]:
     """Every method that fits the memory of a profile, with its settings; by sketches but for the profile's own."""
-    beside = []
+    alternatives = []
     for method in methods:
         if method not in searches:
             try:
-                spec = settle(asked, method)
+                spec = settle(request, method)
                 searches[method] = spec, start_search(spec, _numbered(say, method, methods))
             except InputError:  # the plan stands without it, as without 4 bits where there are no kernels for them
                 continue
         if alternative := method_alternative(*searches[method], profile):
-            beside.append(alternative)
-    return beside
+            alternatives.append(alternative)
+    return alternatives
 
 
 def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
@@ -292,7 +292,7 @@ _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def _far_too_large(spec: JobSpec) -> Rejected | None:
-    """Why a method need not be searched: without a trace, what it holds for certain exceeds the device."""
+    """The reason not to search a method: without a trace, what it holds for certain exceeds the device."""
     if (alone := excessive_weights(spec)) is None:
         return None
     method = _METHODS[spec.preset.method]
@@ -304,19 +304,19 @@ def _budget(spec: JobSpec) -> str:
     return f"{budget / spec.memory:.0%} of {spec.preset.hardware.label} is {gib(budget)}"
 
 
-def _too_large(spec: JobSpec, search: Search | None, least: Choice | None) -> Rejected:
-    """Why a method does not fit at all."""
+def _too_large(spec: JobSpec, search: Search | None, smallest: Choice | None) -> Rejected:
+    """The reason that a method does not fit at all."""
     method = _METHODS[spec.preset.method]
-    if least is None:
+    if smallest is None:
         return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
-    estimate, budget = search.estimates[least], spec.memory_budget
+    estimate, budget = search.estimates[smallest], spec.memory_budget
     if estimate.device_bytes <= budget:
         reason = (
             f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(spec.host_memory.bytes)} may be "
             f"used ({spec.host_memory.source})"
         )
-        return Rejected(method, f"{method} needs {reason} ({summarize(least)}); --host-memory sets the limit")
+        return Rejected(method, f"{method} needs {reason} ({summarize(smallest)}); --host-memory sets the limit")
     return Rejected(
         method,
-        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(least)}), and {_budget(spec)}",
+        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(smallest)}), and {_budget(spec)}",
     )

@@ -16,7 +16,7 @@ _EXAMPLE = '"RTX 4090" = 0.40'
 
 @dataclass(frozen=True)
 class Prices:
-    """What an hour of one card costs.
+    """The price of an hour of each card.
 
     Attributes:
         per_hour: name in the catalog -> price.
@@ -33,7 +33,7 @@ def read_prices(path: str) -> Prices:
     """The price table of a file: a line for each card, `"RTX 4090" = 0.40`, and perhaps `currency = "€"`.
 
     Raises:
-        InputError: an unreadable file, an unknown or ambiguous card, a card priced twice, or a price that is none.
+        InputError: an unreadable file, an unknown or ambiguous card, a card priced twice, or an invalid price.
     """
     written = read_bytes(path, _LARGEST).decode("utf-8", "replace")
     try:

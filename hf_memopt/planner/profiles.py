@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What was not tried; what of the device's memory and speed was measured on it; of GRPO and RLOO, what a step
+        """Notes on what was not tried, on what was measured on the device, and of GRPO and RLOO on what a step
         generates."""
         preset = self.spec.preset
         device = preset.hardware
@@ -112,7 +112,7 @@ class Plan:
         return notes
 
     def _speed_note(self) -> str | None:
-        """What the speeds rest on, or why there are none; None of a plan without profiles."""
+        """The basis of the speeds, or why there are none; None of a plan without profiles."""
         if not self.profiles:
             return None
         device, estimate = self.spec.preset.hardware, self.usual.estimate

@@ -15,7 +15,7 @@ from hf_memopt.planner.sketch import Sketch, caution
 
 _OPTIMISM = 1.01  # a choice is tried where its sketch exceeds the budget by no more than this
 _ROUNDS = 8
-_FAILURES = 3
+_FAILURES = 3  # so many choices, and it is not the choice
 _LOOKS = 3  # rounds of estimates for the choice that needs the least
 # A plain choice is estimated before another takes its place, unless its sketch exceeds the budget by more than this.
 _DOUBT = 1.05
@@ -75,11 +75,11 @@ class Search:
 
     def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
         """The plain choice that needs the least, where a profile does without a plain one because of its sketch."""
-        least = min(filter(self.is_plain, self._traceable()), key=self.needs, default=None)
-        if least is None or least in self.estimates or least.engine.flat_buffers:  # whose estimates take long
+        smallest = min(filter(self.is_plain, self._traceable()), key=self.needs, default=None)
+        if smallest is None or smallest in self.estimates or smallest.engine.flat_buffers:  # whose estimates take long
             return None
         without = [budget for pick, budget in zip(picks, budgets, strict=True) if not (pick and self.is_plain(pick))]
-        return least if any(budget < self.needs(least) <= budget * _DOUBT for budget in without) else None
+        return smallest if any(budget < self.needs(smallest) <= budget * _DOUBT for budget in without) else None
 
     def sketched(self, budget: int) -> Choice | None:
         """The fastest choice that fits a budget, by the sketch and the estimates made so far; one that needs host
@@ -92,7 +92,7 @@ class Search:
 
     @property
     def caution(self) -> float:
-        """What sketches are multiplied by, as long as no estimate corrects them."""
+        """The factor of sketches, as long as no estimate corrects them."""
         return 1.0 if self.sketch_errors else caution(self.sketch.job.device)
 
     def is_plain(self, choice: Choice) -> bool:
@@ -119,7 +119,7 @@ class Search:
         return picks
 
     def relative_time(self, choice: Choice, other: Choice) -> float:
-        """Of a choice's step to that of another: by their estimates, which plans show, or else by their sketches."""
+        """The ratio of two choices' steps: by their estimates, which plans show, or else by their sketches."""
         estimates = (self.estimates.get(choice), self.estimates.get(other))
         shown = [estimate and estimate.step_seconds for estimate in estimates]
         seconds, of_other = shown if all(shown) else (self.seconds[choice], self.seconds[other])
@@ -137,18 +137,18 @@ class Search:
     def smallest(self) -> Choice | None:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""
         for _ in range(_LOOKS):
-            least = min(self._traceable(), key=lambda choice: (self.needs(choice), self._rank[choice]), default=None)
-            if least is None or least in self.estimates:
-                return least
+            smallest = min(self._traceable(), key=lambda c: (self.needs(c), self._rank[c]), default=None)
+            if smallest is None or smallest in self.estimates:
+                return smallest
             # The sketch may overestimate, so one sample with every layer checkpointed is estimated beside it.
-            new = dict.fromkeys((least, self.one_sample(least.strategy)))
+            new = dict.fromkeys((smallest, self.one_sample(smallest.strategy)))
             self.estimate([choice for choice in new if choice not in self.estimates])
         return min((choice for choice in self.estimates if self.estimates[choice]), key=self.needs, default=None)
 
     def one_sample(self, strategy: str) -> Choice | None:
-        """Of the smallest micro-batch with the most layers checkpointed, the choice that needs the least memory."""
-        known = (choice for choice in self._traceable() if choice.strategy == strategy)
-        return min(known, key=lambda one: (one.micro_batch, -one.checkpointed, self.needs(one)), default=None)
+        """The choice that needs the least memory, with the smallest micro-batch and the most layers checkpointed."""
+        choices = (choice for choice in self._traceable() if choice.strategy == strategy)
+        return min(choices, key=lambda c: (c.micro_batch, -c.checkpointed, self.needs(c)), default=None)
 
     def _traceable(self) -> Iterator[Choice]:
         """The choices, without those that could not be traced."""
@@ -166,7 +166,7 @@ class Search:
         return None
 
     def fits(self, choice: Choice, budget: int) -> bool:
-        """By its estimate, or else by its sketch."""
+        """True if a choice fits by its estimate, or else by its sketch."""
         if choice not in self.estimates:
             return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
         estimate = self.estimates[choice]
@@ -200,18 +200,18 @@ class Search:
                     raise estimate
                 continue
             self.estimates[choice] = estimate
-            whole, moving = self.sketch_bytes[choice]
-            self.sketch_errors |= dict.fromkeys(_keys(choice), (estimate.device_bytes - whole, max(1, moving)))
+            constant, moving = self.sketch_bytes[choice]
+            self.sketch_errors |= dict.fromkeys(_keys(choice), (estimate.device_bytes - constant, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
         if estimate := self.estimates.get(choice):
             return estimate.device_bytes
-        whole, moving = self.sketch_bytes[choice]
+        constant, moving = self.sketch_bytes[choice]
         off, held = next((self.sketch_errors[key] for key in _keys(choice) if key in self.sketch_errors), (0, 1))
         # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
         grown = (1 + moving / held) / 2
-        return whole + off * (grown if off > 0 else min(1.0, grown))
+        return constant + off * (grown if off > 0 else min(1.0, grown))
 
 
 def _keys(choice: Choice) -> list[tuple]:

@@ -13,7 +13,7 @@ from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.devices import preset_of
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.batch import batch_settings
@@ -34,7 +34,7 @@ def of_one_length(spec: JobSpec, methods: tuple[str, ...]) -> JobSpec:
     same step."""
     if len(methods) == 1 or spec.seq_len is not None:
         return spec
-    lengths = [preset_of(spec.hardware, method, spec.strategy).seq_len for method in methods]
+    lengths = [resolve_preset(spec.hardware, method, spec.strategy).seq_len for method in methods]
     return replace(spec, seq_len=longest_sample(spec.config, max(lengths)))
 
 
@@ -51,7 +51,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
     if task not in _PLANNED_TASKS:
         find_task(task, spec.config)
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
-    preset = preset_of(spec.hardware, method, spec.strategy)
+    preset = resolve_preset(spec.hardware, method, spec.strategy)
     if spec.dtype:
         preset = replace(preset, dtype=resolve_dtype(spec.config, spec.dtype))
     row = TRL_TASKS.get(task)

@@ -52,7 +52,7 @@ class Traced:
 
 
 def caution(device: Hardware) -> float:
-    """What sketches of a device are multiplied by, as long as no estimate corrects them."""
+    """The factor of a device's sketches, as long as no estimate corrects them."""
     if device.backend == "mps":
         return _CAUTION_MPS
     return _CAUTION if device.native_bf16 else _CAUTION_FP16
@@ -73,9 +73,9 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
     depths = shallow_depths(jobs[0].config)
     # Jobs with the same batch are neighbours, for parallel's shares: they have most shapes in common.
     order = sorted(range(len(alone)), key=lambda number: alone[number].fields["per_device_train_batch_size"])
-    books = iter(on_all_cores(_counted, [(alone[number], depth) for number in order for depth in depths]))
-    found = {number: _at_full_depth(jobs[number].config, depths, [next(books) for _ in depths]) for number in order}
-    return [found[number] for number in range(len(alone))]
+    traces = iter(on_all_cores(_counted, [(alone[number], depth) for number in order for depth in depths]))
+    traced = {number: _at_full_depth(jobs[number].config, depths, [next(traces) for _ in depths]) for number in order}
+    return [traced[number] for number in range(len(alone))]
 
 
 def _counted(trace_of: tuple[Job, int]) -> TraceResult:
@@ -86,15 +86,15 @@ def _counted(trace_of: tuple[Job, int]) -> TraceResult:
 def _at_full_depth(config, depths: tuple[int, ...], traces: list[TraceResult]) -> Traced:
     peaks = extrapolate_peaks(config, depths, [trace.moments for trace in traces])
     kernels = traces[0].kernels
-    if len(depths) == 1:  # a shallow model, traced whole: all but a little is its layers'
+    if len(depths) == 1:  # a shallow model, traced whole: nearly all activations are its layers'
         return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, kernels)
     low, high = (trace.peaks for trace in traces)
-    apart, depth = depths[1] - depths[0], count_layers(config)
+    period, depth = depths[1] - depths[0], count_layers(config)
     growing = {}
     for name in peaks:
-        less, more = (found[name].by_kind.get("activations", 0) for found in (low, high))
-        growing[name] = max(0, more - less) * depth // apart
-    return Traced(peaks, growing, extended(kernels, traces[1].kernels, (depth - depths[0]) // apart))
+        shallow, deep = (phase_peaks[name].by_kind.get("activations", 0) for phase_peaks in (low, high))
+        growing[name] = max(0, deep - shallow) * depth // period
+    return Traced(peaks, growing, extended(kernels, traces[1].kernels, (depth - depths[0]) // period))
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,24 @@ class Sketch:
 
     Attributes:
         job: of the first trace.
-        kept, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two (or, where
+        plain, checkpointed: traces with no layer and with all layers checkpointed, of one sample and of two (or, where
             a micro-batch needs two, of two and four). The same where no choice needs one of them.
         trained: number of parameters that are trained.
     """
 
     job: Job
-    kept: tuple[Traced, Traced]
+    plain: tuple[Traced, Traced]
     checkpointed: tuple[Traced, Traced]
     trained: int
+
+    def shares(self, choice: Choice) -> tuple[tuple[float, tuple[Traced, Traced]], ...]:
+        """The share of the layers that a choice treats as each pair of traces does, and the pair."""
+        return (1 - choice.checkpointed, self.plain), (choice.checkpointed, self.checkpointed)
 
     @functools.cached_property
     def loaded(self) -> int:
         """Bytes of the weights, on one device."""
-        return max(peak.by_kind.get("parameters", 0) for peak in self.kept[0].peaks.values())
+        return max(peak.by_kind.get("parameters", 0) for peak in self.plain[0].peaks.values())
 
     @functools.cached_property
     def outside_layers(self) -> int:
@@ -129,7 +133,7 @@ class Sketch:
         Args:
             length: of samples, relative to the job's.
         """
-        segments = [(name, *self._segment(name, choice)) for name in self.kept[0].peaks]
+        segments = [(name, *self._segment(name, choice)) for name in self.plain[0].peaks]
         engine = self._engine_bytes(choice)
         sizes = [(fixed + engine * (not choice.trl.sleeps), moving * length) for _, fixed, moving in segments]
         if choice.trl.sleeps:  # vLLM is there while the model waits
@@ -138,7 +142,7 @@ class Sketch:
         return int(fixed + moving) + overheads.context(self.job.device), int(moving)
 
     def _engine_bytes(self, choice: Choice) -> int:
-        """Of a vLLM that shares the card (estimator.colocation)."""
+        """Bytes of a vLLM that shares the card (estimator.colocation)."""
         share = choice.trl.share
         if share is not None:
             return int(share * self.job.device.memory)
@@ -148,11 +152,11 @@ class Sketch:
         """Bytes of the reference model that a choice does without."""
         if not choice.trl.precomputed or self.job.fields.get("precompute_ref_log_probs"):
             return 0
-        rest, layer = self.job.elements()
-        return (rest + layer * count_layers(self.job.config)) * getattr(torch, self.job.dtype).itemsize
+        outside, layer = self.job.elements()
+        return (outside + layer * count_layers(self.job.config)) * getattr(torch, self.job.dtype).itemsize
 
     def samples(self, choice: Choice) -> float:
-        """Of a choice's micro-batch, in those of the first trace."""
+        """Samples of a choice's micro-batch, in those of the first trace."""
         return choice.micro_batch / self.job.fields["per_device_train_batch_size"]
 
     def _samples(self, name: str, choice: Choice) -> float:
@@ -178,7 +182,7 @@ class Sketch:
         """Bytes of frozen weights in host memory in the traced job: of the layers, and of all else."""
         if not getattr(self.job.memory_args, "weight_streaming", False):
             return 0.0, 0.0
-        peaks = self.kept[0].peaks.items()
+        peaks = self.plain[0].peaks.items()
         held = min(peak.host for name, peak in peaks if name.startswith(("forward", "backward")))
         outside = min(held, self.outside_layers * getattr(torch, self.job.dtype).itemsize)
         return held - outside, outside
@@ -189,27 +193,27 @@ class Sketch:
         return outside + layers * (choice.streamed or 1)
 
     def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
-        """What a segment holds whatever the micro-batch is, and what its samples take.
+        """The bytes that a segment holds whatever the micro-batch is, and those that its samples take.
 
         Of what grows with depth a second sample adds the activations: the rest, as autocast's copies of weights,
         cannot be compressed or moved.
         """
         kinds: dict[str, float] = {}
         growing = 0.0
-        for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
-            if name not in one.peaks or name not in two.peaks:
+        for share, (single, double) in self.shares(choice):
+            if name not in single.peaks or name not in double.peaks:
                 continue
             samples = self._samples(name, choice)
-            of_kind = _line(one.peaks[name].by_kind, two.peaks[name].by_kind, samples)
+            of_kind = _line(single.peaks[name].by_kind, double.peaks[name].by_kind, samples)
             for kind, size in of_kind.items():
                 kinds[kind] = kinds.get(kind, 0) + share * size
-            growing += share * (two.growing[name] - one.growing[name]) * samples
+            growing += share * (double.growing[name] - single.growing[name]) * samples
         self._change(kinds, growing, choice, name)
         moving = kinds.get("activations", 0) + kinds.get("logits", 0) + kinds.get("other", 0)
         return sum(kinds.values()) - moving, moving
 
     def _change(self, kinds: dict[str, float], growing: float, choice: Choice, name: str) -> None:
-        """What levers and engines make of one device's memory."""
+        """Change one device's memory as levers and engines do."""
         activations = kinds.get("activations", 0)
         kinds["parameters"] = kinds.get("parameters", 0) - self._reference(choice)
         if choice.streamed:  # of the traced job all layers are
@@ -244,7 +248,7 @@ class Sketch:
             kinds["communication"] = wider * self._gradients()  # buckets of all gradients
 
     def _gradients(self) -> float:
-        return max(peak.by_kind.get("gradients", 0) for peak in self.kept[0].peaks.values())
+        return max(peak.by_kind.get("gradients", 0) for peak in self.plain[0].peaks.values())
 
     def _rank_bytes(self, choice: Choice) -> dict[str, float]:
         loaded, outside = self.loaded - self._reference(choice), 2 * self.outside_layers
@@ -254,19 +258,19 @@ class Sketch:
     def activations(self, choice: Choice) -> float:
         """Bytes of a micro-batch that are kept between forward and backward, in all layers."""
         growing = 0.0
-        for share, (one, two) in ((1 - choice.checkpointed, self.kept), (choice.checkpointed, self.checkpointed)):
-            samples = [max(found.growing.values(), default=0) for found in (one, two)]
+        for share, (single, double) in self.shares(choice):
+            samples = [max(traced.growing.values(), default=0) for traced in (single, double)]
             growing += share * (samples[1] - samples[0]) * self.samples(choice)
         return growing
 
 
-def _line(one: dict[str, int], two: dict[str, int], samples: float) -> dict[str, float]:
-    """By kind, the line through one sample and two."""
-    found = {}
-    for kind in one.keys() | two.keys():
-        first, second = one.get(kind, 0), two.get(kind, 0)
-        found[kind] = max(min(first, second), first + (second - first) * (samples - 1))
-    return found
+def _line(single: dict[str, int], double: dict[str, int], samples: float) -> dict[str, float]:
+    """Draw the line through one sample and two, by kind."""
+    line = {}
+    for kind in single.keys() | double.keys():
+        first, second = single.get(kind, 0), double.get(kind, 0)
+        line[kind] = max(min(first, second), first + (second - first) * (samples - 1))
+    return line
 
 
 def baselines(build: Callable[..., Job], shares: set[float], fewest: int = 1) -> list[Job]:
@@ -281,8 +285,8 @@ def baselines(build: Callable[..., Job], shares: set[float], fewest: int = 1) ->
     return [build(samples, checkpointed) for checkpointed in needed for samples in (fewest, 2 * fewest)]
 
 
-def sketch_of(jobs: list[Job], found: list[Traced]) -> Sketch:
+def make_sketch(jobs: list[Job], traces: list[Traced]) -> Sketch:
     """The sketch from the traces of baselines()."""
-    rest, layer = jobs[0].elements(trained=True)
-    trained = rest + layer * count_layers(jobs[0].config)
-    return Sketch(jobs[0], (found[0], found[1]), (found[-2], found[-1]), trained)
+    outside, layer = jobs[0].elements(trained=True)
+    trained = outside + layer * count_layers(jobs[0].config)
+    return Sketch(jobs[0], (traces[0], traces[1]), (traces[-2], traces[-1]), trained)

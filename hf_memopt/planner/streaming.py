@@ -1,4 +1,4 @@
-"""Whether the device can hold a job's weights at all, and jobs planned again with frozen weights in host memory."""
+"""Check if the device can hold a job's weights at all, and plan jobs again with frozen weights in host memory."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def streaming_spec(spec: JobSpec) -> JobSpec | None:
 
 
 def lacks_memory(spec: JobSpec) -> str:
-    """Why device and host together cannot hold the weights, which is known without a trace; empty where they may."""
+    """The reason that device and host cannot hold the weights, known without a trace; empty where they may."""
     alone, host = weights_alone(spec), spec.host_memory
     if alone is None or host is None or alone[0] <= spec.memory_budget + host.bytes:
         return ""
@@ -71,7 +71,7 @@ def lacks_memory(spec: JobSpec) -> str:
 
 
 def what_lacks(spec: JobSpec, search: Search) -> str:
-    """Why nothing fits a spec with streamed weights."""
+    """The reason that nothing fits a spec with streamed weights."""
     fitting, host = _fitting(spec, search), spec.host_memory
     if not fitting or host is None:
         needs = int(min(map(search.needs, (*search.choices, *search.short_of_host))))
@@ -98,4 +98,4 @@ def _fitting(spec: JobSpec, search: Search) -> list:
     """Choices that fit the device by their sketches and lack host memory, from the one that needs the least of it."""
     fitting = [choice for choice in search.short_of_host if search.needs(choice) <= spec.memory_budget]
     # Of larger micro-batches sketches say too little, and what is proposed must be sure to fit.
-    return sorted(fitting, key=lambda one: (search.host_bytes(one), one.approximations, search.needs(one)))
+    return sorted(fitting, key=lambda c: (search.host_bytes(c), c.approximations, search.needs(c)))

@@ -1,4 +1,4 @@
-"""What a plan of one of TRL's tasks may choose beside the settings of every job: the reference model's part, how the
+"""Choices of plans of TRL's tasks beside the settings of every job: the reference model's part, how the
 completions of a step are generated, and vLLM's share of the card.
 
 No step of generation is traced here: each token that a group of completions grows by reads all weights once, so what a
@@ -26,7 +26,7 @@ _WAVES = (1, 2, 4, 8)  # in which vLLM writes the completions of a generation ba
 # vLLM's activations and CUDA graphs beside weights and cache: assumed, vLLM measures them when it starts.
 _OWN_MEMORY = 1.1
 _STEP, _LARGEST = 0.05, 0.9  # of shares; 0.9 is vLLM's own default, for a card of its own
-_ROUNDED_DOWN = 1e-9
+_ROUNDED_DOWN = 1e-9  # of a share: floating-point noise must not cost a whole _STEP
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class TrlChoice:
 
     @property
     def levers(self) -> int:
-        """How many of its switches are on."""
+        """The number of its switches that are on."""
         return self.precomputed + self.sleeps
 
     @property
     def passes(self) -> int:
-        """How often a step's completions grow from first to last token, one group of them after the other."""
+        """The number of times that a step's completions grow from first to last token, one group after the other."""
         return self.generations * self.waves
 
     def fields(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ NO_TRL = TrlChoice()  # of other tasks
 
 @dataclass(frozen=True, kw_only=True)
 class TrlSpace:
-    """What TRL's trainer of a task leaves open.
+    """The settings that TRL's trainer of a task leaves open.
 
     Attributes:
         task: of TRL_TASKS.
@@ -121,7 +121,7 @@ class TrlSpace:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether a reference model is beside the trained one, unless its part is computed before."""
+        """True if a reference model is beside the trained one, unless its part is computed before."""
         needed = self.setting("beta") if self.row.generates else self.row.reference
         return bool(needed) and self.method == "full"
 
@@ -136,14 +136,14 @@ class TrlSpace:
             return
         if not self.row.generates:
             for precomputed in self._precomputed(strategy):
-                there = self.keeps_reference and not self.fixed.get("precompute_ref_log_probs")
-                yield TrlChoice(reference=there and not precomputed, precomputed=precomputed)
+                computed_beside = self.keeps_reference and not self.fixed.get("precompute_ref_log_probs")
+                yield TrlChoice(reference=computed_beside and not precomputed, precomputed=precomputed)
             return
         for steps in self._steps(micro_batch, accumulation):
             yield TrlChoice(steps_per_generation=steps, generations=max(1, accumulation // steps))
 
     def refused(self, strategy: str) -> str | None:
-        """Why a strategy cannot be planned, as estimator.trainer_job refuses it; None where it can."""
+        """The reason that a strategy cannot be planned, as estimator.trainer_job refuses it; None where it can."""
         if self.row.generates and engine_named(strategy).gathers_to_generate:
             return f"what {self.row.trainer} gathers to generate is not modelled: plan it with ddp, zero2 or fsdp2"
         precomputes = not self.row.generates and self.fixed.get("precompute_ref_log_probs", True)
@@ -199,7 +199,7 @@ class TrlSpace:
 
     @property
     def colocates(self) -> bool:
-        """Whether vLLM shares the card."""
+        """True if vLLM shares the card."""
         return self.row.generates and colocates(self.fixed)
 
     def whole_batch(self, batch: int | None, usual: int) -> int | None:
@@ -218,8 +218,8 @@ class TrlSpace:
         if not isinstance(group, int) or group < 2:
             raise InputError(f"num_generations={group} must be at least 2: advantages compare completions of a prompt")
         if batch is None:
-            whole = lcm(group, self.devices)
-            return ceil(usual / whole) * whole
+            multiple = lcm(group, self.devices)
+            return ceil(usual / multiple) * multiple
         if batch % group:
             raise InputError(
                 f"effective_batch_size={batch} counts completions and must be a multiple of num_generations={group}"
@@ -235,7 +235,7 @@ class TrlSpace:
         ]
 
     def notes(self, choice, device) -> list[str]:
-        """How a step's completions are generated and trained, and what vLLM leaves.
+        """Notes on how a step's completions are generated and trained, and on what vLLM leaves.
 
         Args:
             choice: a Choice.
@@ -279,7 +279,7 @@ def trl_space(spec: JobSpec) -> TrlSpace | None:
 
 
 def fewest_samples(spec: JobSpec) -> int:
-    """Of a micro-batch."""
+    """The fewest samples of a micro-batch."""
     space = trl_space(spec)
     return 1 if space is None else space.fewest_samples
 

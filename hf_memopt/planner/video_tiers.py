@@ -29,7 +29,7 @@ SHARE = 0.90  # of a device's memory: what MemoryArguments.target_memory_utiliza
 # Bytes of a device (from; an "8 GB" card has a little less, and so have the others) -> the founding guide's frames and
 # micro-batch, from and to: 8 GB, 16 GB, 24 GB and more.
 GUIDE = ((0, (50, 75), (2, 4)), (14 * GIB, (100, 150), (4, 8)), (21 * GIB, (200, 200), (8, 16)))
-_FRAMES = (200, 150, 100, 75, 50, 32, 16, 8)
+_FRAMES = (200, 150, 100, 75, 50, 32, 16, 8)  # the guide's, and fewer
 _SIDES = (448, 336, 224)  # of a square frame, pixels; 224 is what the smallest of today's video models see
 # A weight's bytes that cannot be saved on: 4-bit weights, weights of 16 bits, and those with their gradients.
 _LEAST = {"qlora": 0.5, "lora": 2, "full": 4}
@@ -48,8 +48,8 @@ _FIRST = (Clip(8, 224, 1), Clip(75, 224, 2))  # the clips that the line is drawn
 
 
 @dataclass(frozen=True)
-class Given:
-    """What stays as it is: frames, height × width of a frame, the micro-batch; None for what is to be chosen."""
+class FixedLimits:
+    """Limits that stay: frames, height × width of a frame, the micro-batch; None for what is to be chosen."""
 
     max_frames: int | None = None
     max_pixels_per_frame: int | None = None
@@ -90,10 +90,10 @@ def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
     Args:
         memory: bytes of the device.
     """
-    return next((frames, micro) for least, frames, micro in reversed(GUIDE) if memory >= least)
+    return next((frames, micro) for smallest, frames, micro in reversed(GUIDE) if memory >= smallest)
 
 
-def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
+def candidates(memory: int, effective: int, fixed: FixedLimits) -> Iterator[Clip]:
     """Clips, the preferred first: most frames first, then memory for the guide's smallest micro-batch
     in frames that are as large as possible, then a larger micro-batch.
 
@@ -101,33 +101,33 @@ def candidates(memory: int, effective: int, given: Given) -> Iterator[Clip]:
         memory: bytes of the device, which decide the guide's row.
         effective: samples of an optimizer step, which every micro-batch must divide.
     """
-    (_, most_frames), (least, most) = guide_row(memory)
-    frames = (given.max_frames,) if given.max_frames else [count for count in _FRAMES if count <= most_frames]
-    sides = (math.isqrt(given.max_pixels_per_frame),) if given.max_pixels_per_frame else _SIDES
+    (_, most_frames), (fewest, most) = guide_row(memory)
+    frames = (fixed.max_frames,) if fixed.max_frames else [count for count in _FRAMES if count <= most_frames]
+    sides = (math.isqrt(fixed.max_pixels_per_frame),) if fixed.max_pixels_per_frame else _SIDES
     batches = [size for size in range(min(most, effective), 0, -1) if effective % size == 0]
-    if given.micro_batch:
-        batches, least = [given.micro_batch], given.micro_batch
-    enough = [size for size in batches if size >= least]
+    if fixed.micro_batch:
+        batches, fewest = [fixed.micro_batch], fixed.micro_batch
+    usual = [size for size in batches if size >= fewest]
     for count in frames:
         for side in sides:
-            yield from (Clip(count, side, size) for size in enough)
-        yield from (Clip(count, sides[-1], size) for size in batches if size < least)
+            yield from (Clip(count, side, size) for size in usual)
+        yield from (Clip(count, sides[-1], size) for size in batches if size < fewest)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a tier is chosen for.
+    """The wishes and limits that a tier is chosen for.
 
     Attributes:
         effective_batch_size: samples of an optimizer step.
-        given: what stays.
+        fixed: what stays.
         memory: bytes that the device has for the job; None for all of its memory.
         share: of it that may be filled.
         longest: tokens of a sample, at most.
     """
 
     effective_batch_size: int = EFFECTIVE_BATCH
-    given: Given = Given()
+    fixed: FixedLimits = FixedLimits()
     memory: int | None = None
     share: float = SHARE
     longest: float = math.inf
@@ -152,11 +152,11 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     if not memory:
         raise InputError(f"the memory of {job.device.label} is not known")
     budget = int(memory * wish.share)
-    if (least := _least_bytes(job)) > budget:
-        raise NothingFits(least, budget)
-    wanted = wanted_clips(job, memory, wish)
+    if (needed := _least_bytes(job)) > budget:
+        raise NothingFits(needed, budget)
+    clips = wanted_clips(job, memory, wish)
     search = FirstFit(
-        candidates=wanted,
+        candidates=clips,
         tokens=lambda clip: _load(job, clip),
         build=lambda clip: with_clip(job, clip, wish.effective_batch_size),
         used=lambda estimate: (estimate.device_bytes,),
@@ -169,9 +169,9 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
             search.estimate(first)
     clip = search.find()
     if clip is None:
-        raise NothingFits(int(min((search.needs(clip)[0] for clip in wanted), default=least)), budget)
+        raise NothingFits(int(min((search.needs(clip)[0] for clip in clips), default=needed)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
-    pixels = wish.given.max_pixels_per_frame or (None if one_size else clip.side**2)
+    pixels = wish.fixed.max_pixels_per_frame or (None if one_size else clip.side**2)
     return Tier(clip.frames, pixels, clip.micro_batch, search.estimates[clip])
 
 
@@ -182,8 +182,8 @@ def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
     Args:
         memory: bytes of the device.
     """
-    clips = list(candidates(memory, wish.effective_batch_size, wish.given))
-    if wish.given.max_frames:
+    clips = list(candidates(memory, wish.effective_batch_size, wish.fixed))
+    if wish.fixed.max_frames:
         return clips
     positions = getattr(job.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tokens = {clip: _tokens(job, clip) for clip in clips}

@@ -1,4 +1,4 @@
-"""From a preset and the user's overrides to TrainingArguments; settings that cannot work are refused early."""
+"""Make TrainingArguments of a preset and the user's overrides; settings that cannot work are refused early."""
 
 import dataclasses
 import logging

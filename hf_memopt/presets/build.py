@@ -1,4 +1,4 @@
-"""From table.toml to Presets: a row's sizes over what every device of its kind gets."""
+"""Build Presets from table.toml: a row's sizes over what every device of its kind gets."""
 
 import functools
 import tomllib
@@ -83,20 +83,20 @@ def build_preset(name: str, method: str, hardware: Hardware | None = None) -> Pr
 
 
 def is_chosen(name: str, method: str) -> bool:
-    """Whether the table names the reference model: otherwise `make estimates` finds it."""
+    """True if the table names the reference model: otherwise `make estimates` finds it."""
     return "model" in _resolve(name, method)
 
 
 def _models(name: str) -> str:
-    """What a preset is predicted to fit, of every method, in a sentence."""
+    """The models that a preset is predicted to fit, of every method, in a sentence."""
     verbs = {"full": "full fine-tuning of", "lora": "LoRA of", "qlora": "QLoRA of"}
-    found = []
+    texts = []
     for method in METHODS:
         if row := reference_row(name, method):
             text = f"{verbs[method]} {_short(row['model'])} at {row['micro_batch']} × {row['seq_len']} tokens"
             larger = row["largest"]
-            found.append(text + (f" (one sample at a time: {_short(larger['model'])})" if larger else ""))
-    return f"Predicted to fit: {'; '.join(found)}." if found else ""
+            texts.append(text + (f" (one sample at a time: {_short(larger['model'])})" if larger else ""))
+    return f"Predicted to fit: {'; '.join(texts)}." if texts else ""
 
 
 def _short(model: str) -> str:

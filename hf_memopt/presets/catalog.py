@@ -157,14 +157,14 @@ def nearest_preset(device: Hardware) -> str:
     if device.name in preset_names():
         return device.name
     catalog = [get_hardware(name) for name in preset_names() if name in list_hardware()]
-    # XPU has no preset yet; its cards speak the same vocabulary as an NVIDIA card of their size.
+    # XPU has no preset yet; its cards take the settings of an NVIDIA card of their size.
     backend = "cuda" if device.backend == "xpu" else device.backend
-    kind = [known for known in catalog if known.backend == backend]
-    alike = [known for known in kind if known.native_bf16 == device.native_bf16] or kind
-    fitting = [known for known in alike if known.memory <= device.memory * 1.02] or [
-        min(alike, key=lambda known: known.memory)
+    kind = [card for card in catalog if card.backend == backend]
+    alike = [card for card in kind if card.native_bf16 == device.native_bf16] or kind
+    fitting = [card for card in alike if card.memory <= device.memory * 1.02] or [
+        min(alike, key=lambda card: card.memory)
     ]
-    return max(fitting, key=lambda known: known.memory).name
+    return max(fitting, key=lambda card: card.memory).name
 
 
 def _for_device(device: Hardware, method: str) -> Preset:

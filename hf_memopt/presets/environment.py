@@ -18,12 +18,12 @@ _READ_LATE = "ACCELERATE_FP8_BACKEND"
 _set_here: dict[str, str] = {}
 
 
-def set_for_libraries(wanted: Mapping[str, str]) -> None:
+def set_for_libraries(variables: Mapping[str, str]) -> None:
     """Set what is not set yet, and take back what a preset before set and this one does not want."""
-    for name in _set_here.keys() - wanted.keys():
+    for name in _set_here.keys() - variables.keys():
         if os.environ.get(name) == _set_here.pop(name):
             del os.environ[name]
-    for name, value in wanted.items():
+    for name, value in variables.items():
         if name == VARIABLE:
             configure_allocator()
         elif name == _READ_LATE:
@@ -33,7 +33,7 @@ def set_for_libraries(wanted: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def precision_set(wanted: Mapping[str, str]) -> Iterator[None]:
+def precision_set(variables: Mapping[str, str]) -> Iterator[None]:
     """While it lasts, accelerate's precision is the preset's; a launcher may have said another."""
-    with mock.patch.dict(os.environ, {name: value for name, value in wanted.items() if name == PRECISION}):
+    with mock.patch.dict(os.environ, {name: value for name, value in variables.items() if name == PRECISION}):
         yield

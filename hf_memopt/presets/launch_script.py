@@ -26,11 +26,11 @@ def scripts(preset: Preset, folder: Path, recipe_command: list[str], batch: bool
     """An exported folder's scripts: file name -> text. For several devices slurm.sbatch too, with `batch` for one."""
     if preset.machines > 1:  # a save that fails shows in the first minute, not at the end of the allocation
         recipe_command = [*recipe_command, "--probe_save", "true"]
-    made = {"launch.sh": launch_script(preset, folder, recipe_command)}
+    files = {"launch.sh": launch_script(preset, folder, recipe_command)}
     if preset.processes > 1 or batch:
         with_output = [*recipe_command, "--output_dir", shlex.quote(str(folder / "out"))]
-        made["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
-    return made
+        files["slurm.sbatch"] = sbatch_script(preset, shlex.quote(str(folder / "accelerate.yaml")), with_output)
+    return files
 
 
 def launch_script(preset: Preset, folder: Path, recipe_command: list[str]) -> str:

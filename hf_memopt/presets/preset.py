@@ -209,7 +209,7 @@ class Preset:
             return LoraConfig(**{**self.lora(), **overrides})
 
     def accelerate_config(self, deepspeed_file: str | None = None) -> dict[str, Any]:
-        """What accelerate_configs/<name>.yaml holds.
+        """The content of accelerate_configs/<name>.yaml.
 
         Args:
             deepspeed_file: path of the DeepSpeed JSON; by default the configuration holds the JSON itself, so that
@@ -219,7 +219,7 @@ class Preset:
         return accelerate_config(self, (deepspeed_file or inline(deepspeed)) if deepspeed else "")
 
     def deepspeed_config(self) -> dict[str, Any] | None:
-        """What accelerate_configs/deepspeed/<strategy>.json holds; None without DeepSpeed."""
+        """The content of accelerate_configs/deepspeed/<strategy>.json; None without DeepSpeed."""
         return self.engine.shipped_config()
 
     def setup(self, **changes) -> Setup:

@@ -28,20 +28,20 @@ _CHOICES = {
 }
 
 
-def check_quantization(given: dict[str, Any]) -> dict[str, Any]:
+def check_quantization(quantization: dict[str, Any]) -> dict[str, Any]:
     """Fields of BitsAndBytesConfig that a user set, as it takes them.
 
     Raises:
         InputError: an unknown key, or a value that the field does not take.
     """
-    if not given:
+    if not quantization:
         return {}
     from transformers import BitsAndBytesConfig
 
-    known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"} | {"dequantize"}
-    for key in given.keys() - known:
-        raise choose("key of quantization", str(key), known)
-    fitted = fit(_HINTS, given, "quantization.")
+    fields = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"} | {"dequantize"}
+    for key in quantization.keys() - fields:
+        raise choose("key of quantization", str(key), fields)
+    fitted = fit(_HINTS, quantization, "quantization.")
     for name, names in _CHOICES.items():
         if fitted.get(name) not in (None, *names):
             raise choose(f"quantization.{name}", fitted[name], names)

@@ -28,13 +28,13 @@ def reference_row(name: str, method: str) -> dict[str, Any]:
 def reference_estimate(preset: Preset) -> dict[str, Any] | None:
     """The preset's reference_row(); None where the preset was changed or the file does not have it."""
     row = reference_row(preset.name, preset.method)
-    mine = {
+    settings = {
         "model": preset.reference_model,
         "micro_batch": preset.micro_batch_size,
         "seq_len": preset.seq_len,
         "strategy": preset.strategy,
     }
-    return row if row.items() >= mine.items() else None
+    return row if row.items() >= settings.items() else None
 
 
 def largest_model(preset: Preset) -> str | None:
@@ -44,7 +44,7 @@ def largest_model(preset: Preset) -> str | None:
     return row and (row["largest"] or row)["model"]
 
 
-def summarize(found: dict) -> str:
+def summarize(estimate: dict) -> str:
     """The estimate in one line."""
-    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[found["fits"]]
-    return f"{gib(found['device_bytes'])} of {gib(found['capacity_bytes'])} (predicted, not measured), {verdict}"
+    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate["fits"]]
+    return f"{gib(estimate['device_bytes'])} of {gib(estimate['capacity_bytes'])} (predicted, not measured), {verdict}"

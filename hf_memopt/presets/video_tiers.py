@@ -34,12 +34,12 @@ def summarize(row: dict[str, Any]) -> str:
     if not row["max_frames"]:
         return f"nothing fits: {gib(row['needed_bytes'])} at least (predicted, not measured)"
     batch = f"micro-batch {row['per_device_train_batch_size']} × {row['gradient_accumulation_steps']}"
-    taken = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} (predicted, not measured)"
-    return f"{limits_in_words(row['max_frames'], row['max_pixels_per_frame'])}, {batch}: {taken}"
+    memory = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} (predicted, not measured)"
+    return f"{limits_in_words(row['max_frames'], row['max_pixels_per_frame'])}, {batch}: {memory}"
 
 
 def limits_in_words(max_frames: int | None, max_pixels: int | None) -> str:
-    """How many frames of a clip are taken, and how large they are, at most; without the word "frames"."""
+    """The most frames of a clip that are taken, and their largest size, in words; without the word "frames"."""
     count = "all" if max_frames is None else str(max_frames)
     if max_pixels is None:
         return f"{count} of the model's own size"

@@ -1,1 +1,1 @@
-"""What the recipes share: arguments, job, preflight, summary."""
+"""The code that recipes share: arguments, job, preflight, summary."""

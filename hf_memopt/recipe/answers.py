@@ -1,9 +1,9 @@
-"""What recipes/sft.py adds to the other recipes: TRL's arguments, rows in TRL's forms, which tokens the loss is on."""
+"""The part of recipes/sft.py that other recipes lack: TRL's arguments, rows in TRL's forms, tokens of the loss."""
 
 import logging
 from dataclasses import dataclass, field
 
-from hf_memopt.data.answers import kind_of, to_trl
+from hf_memopt.data.answers import find_answer_kind, to_trl
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
@@ -44,7 +44,7 @@ def load_answers(job: Job, tokenizer):
     source = job.recipe.dataset_name or "builtin:questions"
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, form = load_job_rows(job, source)
-        kind = kind_of(train, form)
+        kind = find_answer_kind(train, form)
         split = _choose_loss(job, kind, tokenizer)
         train, held_out = (rows and to_trl(rows, form, kind, tokenizer, source, split) for rows in (train, held_out))
         if job.recipe.streaming:
@@ -68,10 +68,10 @@ def _choose_loss(job: Job, kind: str, tokenizer) -> bool:
             "the tokenizer has no chat template for rows of messages: use a model that has one, or write rows as "
             "texts, `prompt` and `completion`"
         )
-    asked = job.recipe.assistant_only_loss
-    marked = kind == "messages" and asked is None and _marks_answers(tokenizer)
-    job.args.assistant_only_loss = marked or bool(asked)
-    if kind != "messages" or asked is not None or marked:
+    choice = job.recipe.assistant_only_loss
+    marked = kind == "messages" and choice is None and _marks_answers(tokenizer)
+    job.args.assistant_only_loss = marked or bool(choice)
+    if kind != "messages" or choice is not None or marked:
         return False
     logger.warning("the chat template does not mark answers: each answer is a sample, behind what was said before it")
     return True
@@ -104,6 +104,6 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
         if samples is not None and hasattr(samples, "__len__") and len(samples) == 0:
             remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
-    kept = len(trainer.train_dataset)
-    if not job.args.packing and kept < rows:
-        logger.warning("%d of %d rows dropped: no answer within max_length=%d", rows - kept, rows, length)
+    left = len(trainer.train_dataset)
+    if not job.args.packing and left < rows:
+        logger.warning("%d of %d rows dropped: no answer within max_length=%d", rows - left, rows, length)

@@ -20,7 +20,7 @@ _BATCH = ("effective_batch_size", "per_device_train_batch_size", "gradient_accum
 
 @dataclass
 class RecipeArguments:
-    """What TrainingArguments has no word for: the preset, the model, the data."""
+    """Arguments that TrainingArguments has no word for: the preset, the model, the data."""
 
     preset: str = field(
         default="auto",
@@ -115,7 +115,7 @@ def parse(
     Args:
         argv: without the program's name; by default sys.argv[1:].
         description: shown by --help.
-        own: RecipeArguments, or a recipe's subclass of it; its `profile_of(given)` says what a profile stands for.
+        own: RecipeArguments, or a recipe's subclass of it; its `profile_of(values)` says what a profile stands for.
         config_class: by default TrainingArguments; a field of the same name in `own` goes before its.
 
     Raises:

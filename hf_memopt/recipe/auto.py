@@ -38,7 +38,7 @@ class Planned:
 
 
 def plans_here(preset_name: str) -> bool:
-    """Whether a recipe plans: one process, no launcher. A launcher has already said how several share the work."""
+    """True if a recipe plans: one process, no launcher. A launcher has already said how several share the work."""
     return preset_name == "auto" and world_size() == 1 and launched_strategy() is None
 
 
@@ -59,7 +59,7 @@ def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **
 
     training = dict(training)
     training.pop("use_cpu", None)  # the preset's hardware says so
-    memory = free_memory_of(preset.hardware)
+    memory = usable_memory(preset.hardware)
     spec = JobSpec(
         model=config,
         hardware=preset,
@@ -70,14 +70,14 @@ def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **
         host_memory=_host_memory(preset.hardware),
         **settings,
     )
-    made = plan_job(spec, lambda text: print(text, file=sys.stderr))
-    if not made.profiles:
-        changes = "; ".join(made.nearest) or "a smaller model"
+    plan = plan_job(spec, lambda text: print(text, file=sys.stderr))
+    if not plan.profiles:
+        changes = "; ".join(plan.nearest) or "a smaller model"
         raise InputError(
-            f"nothing fits the {gib(memory)} that are free here: {gib(made.missing_bytes)} missing. What would fit: "
+            f"nothing fits the {gib(memory)} that are free here: {gib(plan.missing_bytes)} missing. What would fit: "
             f"{changes}. A named --preset runs without a plan"
         )
-    return _pick_profile(made.profiles, profile, memory)
+    return _pick_profile(plan.profiles, profile, memory)
 
 
 def _pick_profile(profiles, name: str, memory: int) -> Planned:
@@ -100,11 +100,11 @@ def _pick_profile(profiles, name: str, memory: int) -> Planned:
 
 
 def _host_memory(device) -> HostMemory | None:
-    """What is free on the host, beside a device with memory of its own."""
+    """The free memory of the host, beside a device with memory of its own."""
     return own_host_memory(1) if device.discrete_memory else None
 
 
-def free_memory_of(device) -> int:
+def usable_memory(device) -> int:
     """Bytes that a job may use on this machine's device: what is free, less a margin.
 
     The context that this process already has on the device is added back, because the estimate counts it too.
@@ -119,7 +119,7 @@ def free_memory_of(device) -> int:
     return max(1, min(free, device.memory) - int(constant("free_memory_margin_bytes", device).value))
 
 
-def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: int) -> None:
+def step_down(argv: list[str], safer: str | None, samples_at_once: int, micro_batch: int) -> None:
     """Start again with the next safer profile, after the largest batch did not fit at once.
 
     Raises:
@@ -130,7 +130,7 @@ def step_down(argv: list[str], safer: str | None, samples_at_once: int, asked: i
     logger.warning(
         "the largest batch ran in chunks of %d of %d samples: starting again with the profile %s",
         samples_at_once,
-        asked,
+        micro_batch,
         safer,
     )
     raise StartAgain([*argv, "--profile", safer], free_memory)

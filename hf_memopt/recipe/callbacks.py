@@ -1,4 +1,4 @@
-"""What a recipe watches while it trains: the held-out loss, and that gradients reach everything trainable."""
+"""Callbacks of recipes while they train: the held-out loss, and that gradients reach everything trainable."""
 
 import logging
 import math

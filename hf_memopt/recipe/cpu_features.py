@@ -1,4 +1,4 @@
-"""What DeepSpeed asks about the CPU whenever it loads an operator, answered at once."""
+"""Facts about the CPU that DeepSpeed asks for whenever it loads an operator, answered at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ def quick_cpu_info(args) -> Iterator[None]:
     Args:
         args: TrainingArguments; without DeepSpeed nothing is replaced.
     """
-    found = _from_lscpu() if args.deepspeed_plugin is not None else None
-    if not found or not found["arch"]:
+    info = _from_lscpu() if args.deepspeed_plugin is not None else None
+    if not info or not info["arch"]:
         yield
         return
     import cpuinfo
 
-    with mock.patch.object(cpuinfo, "get_cpu_info", lambda: found):
+    with mock.patch.object(cpuinfo, "get_cpu_info", lambda: info):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What a recipe decides where the user does not, and arguments that contradict each other."""
+"""Defaults of recipes where the user sets nothing, and arguments that contradict each other."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeDefaults:
-    """What a recipe decides where the user does not.
+    """The defaults of a recipe where the user sets nothing.
 
     Attributes:
         description: for --help.

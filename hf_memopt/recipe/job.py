@@ -57,7 +57,7 @@ _LOADING = (
 
 @dataclass
 class Job:
-    """What a recipe works on.
+    """The job that a recipe works on.
 
     Attributes:
         recipe: its own arguments.
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the weights start random, from an architecture alone."""
+        """True if the weights start random, from an architecture alone."""
         return self.recipe.config_name is not None
 
     @property
@@ -185,7 +185,7 @@ def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
-    """What a video profile changes of the preset where the user did not.
+    """The changes of a video profile to the preset where the user made none.
 
     Args:
         preset: as it was before.
@@ -198,24 +198,23 @@ def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
         "dtype": preset.dtype,
     }
     micro = args.per_device_train_batch_size
-    now = {
+    settings = {
         "per_device_train_batch_size": micro,
         "effective_batch_size": micro * args.gradient_accumulation_steps * job.preset.batches(args.world_size),
         "activation_checkpointing": checkpoints_activations(args),
         "dtype": job.preset.dtype,
     }
+    names = [name for name in usual if settings[name] == parsed.profile.get(name) != usual[name]]
     changed = [
-        f"{name} {now[name]} ({'' if number else 'the preset has '}{usual[name]})"
-        for number, name in enumerate(
-            name for name in usual if now[name] == parsed.profile.get(name) != usual[name] and name not in parsed.given
-        )
+        f"{name} {settings[name]} ({'' if number else 'the preset has '}{usual[name]})"
+        for number, name in enumerate(name for name in names if name not in parsed.given)
     ]
     name = getattr(job.recipe, "video_profile", None)
     return f"{name}: {', '.join(changed)}" if name and changed else None
 
 
 def _needs_deepspeed_now(job: Job) -> bool:
-    """Whether a job on CPUs needs DeepSpeed's communication before its model, which accelerate starts for accelerators
+    """True if a job on CPUs needs DeepSpeed's communication before its model, which accelerate starts for accelerators
     only (accelerate 1.15, PartialState): Ulysses does, and ZeRO-3 under torchrun, where every process would take
     itself for the only one while it loads."""
     if job.args.deepspeed_plugin is None:
@@ -309,16 +308,16 @@ def sequence_length(job: Job, config, usual: int | None = None) -> int:
     """
     usual = usual or job.preset.seq_len
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    asked = job.recipe.max_length
-    if asked is not None and asked < 2:
-        raise InputError(f"max_length={asked} must be at least 2")
-    if asked and asked > positions:
+    length = job.recipe.max_length
+    if length is not None and length < 2:
+        raise InputError(f"max_length={length} must be at least 2")
+    if length and length > positions:
         raise InputError(
-            f"max_length={asked} is more than the {positions} positions of {job.model_name}: use at most {positions}"
+            f"max_length={length} is more than the {positions} positions of {job.model_name}: use at most {positions}"
         )
-    if not asked and positions < usual < sys.maxsize:
+    if not length and positions < usual < sys.maxsize:
         logger.warning("max_length is %d, the model's positions (the preset has %d)", positions, usual)
-    return asked or min(usual, positions)
+    return length or min(usual, positions)
 
 
 def load_tokenizer(job: Job):
@@ -363,7 +362,7 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
     auto = auto or AutoModelForCausalLM
     if not resolve_engine(job.args).plain:
         adapted = job.peft_config is not None
-        preflight.check(preflight.launch_of(job.args, config, infer_task(config), job.preset.dtype, adapted))
+        preflight.check(preflight.describe_launch(job.args, config, infer_task(config), job.preset.dtype, adapted))
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if job.preset.mesh:

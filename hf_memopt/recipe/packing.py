@@ -43,7 +43,7 @@ def keep_samples_apart(trainer) -> None:
 
 @torch.no_grad()
 def _depends_on_the_sample_before(trainer) -> bool:
-    """Whether a sample's logits change with the sample in front of it, in a batch as the collator makes it."""
+    """True if a sample's logits change with the sample in front of it, in a batch as the collator makes it."""
     model, training = trainer.model, trainer.model.training
     device = model.get_input_embeddings().weight.device
     device = next(model.parameters()).device if device.type == "meta" else device
@@ -57,13 +57,13 @@ def _depends_on_the_sample_before(trainer) -> bool:
 
     model.eval()
     try:
-        one, other = logits(tokens[0]), logits(tokens[1])
+        left, right = logits(tokens[0]), logits(tokens[1])
     finally:
         model.train(training)
-    if has_no_values(one):
+    if has_no_values(left):
         return False
-    rounding = _ROUNDING if one.dtype == torch.float32 and _computes_in_fp32(model) else _HALF_ROUNDING
-    return bool((one - other).abs().max() > rounding * one.abs().max())
+    rounding = _ROUNDING if left.dtype == torch.float32 and _computes_in_fp32(model) else _HALF_ROUNDING
+    return bool((left - right).abs().max() > rounding * left.abs().max())
 
 
 def _computes_in_fp32(model) -> bool:

@@ -1,4 +1,4 @@
-"""What a recipe predicts: before it runs, the memory of its longest samples; afterwards, of the batch it measured."""
+"""Predictions of a recipe: before it runs, the memory of its longest samples; afterwards, of its measured batch."""
 
 import copy
 from dataclasses import dataclass, replace

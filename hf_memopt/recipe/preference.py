@@ -1,4 +1,4 @@
-"""What recipes/dpo.py adds to the other recipes: TRL's arguments, pairs of answers, the reward accuracy at the end."""
+"""The part of recipes/dpo.py that other recipes lack: TRL's arguments, pairs of answers, the reward accuracy."""
 
 import logging
 from dataclasses import dataclass, field

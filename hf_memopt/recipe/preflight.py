@@ -26,12 +26,12 @@ _BUFFERED = {"offload_param": 5, "offload_optimizer": 4}  # buffers (deepspeed.r
 _BUFFER = 100_000_000  # elements of a weights' buffer, by default
 _GROUP = 1_000_000_000  # sub_group_size, by default: elements that the optimizer swaps at a time
 _LEFT_ALONE = 0.9  # share of the host's free memory that may be used
-_DISK_SPARE = 1.05
+_DISK_SPARE = 1.05  # of what is offloaded
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the checks look at.
+    """Facts that the checks look at.
 
     Attributes:
         world_size, per_host: processes, and those of them on this machine.
@@ -115,10 +115,10 @@ def _sizes(launch: Launch) -> Iterator[str]:
 
 
 def _batches(launch: Launch) -> Iterator[str]:
-    for name, wanted in launch.batches.items():
-        given = (launch.deepspeed or {}).get(name, "auto")
-        if given not in ("auto", wanted):
-            yield f'the DeepSpeed configuration says {name}={given}, TrainingArguments {wanted}: write "auto" there'
+    for name, size in launch.batches.items():
+        configured = (launch.deepspeed or {}).get(name, "auto")
+        if configured not in ("auto", size):
+            yield f'the DeepSpeed configuration says {name}={configured}, TrainingArguments {size}: write "auto" there'
 
 
 def _loading(launch: Launch) -> Iterator[str]:
@@ -136,17 +136,17 @@ def _loading(launch: Launch) -> Iterator[str]:
 def _operators(launch: Launch) -> Iterator[str]:
     for part, operator in (("offload_optimizer", "cpu_adam"), ("offload_param", None)):
         device = launch.zero(part).get("device", "none")
-        wanted = [
+        names = [
             name for name in (operator if device != "none" else None, "async_io" if device == "nvme" else None) if name
         ]
-        for name in wanted:
+        for name in names:
             if not launch.compiles.get(name, True):
                 needs = "libaio-dev and a C++ compiler" if name == "async_io" else "a C++ compiler (g++)"
                 yield f"{part}.device={device} needs DeepSpeed's {name}, which cannot be built here: install {needs}"
 
 
 def _buffer_size(launch: Launch) -> Iterator[str]:
-    """A weight's part is swapped in one piece."""
+    """A weight's shard is swapped whole."""
     params, part = launch.zero("offload_param"), -(-launch.largest // launch.world_size)
     size = int(params.get("buffer_size", _BUFFER))
     if params.get("device") == "nvme" and part > size:
@@ -238,7 +238,7 @@ def _disk(launch: Launch) -> Iterator[str]:
             yield f"nvme_path={path} needs {gib(needed)} for what is offloaded, and {gib(free)} are free"
 
 
-def launch_of(args, config, task: str, dtype: str, adapters: bool = False) -> Launch:
+def describe_launch(args, config, task: str, dtype: str, adapters: bool = False) -> Launch:
     """The launch of this process.
 
     Args:
@@ -305,10 +305,9 @@ def check_sharded(model, stage: int) -> None:
     """
     if stage != 3:
         return
-    whole = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
-    base = [
-        name for name in whole if "lora_" not in name
-    ]  # adapters are created after loading and sharded by the engine
+    unsharded = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_numel")]
+    # Adapters are created after loading and sharded by the engine.
+    base = [name for name in unsharded if "lora_" not in name]
     if base:
         raise InputError(
             f"preflight: {len(base)} weights ({base[0]}, …) were loaded whole on every process: TrainingArguments "

@@ -1,4 +1,4 @@
-"""Which checkpoint a recipe resumes from."""
+"""Find the checkpoint that a recipe resumes from."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What recipes/grpo.py adds to the other recipes: TRL's arguments, prompts with known answers, rewards for them."""
+"""The part of recipes/grpo.py that other recipes lack: TRL's arguments, prompts with answers, rewards for them."""
 
 import logging
 import random
@@ -101,5 +101,5 @@ def _texts(completions) -> list[str]:
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text.replace(",", ""))
-    return float(found[-1]) if found else None
+    numbers = _NUMBER.findall(text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None

@@ -36,10 +36,10 @@ def check_stream(samples, args, source: str) -> None:
     """
     batch = args.per_device_train_batch_size * args.world_size
     needed = batch * (args.gradient_accumulation_steps - 1) + (batch if args.dataloader_drop_last else 1)
-    found = sum(1 for _ in itertools.islice(samples, needed))
-    if found < needed:
+    count = sum(1 for _ in itertools.islice(samples, needed))
+    if count < needed:
         raise InputError(
-            f"data set {source!r} streams {found} samples, and a step of {args.gradient_accumulation_steps} batches "
+            f"data set {source!r} streams {count} samples, and a step of {args.gradient_accumulation_steps} batches "
             f"of {batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
         )
 

@@ -1,4 +1,4 @@
-"""What a recipe prints and writes: the job before it starts; memory, loss and samples when it ends."""
+"""Output of a recipe: the job before it starts; memory, loss and samples when it ends."""
 
 import contextlib
 import logging
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
 
 
-def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (), **about):
+def announce(job: Job, trainer, length: int, details: Sequence[tuple[str, str]] = (), **about):
     """Print what is about to run and the memory it will take, on the first process.
 
     Args:
         length: tokens per sample, at most.
-        more: rows to print, names and texts.
+        details: rows to print, names and texts.
         about: further arguments of predict(): video, frozen.
 
     Returns:
@@ -48,7 +48,7 @@ def announce(job: Job, trainer, length: int, more: Sequence[tuple[str, str]] = (
         return None
     if job.recipe.dry_run:
         remove_new_folders(job)
-    rows = _describe_job(job, trainer, length) + list(more)
+    rows = _describe_job(job, trainer, length) + list(details)
     if levers := job.memory_args.levers():
         rows.append(("levers", ", ".join(f"{name}={value}" for name, value in levers.items())))
     if loading := _loading(job, trainer, length, about.get("video")):
@@ -114,7 +114,8 @@ def _loading(job: Job, trainer, length: int, video) -> LoaderMemory | None:
     if video is None:
         batch = micro * length * TOKEN_BYTES
     else:
-        batch = sum(one.numel() * one.element_size() for one in video.batch(trainer.model.config, micro).values())
+        tensors = video.batch(trainer.model.config, micro).values()
+        batch = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     rows = recipe.shuffle_buffer_size if recipe.streaming else 0
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return loader_memory(vars(args), batch, processes, rows, length)
@@ -124,15 +125,15 @@ def _step(trainer) -> str:
     """The samples of an optimizer step in words, and of an epoch's last one where that takes fewer."""
     args, data, batches = trainer.args, trainer.train_dataset, trainer.batches
     micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
-    whole = micro * accumulation * batches
-    product = f"{micro} × {accumulation} × {batches} = {whole}"
+    batch = micro * accumulation * batches
+    product = f"{micro} × {accumulation} × {batches} = {batch}"
     if not hasattr(data, "__len__"):
         return f"{product} samples a step"
     steps, last = last_step(len(data), micro, accumulation, batches, args.dataloader_drop_last)
-    if steps < 2 and last != whole:
+    if steps < 2 and last != batch:
         repeated = f", some of them twice over {batches} processes" if last > len(data) else ""
         return f"{product}, and the data have {len(data)} rows: {last} samples a step{repeated}"
-    return f"{product} samples a step" + (f", {last} in the last of an epoch" if last != whole else "")
+    return f"{product} samples a step" + (f", {last} in the last of an epoch" if last != batch else "")
 
 
 def last_step(rows: int, micro: int, accumulation: int, batches: int, drop_last: bool = False) -> tuple[int, int]:
@@ -142,9 +143,9 @@ def last_step(rows: int, micro: int, accumulation: int, batches: int, drop_last:
     """
     together = micro * batches
     rows = rows // together * together if drop_last else rows if batches == 1 else -(-rows // together) * together
-    whole = together * accumulation
-    steps = -(-rows // whole)
-    return steps, rows - max(0, steps - 1) * whole
+    batch = together * accumulation
+    steps = -(-rows // batch)
+    return steps, rows - max(0, steps - 1) * batch
 
 
 def train(job: Job, trainer, resume: str | None, estimate, show: Callable | None = None) -> None:
@@ -198,7 +199,7 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
 
 
 def _how_to_resume(job: Job, checkpoint: str | None) -> str:
-    """How a run that was stopped continues."""
+    """Say how a run that was stopped continues."""
     if checkpoint is None:
         return ""
     if str(job.args.resume_from_checkpoint or "true").lower() != "true":
@@ -289,8 +290,8 @@ def _write_page(folder: str) -> None:
 def _thinned(timeline, points: int = 600) -> list[tuple[str, int]]:
     """A timeline of fewer points, each the fullest of its stretch: phase and bytes."""
     stretch = max(1, len(timeline) // points)
-    fullest = [max(timeline[at : at + stretch], key=lambda one: one[1]) for at in range(0, len(timeline), stretch)]
-    return [(segment.split(":")[0], taken) for segment, taken in fullest]
+    fullest = [max(timeline[at : at + stretch], key=lambda point: point[1]) for at in range(0, len(timeline), stretch)]
+    return [(segment.split(":")[0], used) for segment, used in fullest]
 
 
 def measured_peaks() -> dict[str, int]:
@@ -328,9 +329,9 @@ def sample(job: Job, trainer) -> None:
                 top_k=50,
                 pad_token_id=tokenizer.pad_token_id,
             )[0]
-        asked = tokenizer.decode(prompt[0], skip_special_tokens=True).strip()
-        said = tokenizer.decode(ids[prompt.shape[1] :], skip_special_tokens=True).strip()
-        print(f"  {' '.join(asked.split())!r} → {' '.join(said.split())!r}")
+        question = tokenizer.decode(prompt[0], skip_special_tokens=True).strip()
+        reply = tokenizer.decode(ids[prompt.shape[1] :], skip_special_tokens=True).strip()
+        print(f"  {' '.join(question.split())!r} → {' '.join(reply.split())!r}")
 
 
 def _prompt(row: dict, tokens: int = 16) -> list[int]:
@@ -373,8 +374,8 @@ def _count_parameters(weight) -> int:
     """Parameters of a tensor: a ZeRO-3 shard and a quantized 4-bit weight keep their true number apart."""
     if hasattr(weight, "ds_numel"):
         return weight.ds_numel
-    packed = getattr(weight, "quant_state", None)
-    return packed.shape.numel() if packed is not None else weight.numel()
+    quant_state = getattr(weight, "quant_state", None)
+    return quant_state.shape.numel() if quant_state is not None else weight.numel()
 
 
 def _rows(data) -> str:

@@ -1,4 +1,4 @@
-"""What the video recipe asks for beside the others, its samples, and what it tells of them."""
+"""The video recipe's own arguments, its samples, and its answers about them."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from hf_memopt.video.samples import VideoSamples
 
 _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 
-# What the command line or a file says goes over them.
+# The command line and a file override them.
 PROFILES: dict[str, dict[str, Any]] = {
     "maximum_savings": {
         "max_frames": 50,
@@ -128,13 +128,13 @@ class VideoArguments(RecipeArguments):
     )
 
     @classmethod
-    def profile_of(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What the profile that was asked for sets; the balanced one where none was.
+    def profile_of(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of the profile that was asked for; the balanced one where none was.
 
         Raises:
             InputError: an unknown profile.
         """
-        name = given.get("video_profile") or "balanced"
+        name = values.get("video_profile") or "balanced"
         if name not in PROFILES:
             raise choose("video_profile", name, PROFILES)
         return PROFILES[name]
@@ -218,13 +218,13 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
     encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
-    made = [
+    data_sets = [
         None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
         for rows, name in ((train, "row"), (held_out, "held-out row"))
     ]
-    for samples in filter(None, made):
+    for samples in filter(None, data_sets):
         samples.check(_GLANCED_AT if _holds_files(samples.rows) else math.inf)
-    return tuple(made)
+    return tuple(data_sets)
 
 
 def _downloads(job: Job) -> Downloads | None:
@@ -237,16 +237,16 @@ def _frame_cache(job: Job) -> FrameCache | None:
     return None if largest is None else FrameCache(Path(job.args.output_dir) / "frame_cache", largest)
 
 
-def _folder(given: str | None, source: str) -> Path:
+def _folder(media_folder: str | None, source: str) -> Path:
     path = Path(source).expanduser()
-    found = Path(given).expanduser() if given else path.parent if path.is_file() else path
-    if given and not found.is_dir():
-        raise InputError(f"media_folder={given}: no such folder")
-    return found if found.is_dir() else Path()
+    folder = Path(media_folder).expanduser() if media_folder else path.parent if path.is_file() else path
+    if media_folder and not folder.is_dir():
+        raise InputError(f"media_folder={media_folder}: no such folder")
+    return folder if folder.is_dir() else Path()
 
 
 def _holds_files(rows) -> bool:
-    """Whether the rows are as large as their media, so that reading all of them takes long."""
+    """True if the rows are as large as their media, so that reading all of them takes long."""
     from datasets import Image, List, Video
 
     inner = (kind.feature if isinstance(kind, List) else kind for kind in rows.features.values())
@@ -278,7 +278,7 @@ def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:
 
 
 def budget(samples: VideoSamples, sample: dict[str, torch.Tensor], frozen: tuple[str, ...]) -> list[tuple[str, str]]:
-    """What the largest sample takes on its way: frames or patches, tokens, bytes."""
+    """The sizes of the largest sample on its way: frames or patches, tokens, bytes."""
     pixels = [
         part
         for name, value in sample.items()
@@ -323,12 +323,12 @@ def show_answers(job: Job, trainer) -> None:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     for number in range(min(job.recipe.samples, len(held_out))):
-        said, meant = answer(model, trainer.processing_class.tokenizer, held_out[number])
-        print(f"  {' '.join(meant.split())!r} → {' '.join(said.split())!r}")
+        reply, expected = answer(model, trainer.processing_class.tokenizer, held_out[number])
+        print(f"  {' '.join(expected.split())!r} → {' '.join(reply.split())!r}")
 
 
 def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) -> tuple[str, str]:
-    """What a model says to a sample's first question, and what the sample says to it."""
+    """Return what a model says to a sample's first question, and what the sample says to it."""
     labels = sample["labels"]
     first = int((labels != IGNORED).nonzero()[0])
     prompt = {name: value[:first] if name in TOKENS else value for name, value in sample.items()}
@@ -338,5 +338,5 @@ def answer(model, tokenizer, sample: dict[str, torch.Tensor], tokens: int = 40) 
     inputs = send_to_device(inputs, model.device)
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)[0]
-    said = tokenizer.decode(ids[first:], skip_special_tokens=True)
-    return said, tokenizer.decode(labels[labels != IGNORED], skip_special_tokens=True)
+    reply = tokenizer.decode(ids[first:], skip_special_tokens=True)
+    return reply, tokenizer.decode(labels[labels != IGNORED], skip_special_tokens=True)

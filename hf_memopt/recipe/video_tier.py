@@ -1,7 +1,7 @@
 """The frames, frame size and micro-batch of a run that were not asked for: what is predicted to fit its device.
 
-The command line and the file go over a profile that was named, and that goes over what is chosen here. Where nothing
-can be chosen the balanced profile stands in, which the first line says.
+The command line and the file override a named profile, which overrides what is chosen here. Where nothing can be
+chosen, the balanced profile is used, and the first line says so.
 """
 
 import functools
@@ -24,7 +24,7 @@ from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.planner.video_tiers import (
     SHARE,
-    Given,
+    FixedLimits,
     NothingFits,
     Wish,
     bundled_video_models,
@@ -35,7 +35,7 @@ from hf_memopt.presets import METHODS, preset_by_name
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
 from hf_memopt.recipe.arguments import Parsed
-from hf_memopt.recipe.auto import free_memory_of, plan_here, plans_here
+from hf_memopt.recipe.auto import plan_here, plans_here, usable_memory
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
 from hf_memopt.recipe.resume import checkpoint_to_resume
@@ -80,15 +80,15 @@ _HARMLESS_PREFIXES = ("adam_", "dataloader_", "hub_", "logging_", "save_", "warm
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the command line, the file and a profile that was named decide.
+    """The decisions of the command line, the file and a profile that was named.
 
     Attributes:
-        given: frames, pixels and micro-batch of it.
+        fixed: frames, pixels and micro-batch of it.
         unbounded: a limit that was taken away ("none"), so that there is no largest clip; None if none was.
         by: what decides, as text; empty where nothing does.
     """
 
-    given: Given
+    fixed: FixedLimits
     unbounded: str | None
     by: str
 
@@ -112,9 +112,9 @@ def choose_clips(job: Job, training: dict[str, Any], parsed: Parsed) -> dict[str
     if reason := _not_chosen(job, config, asked):
         _tell(f"{_limits(job)}{asked.by}: not chosen here, since {reason}")
         return {}
-    wanted = _Wanted(job, config, training, parsed, asked.given)
+    wanted = _Wanted(job, config, training, parsed, asked.fixed)
     planned = plans_here(job.recipe.preset)
-    chosen = (planned and _resumed(training, asked.given)) or wanted.of_the_file() or wanted.estimated()
+    chosen = (planned and _resumed(training, asked.fixed)) or wanted.of_the_file() or wanted.estimated()
     job.recipe = replace(job.recipe, max_frames=chosen.frames, max_pixels_per_frame=chosen.pixels)
     if planned:
         _tell(f"{_limits(job)}{asked.by}: {chosen.about}")
@@ -137,8 +137,8 @@ def _limits(job: Job) -> str:
 def _effective(job: Job, training: dict[str, Any]) -> int:
     if training.get(_MICRO) and training.get(_ACCUMULATION):
         return training[_MICRO] * training[_ACCUMULATION]
-    given = training.get("effective_batch_size")
-    return job.preset.effective_batch_size if given is None else given
+    batch = training.get("effective_batch_size")
+    return job.preset.effective_batch_size if batch is None else batch
 
 
 def _batch(job: Job, training: dict[str, Any]) -> tuple[int, int]:
@@ -147,8 +147,8 @@ def _batch(job: Job, training: dict[str, Any]) -> tuple[int, int]:
     Raises:
         InputError: no whole numbers give the effective batch.
     """
-    given = training.get(_MICRO), training.get(_ACCUMULATION)
-    return batch_settings(_effective(job, training), job.preset.micro_batch_size, 1, *given)
+    factors = training.get(_MICRO), training.get(_ACCUMULATION)
+    return batch_settings(_effective(job, training), job.preset.micro_batch_size, 1, *factors)
 
 
 def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
@@ -157,21 +157,21 @@ def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
     batch = [name for name in (_MICRO, _ACCUMULATION) if training.get(name) is not None]
     micro, _ = _batch(job, training)  # the profile's too
     names = ", ".join([*fixed, *batch])
-    said = [f"{names} as given"] if names else []
+    reasons = [f"{names} as given"] if names else []
     if profile := job.recipe.video_profile:
         fixed.setdefault("max_frames", parsed.profile["max_frames"])
-        said.append(f"video_profile {profile} goes over preset {job.recipe.preset}")
+        reasons.append(f"video_profile {profile} goes over preset {job.recipe.preset}")
     micro = micro if batch or profile else None
     unbounded = next((name for name, value in fixed.items() if value is None), None)
-    return _Asked(Given(**fixed, micro_batch=micro), unbounded, f" ({'; '.join(said)})" if said else "")
+    return _Asked(FixedLimits(**fixed, micro_batch=micro), unbounded, f" ({'; '.join(reasons)})" if reasons else "")
 
 
 def _not_chosen(job: Job, config, asked: _Asked) -> str | None:
-    """Why nothing is chosen; None where something is."""
-    given = (asked.given.max_frames, asked.given.max_pixels_per_frame, asked.given.micro_batch)
+    """The reason that nothing is chosen; None where something is."""
+    limits = (asked.fixed.max_frames, asked.fixed.max_pixels_per_frame, asked.fixed.micro_batch)
     if asked.unbounded:
         return f"{asked.unbounded} none leaves no largest clip to predict"
-    if None not in given and not plans_here(job.recipe.preset):
+    if None not in limits and not plans_here(job.recipe.preset):
         return "all of it is given"
     if not job.preset.engine.alone or world_size() > 1 or launched_strategy() is not None:
         return "that is predicted for one device alone"
@@ -188,14 +188,14 @@ class _Chosen:
     about: str
 
 
-def _resumed(training: dict[str, Any], given: Given) -> _Chosen | None:
+def _resumed(training: dict[str, Any], fixed: FixedLimits) -> _Chosen | None:
     """The clips of the run that is resumed, under what is given: the memory that is free now is no reason to go on
     with other data. None where no run is resumed, or its clips are not known.
 
     Raises:
         InputError: the checkpoint is missing or damaged.
     """
-    if given.max_frames and given.max_pixels_per_frame:
+    if fixed.max_frames and fixed.max_pixels_per_frame:
         return None
     where = str(user_path(training["output_dir"]))
     named, alone = training.get("resume_from_checkpoint"), training.get("save_only_model", False)
@@ -206,7 +206,7 @@ def _resumed(training: dict[str, Any], given: Given) -> _Chosen | None:
         return None
     try:
         began = json.loads((Path(checkpoint).parent / CLIPS_FILE).read_text(encoding="utf-8"))
-        frames, pixels = given.max_frames or began["max_frames"], given.max_pixels_per_frame or began[_PIXELS]
+        frames, pixels = fixed.max_frames or began["max_frames"], fixed.max_pixels_per_frame or began[_PIXELS]
     except (OSError, ValueError, LookupError, TypeError):
         logger.warning(
             "%s was saved without %s, so that frames are chosen anew: pass --max_frames and --max_pixels_per_frame to "
@@ -215,7 +215,7 @@ def _resumed(training: dict[str, Any], given: Given) -> _Chosen | None:
             CLIPS_FILE,
         )
         return None
-    return _Chosen(frames, pixels, given.micro_batch or 1, "what the run that is resumed began with")
+    return _Chosen(frames, pixels, fixed.micro_batch or 1, "what the run that is resumed began with")
 
 
 def remember_clips(job: Job) -> None:
@@ -235,7 +235,7 @@ class _Wanted:
     config: Any
     training: dict[str, Any]
     parsed: Parsed
-    given: Given
+    fixed: FixedLimits
 
     @functools.cached_property
     def bundled(self) -> str | None:
@@ -256,19 +256,19 @@ class _Wanted:
         if not row or "refused" in row or row["capacity_bytes"] > preset.hardware.memory * 1.001:
             return None
         if not row["max_frames"]:
-            if self.given == Given():
+            if self.fixed == FixedLimits():
                 raise _refusal(self.job, self.bundled, row["needed_bytes"], int(row["capacity_bytes"] * SHARE))
             return None
         limits = (row["max_frames"], row["max_pixels_per_frame"], row[_MICRO])
-        own = (self.given.max_frames, self.given.max_pixels_per_frame, self.given.micro_batch)
-        if any(mine and mine > limit for mine, limit in zip(own, limits, strict=True)):
+        own = (self.fixed.max_frames, self.fixed.max_pixels_per_frame, self.fixed.micro_batch)
+        if any(user and user > limit for user, limit in zip(own, limits, strict=True)):
             return None
-        frames, pixels, micro = (mine or limit for mine, limit in zip(own, limits, strict=True))
+        frames, pixels, micro = (user or limit for user, limit in zip(own, limits, strict=True))
         if self._tokens(frames, pixels) > _longest(self.job):
             return None
-        taken = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} at most"
+        memory = f"{gib(row['device_bytes'])} of {gib(row['capacity_bytes'])} at most"
         where = f"{preset.name} with {preset.method} of {self.bundled}"
-        return _Chosen(frames, pixels, micro, f"what is predicted to fit {where} ({taken})")
+        return _Chosen(frames, pixels, micro, f"what is predicted to fit {where} ({memory})")
 
     def estimated(self) -> _Chosen:
         """The clips that estimates say fit, made now.
@@ -276,31 +276,31 @@ class _Wanted:
         Raises:
             InputError: nothing fits, the user set nothing, and there is no plan to make it fit.
         """
-        recipe, preset, given = self.job.recipe, self.job.preset, self.given
+        recipe, preset, fixed = self.job.recipe, self.job.preset, self.fixed
         planned = plans_here(recipe.preset)
-        memory = free_memory_of(preset.hardware) if planned else preset.hardware.memory
+        memory = usable_memory(preset.hardware) if planned else preset.hardware.memory
         share = PLAN_PROFILES[recipe.profile][1] if planned else SHARE
         where = f"the {gib(memory)} that are free" if planned else preset.name
-        own = (given.max_frames, given.max_pixels_per_frame, given.micro_batch)
-        smallest = [mine or least for mine, least in zip(own, _SMALLEST, strict=True)]
-        if planned and given.max_frames and given.max_pixels_per_frame:
+        own = (fixed.max_frames, fixed.max_pixels_per_frame, fixed.micro_batch)
+        smallest = [user or default for user, default in zip(own, _SMALLEST, strict=True)]
+        if planned and fixed.max_frames and fixed.max_pixels_per_frame:
             return _Chosen(*smallest, "as given")
-        wish = Wish(_effective(self.job, self.training), given, memory, share, _longest(self.job))
+        wish = Wish(_effective(self.job, self.training), fixed, memory, share, _longest(self.job))
         try:
             tier = choose_tier(self._traced_job(), wish, lambda text: print(f"estimating {text}", file=sys.stderr))
         except NothingFits as short:
             if planned:
                 return _Chosen(*smallest, "the smallest, which the plan then has to make fit")
-            if given == Given():
+            if fixed == FixedLimits():
                 raise _refusal(self.job, self.bundled, short.needed, short.available) from None
             needs = f"predicted not to fit {where}: {gib(short.needed)} of the {gib(short.available)} that may be used"
             logger.warning("%s; what is given stays", needs)
             return _Chosen(*smallest, needs)
         except InputError as error:  # training may still work
-            usual = (recipe.max_frames, recipe.max_pixels_per_frame, given.micro_batch or preset.micro_batch_size)
+            usual = (recipe.max_frames, recipe.max_pixels_per_frame, fixed.micro_batch or preset.micro_batch_size)
             return _Chosen(*usual, f"not predicted ({error})")
-        taken = f"{gib(tier.estimate.device_bytes)} of {gib(memory)}"
-        about = f"what is predicted to fit {where} with {preset.method} ({taken})"
+        usage = f"{gib(tier.estimate.device_bytes)} of {gib(memory)}"
+        about = f"what is predicted to fit {where} with {preset.method} ({usage})"
         return _Chosen(tier.max_frames, tier.max_pixels_per_frame, tier.micro_batch, about)
 
     def _traced_job(self) -> EstimatedJob:
@@ -332,8 +332,8 @@ class _Wanted:
         if not {"activation_checkpointing", "video_profile"} & self.parsed.given:
             self.training.pop("activation_checkpointing", None)  # the default profile's, which the user did not choose
         fields = {**self.training, "effective_batch_size": _effective(job, self.training)}
-        if self.given.micro_batch:
-            fields[_MICRO] = self.given.micro_batch
+        if self.fixed.micro_batch:
+            fields[_MICRO] = self.fixed.micro_batch
             fields.pop(_ACCUMULATION, None)
         video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
         length = self._tokens(recipe.max_frames, recipe.max_pixels_per_frame)
@@ -360,7 +360,7 @@ def _longest(job: Job) -> float:
 
 
 def _as_shipped(job: Job, parsed: Parsed) -> bool:
-    """Whether nothing that was given takes memory, besides the batch: the file's rows hold."""
+    """True if nothing that was given takes memory, besides the batch: the file's rows hold."""
     recipe = job.recipe
     usual = recipe.freeze_vision and not recipe.freeze_projector and recipe.dtype is None
     plain = not (parsed.lora or parsed.quantization or parsed.memory.levers() or recipe.attn_implementation)
@@ -374,7 +374,7 @@ def _harmless(field: str) -> bool:
 
 
 def _sizes(config) -> tuple:
-    """What the shapes of a model's weights follow from."""
+    """The sizes that the shapes of a model's weights follow from."""
     text, vision = config.get_text_config(), config.vision_config
     return (
         config.model_type,
@@ -421,12 +421,12 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
         return []
     name, method = job.preset.name, job.preset.method
     rows = [row for row in all_tiers() if row["max_frames"]]
-    here = {row["method"] for row in rows if (row["preset"], row["model"]) == (name, bundled)}
-    found = [f"method={other}" for other in METHODS if other in here][:1]
+    methods = {row["method"] for row in rows if (row["preset"], row["model"]) == (name, bundled)}
+    changes = [f"method={candidate}" for candidate in METHODS if candidate in methods][:1]
     size = {model: _size(model) for model in bundled_video_models()}
     smaller = [row for row in rows if row["preset"] == name and size[row["model"]] < size[bundled]]
     smaller.sort(key=lambda row: (-size[row["model"]], row["method"] != method))
-    found += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
+    changes += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
     backend = job.preset.hardware.backend
     larger = [
         row
@@ -435,7 +435,7 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
         and preset_by_name(row["preset"], method).hardware.backend == backend
     ]
     larger.sort(key=lambda row: row["capacity_bytes"])
-    return found + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]
+    return changes + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]
 
 
 def _size(model: str) -> int:

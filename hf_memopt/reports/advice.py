@@ -1,4 +1,4 @@
-"""What ran out of memory, when, why, and what to change, from a run's folder, a log or a pasted error.
+"""Advice on memory that ran out, when, why, and what to change, from a run's folder, a log or a pasted error.
 
 For the folder of a run that did not run out of memory: what makes it slow.
 """
@@ -57,7 +57,7 @@ _GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
 
 @dataclass(frozen=True)
 class Advice:
-    """What is known of a failure, or of a slow run.
+    """The facts of a failure, or of a slow run.
 
     Attributes:
         what: whose memory ran out (oom.classify.OomKind), or SLOW.
@@ -80,7 +80,7 @@ class Advice:
     figures: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The advice as one JSON object."""
         return asdict(self)
 
 

@@ -15,7 +15,7 @@ from hf_memopt.terminal import plain_values
 LARGEST_LOG = 64 * 2**20  # bytes read from the end: some 200,000 logging steps, in seconds
 _LONGEST_LINE = 2**20  # bytes; an event lists at most the samples of one batch
 MOST_READINGS = 2000  # more than a chart has pixels for
-MOST_EVENTS = 2000
+MOST_EVENTS = 2000  # the latest; older ones are counted
 _NEEDED = ("time", "step", "allocated", "peak_allocated")
 
 
@@ -26,24 +26,24 @@ class Readings:
         seen: number of readings added.
     """
 
-    def __init__(self, most: int = MOST_READINGS) -> None:
-        self._most, self._kept, self.seen = most, [], 0
+    def __init__(self, limit: int = MOST_READINGS) -> None:
+        self._limit, self._readings, self.seen = limit, [], 0
 
     def add(self, reading: dict[str, Any]) -> None:
-        if self._kept and reading["step"] < self._kept[-1]["step"]:  # the folder was used for another run
-            self._kept, self.seen = [], 0
-        self._kept.append(reading)
+        if self._readings and reading["step"] < self._readings[-1]["step"]:  # the folder was used for another run
+            self._readings, self.seen = [], 0
+        self._readings.append(reading)
         self.seen += 1
-        if len(self._kept) > 2 * self._most:
-            first, *between, last = self._kept
+        if len(self._readings) > 2 * self._limit:
+            first, *between, last = self._readings
             pairs = [between[at : at + 2] for at in range(0, len(between), 2)]
-            self._kept = [first, *(max(pair, key=lambda reading: reading["allocated"]) for pair in pairs), last]
+            self._readings = [first, *(max(pair, key=lambda reading: reading["allocated"]) for pair in pairs), last]
 
     def to_list(self) -> list[dict[str, Any]]:
         """Safe to show; only numbers and texts of each line."""
         return [
             {name: plain_values(value) for name, value in reading.items() if isinstance(value, int | float | str)}
-            for reading in self._kept
+            for reading in self._readings
         ]
 
 
@@ -54,21 +54,21 @@ class Events:
         left_out: kind of event -> number of older ones that were dropped.
     """
 
-    def __init__(self, most: int = MOST_EVENTS) -> None:
-        self._most, self._kept, self.left_out = most, deque(), Counter()
+    def __init__(self, limit: int = MOST_EVENTS) -> None:
+        self._limit, self._events, self.left_out = limit, deque(), Counter()
 
     def add(self, event: dict[str, Any]) -> None:
-        self._kept.append(event)
-        if len(self._kept) > self._most:
-            self.left_out[self._kept.popleft().get("event", "")] += 1
+        self._events.append(event)
+        if len(self._events) > self._limit:
+            self.left_out[self._events.popleft().get("event", "")] += 1
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._events.clear()
         self.left_out.clear()
 
     def to_list(self) -> list[dict[str, Any]]:
         """Safe to show: without secrets and control characters."""
-        return [plain_values(redact(event)) for event in self._kept]
+        return [plain_values(redact(event)) for event in self._events]
 
 
 def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:

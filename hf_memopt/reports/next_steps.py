@@ -1,4 +1,4 @@
-"""What to try next, from the files of a finished run."""
+"""Next steps to try, from the files of a finished run."""
 
 from statistics import median
 from typing import Any

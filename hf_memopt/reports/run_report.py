@@ -108,7 +108,7 @@ def compare_page(runs: list[Run]) -> str:
     """The HTML page that compares runs."""
     names = _names(runs)
     rows = {name: figures(run) for name, run in zip(names, runs, strict=True)}
-    known = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
+    keys = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
     logged = {name: run.readings for name, run in zip(names, runs, strict=True) if run.readings}
     chart = None
     if logged:
@@ -116,14 +116,14 @@ def compare_page(runs: list[Run]) -> str:
     return render_page(
         "runs",
         names=names,
-        figures=[[_label(key)] + [_cell(key, row[key]) for row in rows.values()] for key in known],
+        figures=[[_label(key)] + [_cell(key, row[key]) for row in rows.values()] for key in keys],
         differences=[[key, *map(str, values)] for key, values in differences(runs).items()],
         chart_of_all=chart,
     )
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """What runs are compared by: seconds, bytes, tokens a second, losses, event counts; None where unknown."""
+    """The figures by which runs are compared: seconds, bytes, tokens/s, losses, event counts; None where unknown."""
     report, measured = run.report, run.report.get("measured", {})
     estimate = report.get("estimate_of_measured_batch") or report.get("estimate") or {}
     losses = report.get("held_out_loss", {})
@@ -145,7 +145,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def _training_seconds(run: Run) -> float | None:
-    """What the Trainer measured; of a run that wrote no report, the time that its readings span."""
+    """The seconds that the Trainer measured; of a run that wrote no report, the time that its readings span."""
     if seconds := run.report.get("train_seconds"):
         return seconds
     return run.readings[-1]["time"] - run.readings[0]["time"] if len(run.readings) > 1 else None
@@ -266,7 +266,7 @@ def _chart_by_phase(report: dict[str, Any], estimate: dict[str, Any]):
 
 
 def _counts_tensors(report: dict[str, Any]) -> bool:
-    """Whether readings are of tensors; on a CPU they are resident memory."""
+    """True if readings are of tensors; on a CPU they are resident memory."""
     return "peak_reserved_bytes" in report.get("measured", {})
 
 

@@ -1,4 +1,4 @@
-"""Why a run that fits is slow: it waits for data or for the disk, or its device is idle."""
+"""Reasons for a slow run that fits: it waits for data or for the disk, or its device is idle."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -57,11 +57,11 @@ _DISK_CHANGES = [
 
 def _data_changes(run: Run, workers: int) -> list[str]:
     settings = run.report.get("settings", {})
-    most = min(2 * workers or 4, _logged(run, "processors") or 4096)
+    larger = min(2 * workers or 4, _logged(run, "processors") or 4096)
     changes = []
-    if most > workers:
+    if larger > workers:
         changes.append(
-            f"dataloader_num_workers={most}: batches are made while a step runs, not before it (your own "
+            f"dataloader_num_workers={larger}: batches are made while a step runs, not before it (your own "
             "IterableDataset must divide its rows among them)"
         )
     if workers:
@@ -101,7 +101,7 @@ def used_share(run: Run) -> float | None:
     if peak and capacity:
         return peak / capacity
     if run.readings and run.readings[-1].get("capacity"):  # of a plain Trainer
-        return max(one["peak_allocated"] for one in run.readings) / run.readings[-1]["capacity"]
+        return max(reading["peak_allocated"] for reading in run.readings) / run.readings[-1]["capacity"]
     return None
 
 

@@ -1,4 +1,4 @@
-"""How much of a micro-batch runs at once: halved when memory runs out, doubled again after quiet steps."""
+"""The part of a micro-batch that runs at once: halved when memory runs out, doubled again after quiet steps."""
 
 from math import ceil
 
@@ -36,8 +36,8 @@ class BatchLimit:
             self._first_samples = None
         if self.elements is None or samples <= 1:
             return samples
-        most = max(1, self.min_samples, self.elements * samples // max(1, elements))
-        return ceil(samples / ceil(samples / min(samples, most)))
+        limit = max(1, self.min_samples, self.elements * samples // max(1, elements))
+        return ceil(samples / ceil(samples / min(samples, limit)))
 
     def halve(self, samples: int, elements: int) -> int:
         """Lower the limit to half a chunk that was too large; returns the samples in that half."""

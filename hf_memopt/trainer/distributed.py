@@ -16,7 +16,7 @@ from torch import distributed
 
 from hf_memopt.errors import EXIT_OUT_OF_MEMORY
 
-_NO_LIMIT = 2**62
+_NO_LIMIT = 2**62  # stands for None in a tensor that all processes reduce to its minimum
 _ENDED, _SAVED = "hf_memopt/out_of_memory", "hf_memopt/saved"
 _POLL = 0.5  # seconds
 _FILES = 20.0  # seconds that the first process waits for the random states of the others
@@ -50,7 +50,7 @@ class Peers:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only process."""
+        """True if this is the only process."""
         return self.size <= 1 or not distributed.is_initialized()
 
     def smallest(self, elements: int | None) -> int | None:

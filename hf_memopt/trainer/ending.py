@@ -78,7 +78,7 @@ class Ending:
         raise TrainingOutOfMemory(describe_event(report), report)
 
     def can_explain(self, error: Exception) -> bool:
-        """Whether an error that ends training is about memory and has no report yet."""
+        """True if an error that ends training is about memory and has no report yet."""
         if isinstance(error, TrainingOutOfMemory) or not self._trainer.memory_args.oom_recovery:
             return False
         return diagnose(error).kind is not OomKind.NOT_MEMORY

@@ -48,12 +48,12 @@ class GenerationRecovery:
         return _join(groups)
 
     def _splits_generation(self, images, multimodal_fields) -> bool:
-        """Whether prompts may be completed in groups: each process by itself, by transformers' generate(), in
+        """True if prompts may be completed in groups: each process by itself, by transformers' generate(), in
         code that keeps nothing between two calls."""
         own = defined_by_user(type(self), "_generate_single_turn"), getattr(self, "rollout_func", None)
         engines = (self.use_vllm, getattr(self, "use_transformers_continuous_batching", False), *own)
-        whole = holds_whole_model(self) and images is None and not multimodal_fields
-        return self.memory_args.oom_recovery and whole and not any(engines)
+        alone = holds_whole_model(self) and images is None and not multimodal_fields
+        return self.memory_args.oom_recovery and alone and not any(engines)
 
     def _checkpoint_activations_again(self) -> None:
         """TRL switches activation checkpointing off while it generates, and on again only after a success (trl 1.16,

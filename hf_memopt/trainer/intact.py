@@ -48,14 +48,14 @@ def check_intact(checkpoint: Path, save_only_model: bool = False) -> None:
     fault = checkpoint_fault(checkpoint, save_only_model)
     if not fault:
         return
-    others = (other for other in _newest_first(checkpoint.parent) if other.name != checkpoint.name)
-    other = next((other for other in others if not checkpoint_fault(other, save_only_model)), None)
-    instead = f"name {other.name}, which is intact" if other else "start afresh with another output_dir"
+    checkpoints = (folder for folder in _newest_first(checkpoint.parent) if folder.name != checkpoint.name)
+    intact = next((intact for intact in checkpoints if not checkpoint_fault(intact, save_only_model)), None)
+    instead = f"name {intact.name}, which is intact" if intact else "start afresh with another output_dir"
     raise InputError(f"resume_from_checkpoint: {checkpoint} is damaged ({fault}): {instead}")
 
 
 def checkpoint_fault(checkpoint: Path, save_only_model: bool = False) -> str:
-    """What is missing, truncated or changed in a checkpoint; "" where it is intact.
+    """Name what is missing, truncated or changed in a checkpoint; "" where it is intact.
 
     A checkpoint of plain Trainer has no manifest, so its files are opened instead.
     """

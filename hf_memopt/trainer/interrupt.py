@@ -173,13 +173,12 @@ class _StopAtStepEnd(TrainerCallback):
         return f"{nothing}{'saved as' if saved else 'the newest checkpoint is'} {checkpoint}"
 
     def _saves(self) -> bool:
-        """Whether the user wants checkpoints at all."""
+        """True if the user wants checkpoints at all."""
         return self.trainer.args.save_strategy != "no"
 
     def _leave(self, control) -> None:
-        self.trainer.callback_handler.on_train_end(
-            self.trainer.args, self.trainer.state, control
-        )  # so that trackers close
+        # So that trackers close.
+        self.trainer.callback_handler.on_train_end(self.trainer.args, self.trainer.state, control)
         raise self.ending()
 
     def _announce(self) -> None:

@@ -1,4 +1,4 @@
-"""What of a training step is known: code of the libraries whose losses are sums or means over samples.
+"""Training steps of known code: libraries whose losses are sums or means over samples.
 
 Such code may run again, and in chunks. A user's own loss, model or hook cannot be shown to allow that by running it,
 so it has to be declared (`loss_reduction`), and what no declaration can cover never runs twice.
@@ -50,7 +50,7 @@ def is_known(thing) -> bool:
 
 
 def overridden_step(trainer) -> str:
-    """What of the trainer's step, apart from its loss, is a user's own; "" where nothing is."""
+    """The part of the trainer's step, apart from its loss, that is a user's own; "" where none is."""
     name = next(
         (name for name in _overridden(trainer) if name not in _LOSS and not _is_part_of_loss(trainer, name)), ""
     )
@@ -60,7 +60,7 @@ def overridden_step(trainer) -> str:
 
 
 def overridden_loss(trainer) -> str:
-    """What of the loss is a user's own: of the trainer, of the model, or a hook; "" where nothing is."""
+    """The part of the loss that is a user's own: of the trainer, of the model, or a hook; "" where none is."""
     own = next(_overridden(trainer), "")
     if own:
         return f"{type(trainer).__name__} has its own {own}"

@@ -1,4 +1,4 @@
-"""How a chunk's loss relates to that of its micro-batch.
+"""The relation of a chunk's loss to that of its micro-batch.
 
 The form of the mean follows from the kind of model or TRL trainer, or from what the user declares. At the first OOM it
 is compared on the rows of the batch that failed: the loss of a group of samples must be the weighted sum of its
@@ -32,20 +32,20 @@ _COARSE = 1e-2  # half precision, TF32
 
 
 class LossRule(StrEnum):
-    """What the loss of a micro-batch is of its samples' losses."""
+    """The relation of a micro-batch's loss to its samples' losses."""
 
     SUM = "a sum over labels, divided by num_items_in_batch of the whole step"  # losses of chunks add up
     LABELS = "a mean over labels"  # not -100, shifted
     UNSHIFTED = "a mean over unshifted labels"
     SAMPLES = "a mean over samples"
 
-    def weight(self, trainer, whole: dict[str, Any], chunk: dict[str, Any]) -> float:
+    def weight(self, trainer, micro_batch: dict[str, Any], chunk: dict[str, Any]) -> float:
         """The weight of a chunk's loss in the loss of its micro-batch."""
         if self is LossRule.SUM:
             return 1.0
-        _check_spans(whole)
-        rule = self if self.count_items(trainer, whole) else LossRule.SAMPLES  # every label is -100
-        return rule.count_items(trainer, chunk) / rule.count_items(trainer, whole)
+        _check_spans(micro_batch)
+        rule = self if self.count_items(trainer, micro_batch) else LossRule.SAMPLES  # every label is -100
+        return rule.count_items(trainer, chunk) / rule.count_items(trainer, micro_batch)
 
     def count_items(self, trainer, inputs: dict[str, Any]) -> int:
         """The number of items that the mean is over."""
@@ -74,7 +74,7 @@ DECLARED = {"sample_mean": (LossRule.SAMPLES,), "token_mean": (LossRule.SUM, Los
 
 
 def known_mean(trainer) -> LossRule | None:
-    """What the mean of transformers' or TRL's own loss is over; None where the loss is no such mean."""
+    """The mean of transformers' or TRL's own loss: what it is over; None where the loss is no such mean."""
     kind = trl_trainer(trainer)
     if kind is not None:
         return LossRule.LABELS if kind.__name__ == "SFTTrainer" else LossRule.SAMPLES
@@ -92,7 +92,7 @@ def known_mean(trainer) -> LossRule | None:
 
 
 def _takes_items(trainer) -> bool:
-    """Whether a known loss divides by num_items_in_batch: transformers' loss functions do, losses within forward()
+    """True if a known loss divides by num_items_in_batch: transformers' loss functions do, losses within forward()
     do not."""
     forward = type(inner_model(trainer.accelerator.unwrap_model(trainer.model))).forward
     of_trainer = trl_trainer(trainer) is not None or trainer.label_smoother is not None
@@ -208,9 +208,9 @@ class _Measure:
     def holds(self, rule: LossRule, compared: tuple[tuple[int, int, int], list[float]]) -> bool:
         """True if a group's loss is the weighted sum of its halves'."""
         (start, middle, stop), (together, *halves) = compared
-        whole = self._part(start, stop)
+        group = self._part(start, stop)
         parts = [self._part(start, middle), self._part(middle, stop)]
-        weights = [rule.weight(self._trainer, whole, part) for part in parts]
+        weights = [rule.weight(self._trainer, group, part) for part in parts]
         # Halves of weight 0 are left out: their losses are means over no label, NaN.
         total = sum(weight * loss for weight, loss in zip(weights, halves, strict=True) if weight)
         largest = max((abs(loss) for loss in (together, *halves) if isfinite(loss)), default=0.0)

@@ -38,7 +38,7 @@ def manifest_fault(checkpoint: Path) -> str | None:
 
 
 def is_stale(checkpoint: Path) -> bool:
-    """Whether trainer_state.json is newer than the manifest and not the one it lists: a plain Trainer has written to
+    """True if trainer_state.json is newer than the manifest and not the one it lists: a plain Trainer has written to
     the folder, or somebody has edited the state."""
     state = checkpoint / _STATE
     try:

@@ -126,7 +126,7 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
 
 
 def _usual_changes(trainer) -> list[str]:
-    """What helps most jobs that fail with a single sample, and works with this one's device and engine."""
+    """Changes that help most jobs that fail with a single sample, and work with this one's device and engine."""
     setup = describe_setup(trainer.model, trainer.args)
     job = JobFacts(
         setup=setup,

@@ -88,7 +88,7 @@ def _written(func) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _makes(func) -> bool:
-    """Whether an operator's results are new memory, not views of its arguments."""
+    """True if an operator's results are new memory, not views of its arguments."""
     if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor(): declared a view, but of new memory
         return True
     return all(result.alias_info is None for result in func._schema.returns)
@@ -96,7 +96,7 @@ def _makes(func) -> bool:
 
 @cache
 def _can_repeat(func) -> bool:
-    """Whether running an operator again after a failure has the same result as running it once."""
+    """True if running an operator again after a failure has the same result as running it once."""
     if func._schema.is_mutable:
         return func._schema.name in _IDEMPOTENT
     return func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
@@ -184,9 +184,9 @@ def torch_optimizer(trainer):
 
 
 def sees_writes(optimizer) -> bool:
-    """Whether all writes of an optimizer's step go through torch's dispatcher, where StepWatch sees them."""
-    known = type(optimizer).__module__.startswith(_DISPATCHED)
-    return known and not any(map(_is_compiled, _wrapped_functions(optimizer.step)))
+    """True if all writes of an optimizer's step go through torch's dispatcher, where StepWatch sees them."""
+    dispatched = type(optimizer).__module__.startswith(_DISPATCHED)
+    return dispatched and not any(map(_is_compiled, _wrapped_functions(optimizer.step)))
 
 
 def _wrapped_functions(function) -> Iterator[Callable]:
@@ -196,14 +196,14 @@ def _wrapped_functions(function) -> Iterator[Callable]:
 
 
 def _is_compiled(function) -> bool:
-    """Whether torch.compile returned a function. It sets this attribute (torch 2.13), as does torch._dynamo.disable,
+    """True if torch.compile returned a function. It sets this attribute (torch 2.13), as does torch._dynamo.disable,
     which sets a second one too."""
     marks = getattr(function, "__dict__", {})
     return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable")
 
 
 def steps_in_backward(optim) -> bool:
-    """Whether a TrainingArguments `optim` changes weights while backward runs, so that no step can be repeated."""
+    """True if a TrainingArguments `optim` changes weights while backward runs, so that no step can be repeated."""
     return getattr(optim, "value", optim) in STEPS_IN_BACKWARD
 
 

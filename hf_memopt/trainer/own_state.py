@@ -19,14 +19,14 @@ def numbers(trainer) -> dict[str, Any]:
 
 
 def fingerprint(trainer) -> dict[str, Any]:
-    """Of the user's own attributes that are no numbers, what changes when they do."""
+    """Fingerprint the user's own attributes that are no numbers: a value that changes when they do."""
     counted = numbers(trainer)
     return {name: _print(value, _DEEPEST) for name, value in _own(trainer).items() if name not in counted}
 
 
 def _own(trainer) -> dict[str, Any]:
-    known = frozenset().union(*(_stored_names(kind) for kind in type(trainer).__mro__ if is_known(kind)))
-    return {name: value for name, value in vars(trainer).items() if name not in known}
+    stored = frozenset().union(*(_stored_names(kind) for kind in type(trainer).__mro__ if is_known(kind)))
+    return {name: value for name, value in vars(trainer).items() if name not in stored}
 
 
 @cache

@@ -9,7 +9,7 @@ _MIN_SAVING = 0.02  # of the capacity: activations must be at least this much fo
 
 
 class Pressure:
-    """How full the device gets in a step.
+    """The memory pressure of a step.
 
     Attributes:
         reader: reads the device's memory.
@@ -44,7 +44,7 @@ class Pressure:
         self._act(near, resting, min(largest.size, largest.samples), largest)
 
     def is_largest(self, shapes: dict[str, list[int]]) -> bool | None:
-        """Whether a batch has more tensor elements than any that ran; None where none did."""
+        """True if a batch has more tensor elements than any that ran; None where none did."""
         return None if self._largest is None else sum(math.prod(shape) for shape in shapes.values()) > self._largest
 
     def _act(self, near: int, resting: int, samples: int, micro) -> None:

@@ -16,7 +16,7 @@ _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 
 
 def gathers_metrics_alone(kind: type) -> bool:
-    """Whether one of TRL's trainers gathers metrics and nothing that its loss depends on."""
+    """True if one of TRL's trainers gathers metrics and nothing that its loss depends on."""
     return kind.__name__ in _TRAINERS
 
 
@@ -32,7 +32,7 @@ class ProcessMetrics:
         self._tokens = 0
 
     def begin_step(self) -> None:
-        """Note what has been gathered so far; where nothing runs again, the trainer goes on gathering itself."""
+        """Note what has been gathered so far; where nothing runs again, the trainer keeps gathering by itself."""
         self._active = self._gathers and self._trainer._runner.recovers
         if self._active:
             self._lengths = {name: len(values) for name, values in self._kept.items()}

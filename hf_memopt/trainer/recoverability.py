@@ -1,4 +1,4 @@
-"""Whether a trainer's micro-batches may run again, and in chunks.
+"""Decide if a trainer's micro-batches may run again, and in chunks.
 
 Losses of chunks add up where the loss is a sum or a mean over samples. A loss that compares the samples of a batch has
 another value in chunks, without any exception; a step that keeps state of its own repeats it. So what is not code of
@@ -31,7 +31,7 @@ _DECLARE = 'if the loss is a mean over samples or tokens, set loss_reduction="sa
 
 @dataclass(frozen=True)
 class Recoverability:
-    """How a trainer's steps can be recovered.
+    """The ways in which a trainer's steps can be recovered.
 
     Attributes:
         layout: how batches hold their samples.
@@ -63,7 +63,7 @@ def assess_recoverability(trainer) -> Recoverability:
 
 
 def why_not_evaluated_in_chunks(trainer) -> str:
-    """Why an evaluation batch does not run again, in chunks; "" where it does."""
+    """The reason that an evaluation batch does not run again, in chunks; "" where it does."""
     kind = trl_trainer(trainer)
     if trainer.args.world_size > 1:
         return "processes that evaluate together cannot repeat a batch"
@@ -80,7 +80,7 @@ def _why_no_step_repeats(trainer) -> str:
 
 
 def _own_loss(trainer) -> tuple[bool, str]:
-    """Whether a declaration decides about the loss, and what has to be declared; "" where nothing has."""
+    """True if a declaration decides about the loss, and what has to be declared; "" where nothing has."""
     if trainer.memory_args.loss_reduction is not None:
         return True, ""
     own = overridden_loss(trainer)
@@ -90,15 +90,15 @@ def _own_loss(trainer) -> tuple[bool, str]:
 
 
 def holds_whole_model(trainer) -> bool:
-    """Whether each process holds the whole model."""
+    """True if each process holds the whole model."""
     from accelerate.utils import DistributedType
 
-    whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-    return not trainer.is_distributed_loading_by_transformers and trainer.accelerator.distributed_type in whole
+    replicated = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+    return not trainer.is_distributed_loading_by_transformers and trainer.accelerator.distributed_type in replicated
 
 
 def changes_weights_in_backward(trainer) -> bool:
-    """Whether backward updates weights, so that a failure in it leaves some updated and some not."""
+    """True if backward updates weights, so that a failure in it leaves some updated and some not."""
     return trainer.memory_args.optimizer_in_backward or steps_in_backward(trainer.args.optim)
 
 

@@ -37,10 +37,10 @@ def _names(folder: Path) -> set[str]:
     """The names of a checkpoint's weights; empty where it has no safetensors."""
     from safetensors import safe_open
 
-    index, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    if not whole.is_file():
+    if not single.is_file():
         return set()
-    with safe_open(whole, "pt") as file:
+    with safe_open(single, "pt") as file:
         return set(file.keys())

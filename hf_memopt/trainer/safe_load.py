@@ -111,14 +111,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(cls: type, name: str) -> Enum:
-    """What Python 3.11.0 to 3.11.3 pickle as getattr(class, name); of any other class it is refused."""
+    """The enum member that Python 3.11.0 to 3.11.3 pickle as getattr(class, name); any other class is refused."""
     if not isinstance(cls, EnumType):
         raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {cls!r} was not an enumeration's member")
     return cls[name]
 
 
 def _reason(error: Exception) -> str:
-    """What torch refused, without its advice to turn the check off."""
+    """The part that torch refused, without its advice to turn the check off."""
     text = " ".join(str(error).split())
     start = text.find("GLOBAL ")
     return text[start:].split(" was not ")[0][:200] if start >= 0 else text[:200]

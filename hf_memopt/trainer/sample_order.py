@@ -1,4 +1,4 @@
-"""Which samples a batch consists of, from a copy of the sampler, so that the real one does not advance."""
+"""The samples that a batch consists of, from a copy of the sampler, so that the real one does not advance."""
 
 import copy
 import itertools

@@ -77,9 +77,9 @@ class KtoLayout(RowLayout):
     """TRL's KTO batches. The KL term is a mean over the micro-batch, without gradients, so chunks get all its rows."""
 
     def chunk(self, inputs: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        whole = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
-        rest = {name: value for name, value in inputs.items() if name not in whole}
-        return super().chunk(rest, start, stop) | whole
+        shared = {name: value for name, value in inputs.items() if name.startswith(("KL_", "ref_KL_"))}
+        split = {name: value for name, value in inputs.items() if name not in shared}
+        return super().chunk(split, start, stop) | shared
 
 
 class UnpaddedLayout(RowLayout):
@@ -121,7 +121,7 @@ def copy_batch(value: Any) -> Any:
 
 
 def tensor_versions(value: Any) -> list[int]:
-    """How often each tensor of a batch was written to in place (torch's `_version`, which autograd checks too)."""
+    """Count the writes to each tensor of a batch in place (torch's `_version`, which autograd checks too)."""
     if isinstance(value, Mapping):
         return [version for inner in value.values() for version in tensor_versions(inner)]
     return [value._version] if isinstance(value, torch.Tensor) else []

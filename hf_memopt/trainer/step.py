@@ -64,22 +64,22 @@ class StepRunner:
 
     @property
     def recovers(self) -> bool:
-        """Whether a micro-batch that failed may run again."""
+        """True if a micro-batch that failed may run again."""
         return self._recoverability.repeats
 
     @property
     def splits(self) -> bool:
-        """Whether a micro-batch may run in chunks."""
+        """True if a micro-batch may run in chunks."""
         return self._recoverability.splits
 
     @property
     def own_loss(self) -> bool:
-        """Whether the loss, the model or a hook is a user's own."""
+        """True if the loss, the model or a hook is a user's own."""
         return self._recoverability.own_loss
 
     @property
     def resume_state(self) -> StepState | None:
-        """What the step after the last finished one starts from, where that is known."""
+        """The state that the step after the last finished one starts from, where that is known."""
         return self.resume_states.get(self._trainer.state.global_step)
 
     def remember_state(self, ahead: int = 0) -> StepState:
@@ -163,19 +163,19 @@ class StepRunner:
         """Run what is left of a micro-batch; the loss of all of it."""
         while micro.position < micro.samples:
             start, stop = self._next_chunk(micro)
-            whole = stop - start == micro.samples
+            is_whole = stop - start == micro.samples
             self.running, self.stage = (micro, stop - start), "forward"
             if start and self.own_loss:  # a counter in a user's own loss counts micro-batches, not chunks
                 self._first_state.restore_numbers(self._trainer)
             self._chunk_state = StepState.now(self._trainer)
             if not start:
                 self._first_state = self._chunk_state
-            inputs = micro.inputs if whole else self._trainer.split_batch(micro.inputs, start, stop)
-            self._weight = 1.0 if whole else self._rule.weight(self._trainer, micro.inputs, inputs)
+            inputs = micro.inputs if is_whole else self._trainer.split_batch(micro.inputs, start, stop)
+            self._weight = 1.0 if is_whole else self._rule.weight(self._trainer, micro.inputs, inputs)
             inputs = type(micro.inputs)(inputs)  # a copy: compute_loss may pop from it
             with contextlib.nullcontext() if synced and stop == micro.samples else self._unsynced(model):
                 loss = self._run_chunk(step, model, inputs, micro.num_items)
-            if not whole and (changed := self.buffers.changed_since(self._chunk_state)):
+            if not is_whole and (changed := self.buffers.changed_since(self._chunk_state)):
                 raise InputError(_changes(changed))
             micro.record_chunk(start, stop, loss * self._weight)
         if (changed := self.buffers.settle(self._first_state)) and self.splits:
@@ -194,10 +194,10 @@ class StepRunner:
     def _find_rule(self, micro: MicroBatch) -> None:
         try:
             # Asked again, since hooks may have come since the trainer was made, and nothing may have failed before.
-            found = assess_recoverability(self._trainer)
-            self._recoverability = replace(self._recoverability, own_loss=found.own_loss)
-            if not found.splits:
-                raise InputError(found.reason)
+            assessment = assess_recoverability(self._trainer)
+            self._recoverability = replace(self._recoverability, own_loss=assessment.own_loss)
+            if not assessment.splits:
+                raise InputError(assessment.reason)
             self._rule = find_rule(self._trainer, micro.inputs, micro.num_items)
         except InputError as error:
             self.refuse(str(error))
@@ -258,7 +258,7 @@ class StepRunner:
     # ---- after a failure
 
     def _splitting_failed(self, error: Exception) -> bool:
-        """Whether a chunk failed for another reason than memory: the model does not accept parts of this batch (image
+        """True if a chunk failed for another reason than memory: the model does not accept parts of this batch (image
         patches that belong to other samples). The micro-batch then runs whole."""
         micro, samples = self.running
         if samples >= micro.samples or self._rule is None or self._trainer.args.world_size > 1:
@@ -287,13 +287,13 @@ class StepRunner:
         return self.stage == "backward"
 
     def _why_not_again(self) -> str:
-        """Why the micro-batch that failed cannot run again; "" where it can.
+        """The reason that the micro-batch that failed cannot run again; "" where it can.
 
         Asked after a failure, since hooks and callbacks may have come since the trainer was made.
         """
-        found = assess_recoverability(self._trainer)
-        if not found.repeats:
-            return found.reason
+        assessment = assess_recoverability(self._trainer)
+        if not assessment.repeats:
+            return assessment.reason
         restarts = self._gradients_changed and len(self.window.started) > 1
         if restarts and (callback := own_substep_callback(self._trainer)):
             return f"{callback}, and a step that starts again would do without it"

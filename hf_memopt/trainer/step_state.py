@@ -1,4 +1,4 @@
-"""What a forward pass changes apart from gradients: random states, buffers, logged metrics, a user's own numbers."""
+"""State that a forward pass changes apart from gradients: random states, buffers, logged metrics, a user's numbers."""
 
 from collections.abc import Iterator
 from copy import copy

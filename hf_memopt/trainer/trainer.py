@@ -299,7 +299,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
                 self.when_probed(samples)
 
     def _probes_worst_batch(self) -> bool:
-        """Whether to try the largest batch first.
+        """True if the largest batch is to be tried first.
 
         Raises:
             InputError: the loss is a user's own, which the trial would call once more than training does.

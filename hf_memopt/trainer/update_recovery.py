@@ -19,7 +19,7 @@ class UpdateRecovery:
 
     @property
     def _repeats(self) -> bool:
-        """Whether an update that has written nothing may run again: no code of the loss's is called."""
+        """True if an update that has written nothing may run again: no code of the loss's is called."""
         trainer = self._trainer
         if not trainer.memory_args.oom_recovery or trainer.args.n_gpu > 1:
             return False

@@ -1,4 +1,4 @@
-"""When weights, optimizer states and step number are consistent, so that another thread may save them."""
+"""Tell when weights, optimizer states and step number are consistent, so that another thread may save them."""
 
 import threading
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Updates(TrainerCallback):
 
     @property
     def running(self) -> bool:
-        """Whether an update has begun and not ended."""
+        """True if an update has begun and not ended."""
         return self._lock is not None and self._lock.locked()
 
     @contextmanager

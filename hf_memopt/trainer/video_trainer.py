@@ -43,8 +43,8 @@ class VideoTrainer(MemoryTrainer):
         """A batch as the model takes it."""
         if "media" not in inputs:
             return inputs
-        apart = ("media", "lengths")
-        batch = {name: value for name, value in inputs.items() if name not in apart} | join(inputs["media"])
+        fields = ("media", "lengths")
+        batch = {name: value for name, value in inputs.items() if name not in fields} | join(inputs["media"])
         return pack(batch, inputs["lengths"], self.model) if "lengths" in inputs else batch
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:

@@ -1,4 +1,4 @@
-"""What an optimizer step has run so far: its micro-batches and their chunks."""
+"""The part of an optimizer step that has run: its micro-batches and their chunks."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.1
 _LONGEST_OUTPUT = 8 * 2**20  # bytes
 
 
-def ask(question: Question, command: str, limits: Limits, *more: str) -> str:
+def ask(question: Question, command: str, limits: Limits, *options: str) -> str:
     """The JSON that a command prints about a question.
 
     Args:
@@ -33,7 +33,7 @@ def ask(question: Question, command: str, limits: Limits, *more: str) -> str:
         check_public(question)
     # -P: the folder that it starts in is not searched for modules.
     program = [sys.executable, "-P", "-c", "from hf_memopt.cli import main; main()"]
-    code, output, error = run_limited([*program, *question.argv(command, *more)], limits)
+    code, output, error = run_limited([*program, *question.argv(command, *options)], limits)
     if code not in (0, 1) or not output:  # 1 is an answer: it does not fit
         lines = [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
         raise InputError(lines[-1] if lines else f"{command} ended with exit code {code}; try a smaller model")
@@ -69,8 +69,8 @@ def _environment(limits: Limits) -> dict[str, str]:
     """Strangers' questions get no token: gated and private models of the instance's owner stay closed to them."""
     if not limits.public:
         return dict(os.environ)
-    known = {name: value for name, value in os.environ.items() if not is_secret(name)}
-    return known | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+    public = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    return public | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
 
 
 def _watch(process: psutil.Popen, limits: Limits) -> None:
@@ -90,9 +90,9 @@ def _watch(process: psutil.Popen, limits: Limits) -> None:
 
 def _resident(process: psutil.Popen) -> int:
     total = 0
-    for one in _family(process):
+    for member in _family(process):
         try:
-            total += one.memory_info().rss
+            total += member.memory_info().rss
         except psutil.Error:  # ended meanwhile
             continue
     return total
@@ -107,9 +107,9 @@ def _family(process: psutil.Popen) -> list[psutil.Process]:
 
 
 def _end(process: psutil.Popen) -> None:
-    for one in reversed(_family(process)):
+    for member in reversed(_family(process)):
         try:
-            one.kill()
+            member.kill()
         except psutil.Error:
             continue
     process.wait()

@@ -1,4 +1,4 @@
-"""What a question may cost, and what strangers may ask on a public instance."""
+"""Limits of a question's cost, and of what strangers may ask on a public instance."""
 
 import re
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one question.
+    """The limits of one question.
 
     Attributes:
         seconds: time after which its process is ended.

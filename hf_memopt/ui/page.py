@@ -27,7 +27,7 @@ _FEATURES = {
     "Activations in 8 bits": "activation_compression=int8",
 }
 _MOST_WAITING = 20  # questions; another gets the queue's own refusal
-_FILES_KEPT_SECONDS = 3600
+_FILES_KEPT_SECONDS = 3600  # time to download an answer's files
 # System fonts: nothing is fetched from elsewhere.
 _FONTS = ["system-ui", "sans-serif"]
 _CSS = """
@@ -186,13 +186,13 @@ def _tokens(typed) -> int | None:
 def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tuple[str, list[Path]]:
     """The answer as HTML, and its files, which are written to a folder."""
     picture, answer = folder / "timeline.png", folder / f"{command}.json"
-    more = [f"--plot={picture}"] if command == "estimate" else []
-    result = json.loads(ask(question, command, limits, *more))
+    options = [f"--plot={picture}"] if command == "estimate" else []
+    result = json.loads(ask(question, command, limits, *options))
     for profile in result.get("profiles", ()):
         profile.pop("launch", None)  # it names this machine's folders
     answer.write_text(json.dumps(result, indent=2), encoding="utf-8")
     script = folder / "hf_memopt.sh"
-    argv = [one for one in question.argv(command) if one != "--json"]
+    argv = [word for word in question.argv(command) if word != "--json"]
     script.write_text(f"#!/bin/sh\n{shlex.join(['hf-memopt', *argv])}\n", encoding="utf-8")
     shown = show_estimate(result, picture) if command == "estimate" else show_plan(result)
     return shown, [file for file in (answer, picture, script) if file.is_file()]
@@ -201,22 +201,22 @@ def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tupl
 def _read_link(request: gr.Request) -> list:
     """The form as the page's address asks, and a sentence where the address is faulty."""
     query = str(request.request.url.query) if request.request else ""
-    # gradio's own fields, as a Space's __theme, are none of the question's.
+    # gradio's own fields, as a Space's __theme, are not part of the question.
     query = "&".join(part for part in query.split("&") if part and not part.startswith("__"))
     if not query:
         return [gr.skip()] * 7
     try:
-        asked = Question.from_query(query)
+        question = Question.from_query(query)
     except InputError as error:
         return [*[gr.skip()] * 6, show_error(str(error))]
     names = {setting: name for name, setting in _FEATURES.items()}
-    features = [names[setting] for setting in asked.settings if setting in names]
-    others = " ".join(setting for setting in asked.settings if setting not in names)
+    features = [names[setting] for setting in question.settings if setting in names]
+    others = " ".join(setting for setting in question.settings if setting not in names)
     return [
-        asked.model,
-        asked.hardware,
-        asked.method,
-        asked.seq_len and str(asked.seq_len),
+        question.model,
+        question.hardware,
+        question.method,
+        question.seq_len and str(question.seq_len),
         features,
         others,
         gr.skip(),

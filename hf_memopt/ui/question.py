@@ -8,7 +8,7 @@ from hf_memopt.errors import InputError, brief
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a form asks.
+    """A form's question.
 
     Attributes:
         model: as `estimate` takes it.
@@ -53,7 +53,7 @@ class Question:
         pairs += [("seq_len", str(self.seq_len))] if self.seq_len is not None else []
         return urlencode([*pairs, *(("set", setting) for setting in self.settings)])
 
-    def argv(self, command: str, *more: str) -> list[str]:
+    def argv(self, command: str, *extra: str) -> list[str]:
         """Arguments of hf-memopt.
 
         Args:
@@ -63,4 +63,4 @@ class Question:
         options = [f"--hardware={self.hardware}", f"--method={self.method}"]
         options += [f"--seq-len={self.seq_len}"] if self.seq_len is not None else []
         options += [f"--set={setting}" for setting in self.settings]
-        return [command, *options, *more, "--json", "--", self.model]
+        return [command, *options, *extra, "--json", "--", self.model]

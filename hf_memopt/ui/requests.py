@@ -1,4 +1,4 @@
-"""What a page's server takes: questions alone. gradio would store uploads of any size from anybody."""
+"""Requests that a page's server takes: questions alone. gradio would store uploads of any size from anybody."""
 
 from starlette.responses import PlainTextResponse
 
@@ -16,8 +16,8 @@ class SmallRequests:
         self._app = app
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "http" and scope["method"] not in _WITHOUT_BODY and (said := _refusal(scope)):
-            await PlainTextResponse(said, status_code=413, headers={"connection": "close"})(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] not in _WITHOUT_BODY and (refusal := _refusal(scope)):
+            await PlainTextResponse(refusal, status_code=413, headers={"connection": "close"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

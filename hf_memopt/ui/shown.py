@@ -15,7 +15,7 @@ def show_error(sentence: str) -> str:
 
 
 def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
-    """What estimate answers.
+    """Show the answer of estimate.
 
     Args:
         estimate: its JSON.
@@ -67,25 +67,25 @@ def _bars(breakdown: dict[str, int]) -> str:
 
 def _changes(levers: list[dict[str, Any]]) -> str:
     """The changes that save most, where estimate proposes any."""
-    rows = [[one["change"], size(one["saved_bytes"]), "yes" if one["fits"] else "no"] for one in levers[:8]]
+    rows = [[row["change"], size(row["saved_bytes"]), "yes" if row["fits"] else "no"] for row in levers[:8]]
     return _table("Changes that save most", ("change", "saves", "fits"), rows) if rows else ""
 
 
 def show_plan(plan: dict[str, Any]) -> str:
-    """What plan answers, from its JSON."""
+    """Show the answer of plan, from its JSON."""
     if not plan["profiles"]:
         missing = plan.get("missing_bytes")
-        more = f"; {size(missing)} are missing" if missing else ""
+        missing_text = f"; {size(missing)} are missing" if missing else ""
         if not plan["nearest"]:
-            return show_error(f"Nothing fits{more}. Try a shorter length, a smaller model or a larger card.")
+            return show_error(f"Nothing fits{missing_text}. Try a shorter length, a smaller model or a larger card.")
         changes = "".join(f"<li>{escape(change)}</li>" for change in plan["nearest"])
-        return show_error(f"Nothing fits{more}.") + f"<p>It would with:</p><ul>{changes}</ul>"
+        return show_error(f"Nothing fits{missing_text}.") + f"<p>It would with:</p><ul>{changes}</ul>"
     same: dict[str, list[dict[str, Any]]] = {}  # profiles that settled for the same settings share a row
-    for one in plan["profiles"]:
-        same.setdefault(one["settings"], []).append(one)
+    for profile in plan["profiles"]:
+        same.setdefault(profile["settings"], []).append(profile)
     rows = [
         [
-            ", ".join(one["profile"] for one in profiles),
+            ", ".join(profile["profile"] for profile in profiles),
             settings,
             size(profiles[0]["estimate"]["device_bytes"]),
             f"{profiles[0]['tokens_per_second']:,.0f}" if profiles[0]["tokens_per_second"] else "–",

@@ -35,8 +35,8 @@ class BadVideos:
         if line in listed:
             return
         if len(listed) >= self.max_bad_videos:
-            more = f"; {len(listed)} before it already reach max_bad_videos={self.max_bad_videos}" if listed else ""
-            raise BadVideo(f"{line}{more}. Remove it from the data, or raise max_bad_videos to skip it") from error
+            earlier = f"; {len(listed)} before it already reach max_bad_videos={self.max_bad_videos}" if listed else ""
+            raise BadVideo(f"{line}{earlier}. Remove it from the data, or raise max_bad_videos to skip it") from error
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

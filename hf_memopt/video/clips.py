@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy
 
 from hf_memopt.errors import InputError
+from hf_memopt.units import MIB
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.frame_times import (
     FrameTimes,
@@ -29,7 +30,6 @@ from hf_memopt.video.video_files import (
 
 # Of free host memory, for a clip's frames: their float tensors and the other workers need the rest.
 _HOST_SHARE = 0.5
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def read_clip(source: VideoSource, limits: FrameLimits) -> Clip:
 
 @dataclass(frozen=True)
 class ClipOutline:
-    """What read_clip() would return, from the file's header.
+    """The outline of what read_clip() would return, from the file's header.
 
     Attributes:
         frames: that would be chosen.
@@ -114,7 +114,7 @@ class ClipOutline:
 
     @property
     def pixels(self) -> int:
-        """Of all frames."""
+        """The pixels of all frames."""
         return self.frames * self.height * self.width
 
 
@@ -170,9 +170,9 @@ def _decode(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> Clip
         stream = video_stream(container, source)
         buffer.check_host_memory(stream.height, stream.width)
         if times.stamps is None:
-            wanted = set(indices)
+            selected = set(indices)
             for index, frame in enumerate(decode_frames(container, stream)):
-                if index in wanted:
+                if index in selected:
                     buffer.append(frame)
                 if buffer.filled == len(chosen):
                     break
@@ -230,7 +230,7 @@ class FrameBuffer:
         if self.count > fitting:
             raise InputError(
                 f"{self.name}: {self.count} frames of {width} × {height} pixels take "
-                f"{self.count * frame_bytes / _MIB:,.0f} MiB of host memory, of which {available / _MIB:,.0f} MiB are "
+                f"{self.count * frame_bytes / MIB:,.0f} MiB of host memory, of which {available / MIB:,.0f} MiB are "
                 f"free: use --max_frames {max(1, fitting)} or fewer, or --max_pixels_per_frame"
             )
 

@@ -48,8 +48,8 @@ def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict],
     """
     form = find_form(name for name, value in row.items() if not is_empty(value))
     if form in (None, "text"):
-        *others, last = (" + ".join(form.needed) for name, form in FORMS.items() if name not in ("text", "messages"))
-        raise InputError(f"{where}: has neither messages nor {', '.join(others)} nor {last}")
+        *forms, last = (" + ".join(form.needed) for name, form in FORMS.items() if name not in ("text", "messages"))
+        raise InputError(f"{where}: has neither messages nor {', '.join(forms)} nor {last}")
     check_columns(row, form, where, with_media=True)
     listed = {kind: _listed(row, kind) for kind in _KINDS}
     messages = [_with_parts(message, where) for message in read_messages(row, form, where)]
@@ -68,9 +68,9 @@ def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict],
         sampling = sampling | (_sampling(source, kind) if isinstance(source, dict) else {})
         common = row if kind == "video" else {}  # a row's columns are of its videos
         media.append(Medium(kind, _check_source(source, kind, where, urls), Sampling.read(common, sampling, where)))
-    for kind, left in listed.items():
-        if left:
-            raise InputError(f"{where}: has {len(left)} {kind}(s) more than <{kind}> tags")
+    for kind, unused in listed.items():
+        if unused:
+            raise InputError(f"{where}: has {len(unused)} {kind}(s) more than <{kind}> tags")
     return messages, media
 
 
@@ -113,10 +113,10 @@ def _sampling(mapping: dict, kind: str) -> dict[str, Any]:
     return {name: mapping[name] for name in _SAMPLING_KEYS[kind] if mapping.get(name) is not None}
 
 
-def _check_keys(part: dict, known: tuple[str, ...], where: str) -> None:
+def _check_keys(part: dict, keys: tuple[str, ...], where: str) -> None:
     for key, value in part.items():
-        if key not in known and not is_empty(value):
-            reason = SAMPLING.get(key, "it is not one of " + ", ".join(known))
+        if key not in keys and not is_empty(value):
+            reason = SAMPLING.get(key, "it is not one of " + ", ".join(keys))
             raise InputError(f"{where}: a part has {key!r}, which would be ignored: {reason}")
 
 

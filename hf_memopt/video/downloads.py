@@ -11,17 +11,17 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.units import MIB
 from hf_memopt.video.partial_files import SUFFIX, remove_abandoned
 from hf_memopt.video.video_files import BadVideo
 
 SCHEMES = ("http", "https")
 _SECONDS = 60  # without a byte
 _CHUNK = 2**20
-_MIB = 2**20
 
 
 def is_url(source) -> bool:
-    """Whether a source is an http(s) address."""
+    """True if a source is an http(s) address."""
     return isinstance(source, str) and source.lower().startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
@@ -78,7 +78,7 @@ class Downloads:
         size = 0
         while chunk := response.read(_CHUNK):
             size += len(chunk)
-            if size > self.max_mib * _MIB:
+            if size > self.max_mib * MIB:
                 raise BadVideo(f"{display_url(url)}: larger than max_download_mib={self.max_mib:g}")
             file.write(chunk)
         if response.length:  # bytes that the server promised, and did not send

@@ -128,7 +128,7 @@ class Encoder:
         return _replace(text, spans, replacements)
 
     def _places(self, text: str) -> Iterator[dict]:
-        """Where the processor sees media in a text."""
+        """Find where the processor sees media in a text."""
         copies = {
             f"{kind}s_replacements": [""] * text.count(getattr(self.processor, f"{kind}_token"))
             for kind in ("image", "video")
@@ -145,7 +145,7 @@ class Encoder:
         mark = getattr(self.processor, "video_duration_token", None)
         if mark is None:
             return text, spans
-        places = [(found.start(), found.end()) for found in re.finditer(re.escape(mark), text)]
+        places = [(match.start(), match.end()) for match in re.finditer(re.escape(mark), text)]
         seconds = [json.dumps(round(medium.duration, 2)) for medium in media if medium.kind == "video"]
         return _replace(text, spans, [(*place, second) for place, second in zip(places, seconds, strict=False)])
 
@@ -183,11 +183,11 @@ def _label_spans(ids: list[int], offsets: list[tuple[int, int]], spans: list[tup
 def _replace(text: str, spans, replacements: list[tuple[int, int, str]]):
     """A text with other text between some of its positions, in order, and spans of it shifted accordingly."""
     parts, position = [], 0
-    for start, end, other in replacements:
-        parts += [text[position:start], other]
+    for start, end, new in replacements:
+        parts += [text[position:start], new]
         position = end
 
     def shift(index: int) -> int:
-        return index + sum(len(other) - (end - start) for start, end, other in replacements if end <= index)
+        return index + sum(len(new) - (end - start) for start, end, new in replacements if end <= index)
 
     return "".join([*parts, text[position:]]), [(shift(start), shift(end)) for start, end in spans]

@@ -1,4 +1,4 @@
-"""Which model types the video recipe trains, and what their processors must return."""
+"""The model types that the video recipe trains, and what their processors must return."""
 
 import inspect
 

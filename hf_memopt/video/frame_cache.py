@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy
 
 from hf_memopt.errors import InputError, one_line
+from hf_memopt.units import GIB
 from hf_memopt.video.clips import Clip, read_clip
 from hf_memopt.video.frame_limits import FrameLimits
 from hf_memopt.video.partial_files import SUFFIX, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
-_GIB = 2**30
-_HEADERS = 4096
+_HEADERS = 4096  # bytes: of a zip file with five arrays
 _VERSION = 1  # of which frames are chosen and how they are stored: another one finds none of the older files
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
@@ -65,7 +65,7 @@ class FrameCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Beside the frames an index and a time of each, and the headers of a zip file with five arrays.
             size = clip.frames.nbytes + 16 * len(clip.frames) + _HEADERS
-            if size <= self.max_gib * _GIB:
+            if size <= self.max_gib * GIB:
                 self._make_space(size)
                 _write(path, clip)
         except OSError as error:
@@ -74,13 +74,13 @@ class FrameCache:
     def _make_space(self, size: int) -> None:
         """Remove the least recently used clips until `size` more bytes are within the bound."""
         remove_abandoned(self.folder)
-        kept = []
+        files = []
         for path in self.folder.glob("*.npz"):
             with contextlib.suppress(FileNotFoundError):  # another process removes files, too
                 status = path.stat()
-                kept.append((status.st_mtime_ns, status.st_size, path))
-        excess = sum(bytes_ for _, bytes_, _ in kept) + size - self.max_gib * _GIB
-        for _, bytes_, path in sorted(kept):
+                files.append((status.st_mtime_ns, status.st_size, path))
+        excess = sum(bytes_ for _, bytes_, _ in files) + size - self.max_gib * GIB
+        for _, bytes_, path in sorted(files):
             if excess <= 0:
                 return
             path.unlink(missing_ok=True)
@@ -111,9 +111,9 @@ def _load(path: Path) -> Clip | None:
 
 
 def _mark_used(path: Path) -> None:
-    """By the clock: the time that the system itself would write is some milliseconds old."""
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
+    """Mark a file as used by the clock: the time that the system itself would write is some milliseconds old."""
+    moment = time.time_ns()
+    os.utime(path, ns=(moment, moment))
 
 
 def _write(path: Path, clip: Clip) -> None:

@@ -1,4 +1,4 @@
-"""How many frames of a clip to take, and how large."""
+"""Limits of a clip: how many frames to take, and how large."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ _MIN_FRAMES = 4
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Which frames of a file to take, and how large.
+    """Limits of the frames of a file.
 
     Attributes:
         max_frames: None for no limit.
@@ -42,7 +42,7 @@ class FrameLimits:
                 raise InputError(f"{name}={value} must be above 0, or None for no limit")
 
     def count(self, total: int, seconds: float) -> int:
-        """How many frames to take: at least one, at most `max_frames`, rounded down to a multiple of `multiple_of`.
+        """Count the frames to take: at least one, at most `max_frames`, rounded down to a multiple of `multiple_of`.
 
         The rule is that of `smart_nframes` in qwen-vl-utils, which ends with an error where a clip has fewer frames
         than a multiple or than `nframes`; here it keeps all of them.
@@ -51,31 +51,31 @@ class FrameLimits:
             total: frames of the clip.
             seconds: that the clip lasts.
         """
-        asked, multiple = self.sampling, self.multiple_of
-        fps = asked.fps or self.fps
-        if asked.nframes is not None:
-            wanted = max(multiple, round(asked.nframes / multiple) * multiple)
+        sampling, multiple = self.sampling, self.multiple_of
+        fps = sampling.fps or self.fps
+        if sampling.nframes is not None:
+            frames = max(multiple, round(sampling.nframes / multiple) * multiple)
         elif fps is not None:
-            least = math.ceil((asked.min_frames or _MIN_FRAMES) / multiple) * multiple
-            wanted = max(least, math.floor(seconds * fps + 1e-6))
+            smallest = math.ceil((sampling.min_frames or _MIN_FRAMES) / multiple) * multiple
+            frames = max(smallest, math.floor(seconds * fps + 1e-6))
         else:
-            wanted = total
-        bounds = (wanted, total, self.max_frames, asked.max_frames)
+            frames = total
+        bounds = (frames, total, self.max_frames, sampling.max_frames)
         count = int(min(bound for bound in bounds if bound is not None))
         return count - count % multiple if count >= multiple else count
 
     def pixel_bounds(self, frames: int) -> tuple[float, float]:
         """The fewest and most pixels of each of so many frames: (0, inf) where nothing limits them."""
-        asked, limits = self.sampling, [self.max_pixels, self.sampling.max_pixels]
-        if asked.total_pixels is not None:
-            share = asked.total_pixels / frames * self.multiple_of
-            limits.append(max(share, int((asked.min_pixels or 0) * 1.05), self.side_multiple**2))
-        most = min((limit for limit in limits if limit is not None), default=math.inf)
-        return min(asked.min_pixels or 0, most), most
+        sampling, limits = self.sampling, [self.max_pixels, self.sampling.max_pixels]
+        if sampling.total_pixels is not None:
+            share = sampling.total_pixels / frames * self.multiple_of
+            limits.append(max(share, int((sampling.min_pixels or 0) * 1.05), self.side_multiple**2))
+        largest = min((limit for limit in limits if limit is not None), default=math.inf)
+        return min(sampling.min_pixels or 0, largest), largest
 
     def frame_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
         """The (height, width) that each of so many frames is decoded to."""
-        least, most = self.pixel_bounds(frames)
-        if least:
-            height, width = smart_resize(height, width, self.side_multiple, least, most)
-        return capped_size(height, width, None if most == math.inf else int(most), self.side_multiple)
+        smallest, largest = self.pixel_bounds(frames)
+        if smallest:
+            height, width = smart_resize(height, width, self.side_multiple, smallest, largest)
+        return capped_size(height, width, None if largest == math.inf else int(largest), self.side_multiple)

@@ -1,4 +1,4 @@
-"""When the frames of a file are shown, and which of them to take."""
+"""The times at which the frames of a file are shown, and which of them to take."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _ROUNDING = 1e-6  # of seconds and of frames: sums of floating-point durations e
 
 @dataclass(frozen=True)
 class FrameTimes:
-    """When frames are shown, in presentation order.
+    """The times of frames, in presentation order.
 
     Attributes:
         seconds: of each frame, from the first one.
@@ -150,6 +150,6 @@ def _evenly_in_time(seconds: list[float], count: int) -> list[int]:
     chosen: list[int] = []
     for number, second in enumerate(numpy.linspace(seconds[0], seconds[-1], count)):
         shown = bisect_right(seconds, second + 1e-9) - 1
-        least = chosen[-1] + 1 if chosen else 0
-        chosen.append(min(max(shown, least), len(seconds) - (count - number)))
+        earliest = chosen[-1] + 1 if chosen else 0
+        chosen.append(min(max(shown, earliest), len(seconds) - (count - number)))
     return chosen

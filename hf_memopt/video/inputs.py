@@ -20,7 +20,7 @@ _MAX_VALUE_ELEMENTS = 4096
 
 
 class ClipShape(NamedTuple):
-    """What a model gets of one clip.
+    """A model's inputs of one clip.
 
     Attributes:
         tensors: the model's media inputs; pixels are on the meta device.
@@ -123,7 +123,7 @@ class VideoInputs:
         return self.prompt_tokens + self.answer_tokens + step_tokens * steps + closing_tokens
 
     def halved(self) -> "VideoInputs | None":
-        """With half the frames; None where that is impossible."""
+        """The clip with half the frames; None where that is impossible."""
         real = self.sample is not None or self.packed is not None
         return None if real or self.frames < 2 else replace(self, frames=self.frames // 2)
 
@@ -148,7 +148,7 @@ class _VideoPart:
 
 
 def _model_inputs(config, tensors: dict[str, torch.Tensor], settings: Settings, frames: int) -> ClipShape:
-    """What a family's processor makes of its video processor's tensors."""
+    """The tensors that a family's processor makes of its video processor's tensors."""
     if "video_grid_thw" in tensors:
         steps, rows, columns = tensors["video_grid_thw"][0].tolist()
         if config.model_type == "qwen2_5_vl":

@@ -29,12 +29,12 @@ _TEXT_OUTPUTS = {
     "text_replacement_offsets",
     "video_metadata",
 }
-_CHANNELS = 3
+_CHANNELS = 3  # red, green, blue
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sample may take.
+    """Limits of a sample.
 
     Attributes:
         max_frames: of a video; None for no limit.
@@ -189,8 +189,8 @@ class MediaEncoder:
         }
         videos = [torch.from_numpy(frames)]
         # Some processors write timestamps from the metadata that others drop unless it is asked for.
-        given = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
-        return replace(self._process("video", len(frames), **given), duration=clip.duration)
+        inputs = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
+        return replace(self._process("video", len(frames), **inputs), duration=clip.duration)
 
     def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
         image = open_image(self.open_source(source))
@@ -198,7 +198,7 @@ class MediaEncoder:
         return self._process("image", 0, images=[image.resize((width, height))])
 
     def _process(self, kind: str, frames: int, **media) -> EncodedMedium:
-        """The processor's output for one medium alone: a prompt that is nothing but its placeholder."""
+        """The processor's output for one medium alone: a prompt of its placeholder alone."""
         placeholder = getattr(self.processor, f"{kind}_token")
         with as_input_error(f"{self._name} cannot encode a {kind}", Exception):
             output = self.processor(
@@ -234,7 +234,7 @@ class MediaEncoder:
         patch = self._patch_size
         for medium in media:
             if medium.kind == "video":
-                frames = self._count_frames_of(medium)
+                frames = self._count_frames(medium)
                 above = max_frames is not None and frames > max(max_frames, self.temporal_patch_size)
                 if frames != medium.frames or above:
                     raise InputError(
@@ -252,7 +252,7 @@ class MediaEncoder:
         """Pixels of a patch's side."""
         return self.side_multiple // (getattr(self.processor.video_processor, "merge_size", None) or 1)
 
-    def _count_frames_of(self, medium: EncodedMedium) -> int:
+    def _count_frames(self, medium: EncodedMedium) -> int:
         if "target_sizes_videos" in medium.tensors:  # MiniCPM-V: of frames and of their slices
             return medium.text.count(self.processor.image_start_token)
         return self.count_frames(medium.tensors)

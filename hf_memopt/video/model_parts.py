@@ -1,4 +1,4 @@
-"""Which parts of a video model are trained: vision tower, projector, language model."""
+"""The parts of a video model that are trained: vision tower, projector, language model."""
 
 import copy
 import functools
@@ -122,7 +122,7 @@ def _one_by_one(features):
         if not isinstance(media, list):
             return features(*args, **kwargs)
         kwargs.pop(pixels, None)
-        outputs = [features(one, *args[1:], **kwargs) for one in media]
+        outputs = [features(medium, *args[1:], **kwargs) for medium in media]
         tokens = [output.pooler_output.flatten(0, 1) for output in outputs]
         outputs[0].pooler_output = torch.cat(tokens)[None]
         return outputs[0]

@@ -61,7 +61,7 @@ class ShapeProcessor(TorchVideoProcessor):
 
 @dataclass(frozen=True)
 class _Outline(Clip):
-    """A clip whose `frames` are none but as many; `height` and `width` are theirs."""
+    """A clip whose `frames` are placeholders, as many as there are; `height` and `width` are the real ones'."""
 
     height: int = 0
     width: int = 0

@@ -31,15 +31,15 @@ def check_packing(config) -> None:
         InputError: names the model type.
     """
     text = config.get_text_config()
-    others = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
+    layer_types = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
     if config.model_type not in PACKED:
-        known = ", ".join(PACKED)
+        tested = ", ".join(PACKED)
         raise InputError(
-            f"packing: not tested for models of the type {config.model_type}, only for {known}; leave it out"
+            f"packing: not tested for models of the type {config.model_type}, only for {tested}; leave it out"
         )
-    if others:
+    if layer_types:
         raise InputError(
-            f"packing: layers of the type {min(others)} ({text.model_type}) carry one sample over into the next; "
+            f"packing: layers of the type {min(layer_types)} ({text.model_type}) carry one sample over into the next; "
             "leave it out"
         )
 
@@ -61,21 +61,21 @@ def pack(batch: dict[str, Any], lengths: torch.Tensor, model) -> dict[str, Any]:
         within the sample and then the model's own in time, height and width.
     """
     places = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
-    kept = places < lengths[:, None]
-    packed = {name: value[kept][None] if name in TOKENS else value for name, value in batch.items()}
-    positions = places[kept][None]
+    is_token = places < lengths[:, None]
+    packed = {name: value[is_token][None] if name in TOKENS else value for name, value in batch.items()}
+    positions = places[is_token][None]
     # The first token of a sample would be predicted from the sample before it.
     packed["labels"] = packed["labels"].masked_fill(positions == 0, IGNORED)
     multimodal = next((part for part in inner_model(model).modules() if hasattr(part, "get_rope_index")), None)
     if multimodal is not None:
-        positions = torch.cat([positions[None], _rope_positions(multimodal, batch, kept)])
+        positions = torch.cat([positions[None], _rope_positions(multimodal, batch, is_token)])
     return packed | {"position_ids": positions}
 
 
-def _rope_positions(model, batch: dict[str, Any], kept: torch.Tensor) -> torch.Tensor:
+def _rope_positions(model, batch: dict[str, Any], is_token: torch.Tensor) -> torch.Tensor:
     """Positions in time, height and width that the model itself would compute for each sample, (3, 1, tokens)."""
     names = inspect.signature(model.get_rope_index).parameters.keys() & batch.keys()
     if not any(name.endswith("grid_thw") for name in names):  # text alone, as the model's forward counts it
-        return (kept.cumsum(-1) - 1)[kept].expand(3, 1, -1)
-    positions, _ = model.get_rope_index(**{name: batch[name] for name in names}, attention_mask=kept.long())
-    return positions[:, kept][:, None]
+        return (is_token.cumsum(-1) - 1)[is_token].expand(3, 1, -1)
+    positions, _ = model.get_rope_index(**{name: batch[name] for name in names}, attention_mask=is_token.long())
+    return positions[:, is_token][:, None]

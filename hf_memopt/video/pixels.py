@@ -35,7 +35,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How a model's frames are prepared.
+    """The preparation of a model's frames.
 
     Attributes:
         processor: class name of transformers' video processor.
@@ -139,14 +139,14 @@ def _compressed_patches(settings: Settings, frames: torch.Tensor) -> dict[str, t
     tensors = _patches(settings, frames)
     steps, rows, columns = tensors["video_grid_thw"][0].tolist()
     merge = settings["merge_size"]
-    kept = torch.ones(steps * (rows // merge) * (columns // merge), dtype=torch.bool)
+    differs = torch.ones(steps * (rows // merge) * (columns // merge), dtype=torch.bool)
     if settings["use_token_compression"] and steps > 1:
         images = tensors["pixel_values_videos"].view(steps, (rows // merge) * (columns // merge), -1)
         change = (images[1:] - images[:-1]).abs().mean(dim=-1) * 255
         mask = torch.cat([torch.ones_like(change[:1], dtype=torch.bool), change > _COMPRESSION_THRESHOLD])
         mask[mask.sum(dim=1) < 1, :1] = True
-        kept = mask.flatten()
-    return {**tensors, "video_merge_sizes": torch.tensor([merge]), "video_compression_mask": kept}
+        differs = mask.flatten()
+    return {**tensors, "video_merge_sizes": torch.tensor([merge]), "video_compression_mask": differs}
 
 
 def _frames(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -154,8 +154,8 @@ def _frames(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def _frames_as_images(settings: Settings, frames: torch.Tensor) -> dict[str, torch.Tensor]:
-    whole = torch.ones(1, len(frames), *frames.shape[-2:], dtype=torch.int64)
-    return {"pixel_values": frames[None], "pixel_attention_mask": whole}
+    mask = torch.ones(1, len(frames), *frames.shape[-2:], dtype=torch.int64)
+    return {"pixel_values": frames[None], "pixel_attention_mask": mask}
 
 
 _QWEN2 = Family(

@@ -79,11 +79,11 @@ def read_video_settings(name: str) -> dict[str, Any]:
         What is bundled of a published checkpoint where the hub is unreachable, and for a bundled architecture's name;
         empty where nothing is known.
     """
-    whole = video = image = None
+    processor = video = image = None
     if Path(name).exists() or "/" in str(name):
         with contextlib.suppress(OSError, ValueError):
-            whole, video, image = (_read_json(name, file) for file in _FILES)
-    return (whole or {}).get("video_processor") or video or image or published_settings(name)
+            processor, video, image = (_read_json(name, file) for file in _FILES)
+    return (processor or {}).get("video_processor") or video or image or published_settings(name)
 
 
 def lower_shortest_edge(processor, max_pixels: int | None) -> None:
@@ -140,14 +140,14 @@ class TorchVideoProcessor(PushToHubMixin):
 
     def __init__(self, model_type: str, settings: dict[str, Any]) -> None:
         self.family = FAMILIES[model_type]
-        given = {key: value for key, value in settings.items() if value is not None}
-        settings = {**self.family.defaults, **given}
+        own = {key: value for key, value in settings.items() if value is not None}
+        settings = {**self.family.defaults, **own}
         for key, required in _REQUIRED.items():
             if settings.get(key, required) != required:
                 raise InputError(f"the video processor says {key}={settings[key]}: {_INSTALL}")
-        if "video_sampling" in given and "size" not in given:
+        if "video_sampling" in own and "size" not in own:
             # SmolVLM. transformers 5.23 (video_processing_smolvlm.py) prefers `size`, which is the images', too.
-            settings["size"] = given["video_sampling"]["video_size"]
+            settings["size"] = own["video_sampling"]["video_size"]
         settings["size"] = _with_pixel_bounds(settings)
         self.settings = settings
         self.merge_size = settings.get("merge_size", 1)

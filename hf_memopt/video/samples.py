@@ -32,7 +32,7 @@ class VideoSamples(torch.utils.data.Dataset):
         return len(self.rows)
 
     def where(self, index: int) -> Place | str:
-        """What messages call a row."""
+        """Name a row as messages do."""
         source, _, kind = self.name.rpartition(": ")
         number = row_number(getattr(self.rows, "_indices", None), index)
         return Place(source, number, kind=kind) if source else f"{kind} {number}"
@@ -75,13 +75,13 @@ class VideoSamples(torch.utils.data.Dataset):
         """
         if self._lengths is None:
             encode, count = outline_encoder(self.encode), len(self)
-            found = [self._length(encode, index) for index in range(count)]
+            lengths = [self._length(encode, index) for index in range(count)]
             for index in reversed(range(2 * count)):  # twice, since the first row follows the last
-                if found[index % count] is None:
-                    found[index % count] = found[(index + 1) % count]
-            if None in found:
+                if lengths[index % count] is None:
+                    lengths[index % count] = lengths[(index + 1) % count]
+            if None in lengths:
                 raise self._nothing_left()
-            self._lengths = found
+            self._lengths = lengths
         return self._lengths
 
     def _length(self, encode: Encoder, index: int) -> int | None:
@@ -92,7 +92,7 @@ class VideoSamples(torch.utils.data.Dataset):
             return None
 
     def outline(self, index: int) -> dict[str, torch.Tensor]:
-        """What `self[index]` is, from the files' headers: its pixels are on the meta device."""
+        """The outline of `self[index]`, from the files' headers: its pixels are on the meta device."""
         return self._make(outline_encoder(self.encode), index)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which frames of one clip a row asks for, and how large, in the spellings of qwen-vl-utils."""
+"""The frames of one clip that a row asks for, and their size, in the spellings of qwen-vl-utils."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _WHOLE = ("nframes", "min_frames", "max_frames")
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a row says of one clip; None where the run's own limits hold.
+    """A row's request for one clip; None where the run's own limits hold.
 
     qwen-vl-utils 0.0.14 (vision_process.py) has the same keys. Its defaults for pixels are not taken over: without
     `min_pixels` and `max_pixels` the checkpoint's processor decides. A run's own limits are never exceeded.

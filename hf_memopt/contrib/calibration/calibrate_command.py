@@ -13,7 +13,7 @@ from hf_memopt.contrib.calibration.session import Session, export_path
 from hf_memopt.hardware.constants import MEASURABLE, TABLE, assumed, show_value
 from hf_memopt.units import GIB
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 app = typer.Typer(add_completion=False)
@@ -56,18 +56,18 @@ def run_calibrate(budget: float, export: str | None, rehearse: bool, fresh: bool
         session.run(budget, _say)
     except KeyboardInterrupt:
         stopped = True
-        left = len(session.waiting)
-        kept = " and kept: the same command continues" if not rehearse or target else ""
-        _say(f"stopped: {session.count - left} of {session.count} are measured{kept}")
+        remaining = len(session.waiting)
+        hint = " and kept: the same command continues" if not rehearse or target else ""
+        _say(f"stopped: {session.count - remaining} of {session.count} are measured{hint}")
     if target is not None:
         session.export(target)
     if as_json:
-        print_json(session.content() | {"left": [one.name for one in session.waiting]})
+        print_json(session.content() | {"left": [measurement.name for measurement in session.waiting]})
     else:
         _print(session, target)
     if stopped:
         return _INTERRUPTED
-    return int(any(row["outcome"] == "failed" for row in session.found.values()))
+    return int(any(row["outcome"] == "failed" for row in session.rows.values()))
 
 
 def _say(text: str) -> None:
@@ -82,11 +82,11 @@ def _print(session: Session, target) -> None:
     ]
     if rows:
         print_table(session.device.label, ("constant", "measured", "before"), rows)
-    jobs = [_job(name.removeprefix("job: "), row) for name, row in trained(session.found).items()]
+    jobs = [_job(name.removeprefix("job: "), row) for name, row in trained(session.rows).items()]
     if jobs:
         columns = ("job", "reserved" if session.device.backend != "cpu" else "allocated", "predicted", "tokens/s")
         print_table("training jobs", columns, jobs)
-    for line in _checks(session.found):
+    for line in _checks(session.rows):
         print(line)
     if session.rehearsal:
         print("note: rehearsed on a CPU; no prediction uses these figures")
@@ -96,9 +96,9 @@ def _print(session: Session, target) -> None:
         print(f"wrote {target}")
 
 
-def _checks(found: dict[str, dict]) -> Iterator[str]:
-    """What of the settings did not do what the package takes for granted, and what the figures suffer from."""
-    attention, allocator, context = (found.get(name, {}) for name in ("attention", "allocator", "context"))
+def _checks(measurements: dict[str, dict]) -> Iterator[str]:
+    """The settings that did not do what the package takes for granted, and what the figures suffer from."""
+    attention, allocator, context = (measurements.get(name, {}) for name in ("attention", "allocator", "context"))
     if attention.get("chosen") != attention.get("ran"):
         yield f"problem: attention {attention['chosen']} was chosen and {attention['ran']} ran"
     if allocator.get("expandable") is False and "expandable_segments:True" in allocator["setting"]:
@@ -108,7 +108,7 @@ def _checks(found: dict[str, dict]) -> Iterator[str]:
 
 
 def _before(session: Session, name: str) -> str:
-    """What was assumed; of rates that are stored as they are, what the catalog and an assumed share of it give."""
+    """The value assumed before; of rates that are stored as they are, from the catalog and an assumed share of it."""
     device = session.device
     if any(row.name == name for row in TABLE):
         return show_value(name, assumed(name, device).value)

@@ -31,8 +31,8 @@ def context_and_workspace(setting: Setting) -> dict[str, Any]:
         _train(setting)
         torch.mps.synchronize()
         torch.mps.empty_cache()
-        beside = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
-        return {"context_bytes": beside, "workspace_bytes": None}
+        overhead = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
+        return {"context_bytes": overhead, "workspace_bytes": None}
     idle = driver_bytes()
     torch.ones(1, device="cuda")
     torch.cuda.synchronize()
@@ -128,7 +128,7 @@ def seconds_per_call(function, times: int = 20) -> float:
 
 
 def attention(setting: Setting) -> dict[str, str]:
-    """What resolve_attention() chooses, and that a model trains with it."""
+    """The implementation that resolve_attention() chooses, after a model has trained with it."""
     from hf_memopt.hardware import detect, resolve_attention
 
     chosen = resolve_attention(detect())
@@ -147,10 +147,10 @@ def allocator_setting() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"setting": setting, "expandable": None}
-    kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
     segments = torch.cuda.memory_snapshot()
     return {
         "setting": setting,
-        "bytes": kept.nbytes,
+        "bytes": block.nbytes,
         "expandable": all(segment.get("is_expandable") for segment in segments),
     }

@@ -1,4 +1,4 @@
-"""What calibrate measures, in which order, and the constants that follow from it."""
+"""The measurements of calibrate, in their order, and the constants that follow from them."""
 
 import dataclasses
 import functools
@@ -73,7 +73,9 @@ def _precision(device: Hardware) -> dict[str, bool]:
     return {"fp16": True} if device.backend in ("cuda", "rocm") else {}
 
 
-def measure(processes: Processes, one: Measurement, device: Hardware, env: dict[str, str], limit: float) -> dict:
+def measure(
+    processes: Processes, measurement: Measurement, device: Hardware, env: dict[str, str], limit: float
+) -> dict:
     """The outcome of one: measured, with what was measured; skipped or failed, with `reason`.
 
     Args:
@@ -81,23 +83,23 @@ def measure(processes: Processes, one: Measurement, device: Hardware, env: dict[
         limit: seconds.
     """
     before = on_device.driver_bytes()
-    found = processes.run(one.function, limit, env)
-    if found["outcome"] != "measured":
-        return found
-    if one.name == "context" and (card := found.pop("card", None)):
+    row = processes.run(measurement.function, limit, env)
+    if row["outcome"] != "measured":
+        return row
+    if measurement.name == "context" and (card := row.pop("card", None)):
         after = on_device.driver_bytes()
         if abs(after.get(card, 0) - before.get(card, 0)) > _DISTURBED:
             return {"outcome": "failed", "reason": "another process took or gave back memory of the card meanwhile"}
-    if one.setting is not None:
+    if measurement.setting is not None:
         predicted = processes.run(
-            functools.partial(_predict, one.setting, dataclasses.asdict(_without_sources(device))),
+            functools.partial(_predict, measurement.setting, dataclasses.asdict(_without_sources(device))),
             limit,
             {"CUDA_VISIBLE_DEVICES": "", SWITCH: "on"},
         )
         if predicted["outcome"] != "measured":
             return {"outcome": "failed", "reason": f"not predicted: {predicted['reason']}"}
-        found["predicted"] = {name: value for name, value in predicted.items() if name != "outcome"}
-    return found
+        row["predicted"] = {name: value for name, value in predicted.items() if name != "outcome"}
+    return row
 
 
 def _without_sources(device: Hardware) -> Hardware:
@@ -105,17 +107,17 @@ def _without_sources(device: Hardware) -> Hardware:
 
 
 def _predict(setting: Setting, device: dict[str, Any]) -> dict:
-    """In a process that reads what has been measured so far; the step's time as if none had been compared yet."""
+    """Predict in a process that reads what was measured so far; the step's time as if none had been compared yet."""
     hardware = Hardware(**device)
-    found = predict(setting, hardware)
-    return found | {"step_seconds": found["step_seconds"] / constant("step_time_ratio", hardware).value}
+    prediction = predict(setting, hardware)
+    return prediction | {"step_seconds": prediction["step_seconds"] / constant("step_time_ratio", hardware).value}
 
 
-def constants_from(found: dict[str, dict], device: Hardware) -> dict[str, float]:
-    """What predictions take from the measurements so far; a figure beyond MEASURABLE's bounds is left out."""
-    context, rates = (_measured(found, name) for name in ("context", "rates"))
+def constants_from(rows: dict[str, dict], device: Hardware) -> dict[str, float]:
+    """The constants that the measurements so far give predictions; a figure beyond MEASURABLE's bounds is left out."""
+    context, rates = (_measured(rows, name) for name in ("context", "rates"))
     matmuls = rates.get("matmul_flops_per_second", {})
-    steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(found).values()]
+    steps = [(job["step_seconds"], job["predicted"]["step_seconds"]) for job in trained(rows).values()]
     ratios = [measured / predicted for measured, predicted in steps if measured]
     values = {
         "context_bytes": context.get("context_bytes"),
@@ -133,9 +135,9 @@ def constants_from(found: dict[str, dict], device: Hardware) -> dict[str, float]
     }
 
 
-def reserved_errors(found: dict[str, dict]) -> list[float]:
-    """Of each job: predicted reserved bytes over measured, less 1; none where the device counts no reserved bytes."""
-    pairs = [(predicted_reserved(job), job["reserved_bytes"]) for job in trained(found).values()]
+def reserved_errors(rows: dict[str, dict]) -> list[float]:
+    """The error of each job: predicted reserved bytes over measured, less 1; none where the device counts none."""
+    pairs = [(predicted_reserved(job), job["reserved_bytes"]) for job in trained(rows).values()]
     return [round(predicted / measured - 1, 4) for predicted, measured in pairs if measured]
 
 
@@ -145,15 +147,15 @@ def predicted_reserved(job: dict) -> int:
     return job["predicted"]["reserved_bytes"]["expandable" if expandable else "segments"]
 
 
-def trained(found: dict[str, dict]) -> dict[str, dict]:
+def trained(rows: dict[str, dict]) -> dict[str, dict]:
     """The jobs that were trained to their end."""
     return {
         name: row
-        for name, row in found.items()
+        for name, row in rows.items()
         if name.startswith("job: ") and row["outcome"] == "measured" and row["outcome_of_training"] == "trained"
     }
 
 
-def _measured(found: dict[str, dict], name: str) -> dict:
-    row = found.get(name, {})
+def _measured(rows: dict[str, dict], name: str) -> dict:
+    row = rows.get(name, {})
     return row if row.get("outcome") == "measured" else {}

@@ -16,7 +16,7 @@ TAIL = 1500  # characters of a failed measurement's output that are kept
 
 
 class Skip(Exception):
-    """What cannot be measured on this machine; the message says what is missing."""
+    """Something cannot be measured on this machine; the message says what is missing."""
 
 
 class Processes:
@@ -38,20 +38,20 @@ class Processes:
             self.context.set_forkserver_preload([preload])
 
     def run(self, function: Callable[[], dict], limit: float, env: dict[str, str] | None = None) -> dict:
-        """What a function returned, with `outcome`: measured; or skipped or failed, with `reason`.
+        """Return what a function returned, with `outcome`: measured; or skipped or failed, with `reason`.
 
         Args:
             function: can be pickled; what it returns can be written as JSON.
             limit: seconds after which its process is killed.
             env: variables of the process.
         """
-        found = self._run(function, limit, env or {})
-        started = any(phrase in found.get("reason", "") for phrase in ("forked subprocess", "initialization error"))
+        result = self._run(function, limit, env or {})
+        started = any(phrase in result.get("reason", "") for phrase in ("forked subprocess", "initialization error"))
         if started and self.context.get_start_method() == "forkserver":
             print("CUDA cannot be used after the fork: every case imports for itself from here on", file=sys.stderr)
             self.context = multiprocessing.get_context("spawn")
-            found = self._run(function, limit, env or {})
-        return found
+            result = self._run(function, limit, env or {})
+        return result
 
     def _run(self, function: Callable[[], dict], limit: float, env: dict[str, str]) -> dict:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def end_session(process: multiprocessing.Process) -> None:
 
 
 def _answer(function: Callable[[], dict], env: dict[str, str], answer: Path, log: Path) -> None:
-    """In the new process: call the function, and write what it returns."""
+    """Call the function in the new process, and write what it returns."""
     if hasattr(os, "setsid"):
         os.setsid()
     die_with_parent()
@@ -93,10 +93,10 @@ def _answer(function: Callable[[], dict], env: dict[str, str], answer: Path, log
     os.dup2(output, 2)
     os.environ |= env
     try:
-        found = {**function(), "outcome": "measured"}
+        result = {**function(), "outcome": "measured"}
     except Skip as reason:
-        found = {"outcome": "skipped", "reason": str(reason)}
-    write_whole(answer, json.dumps(found, default=str))
+        result = {"outcome": "skipped", "reason": str(reason)}
+    write_whole(answer, json.dumps(result, default=str))
 
 
 def die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""What a device, its allocator and its driver say of memory, also before CUDA has started."""
+"""Memory as a device, its allocator and its driver report it, also before CUDA has started."""
 
 import os
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def _nvidia_bytes() -> dict[str, int]:
 
 
 def _amd_bytes() -> dict[str, int]:
-    """By PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed."""
+    """Memory by PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed."""
     files = Path("/sys/bus/pci/devices").glob("*/mem_info_vram_used")
     return {file.parent.name: int(file.read_text()) for file in files}
 
@@ -74,34 +74,34 @@ def synchronize() -> None:
 
 @contextmanager
 def peaks():
-    """What the block took at most: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
+    """The block's peaks: a dict that has allocated_bytes, reserved_bytes and device_bytes afterwards.
 
     On MPS reserved bytes alone. On a CPU allocated bytes alone: the peak of what the block itself allocates, by the
     profiler's events.
     """
     import torch
 
-    found: dict[str, int | None] = {"reserved_bytes": None, "device_bytes": None}
+    figures: dict[str, int | None] = {"reserved_bytes": None, "device_bytes": None}
     kind = accelerator()
     if kind == "cuda":
         idle = driver_bytes()
         torch.cuda.reset_peak_memory_stats()
-        yield found
+        yield figures
         used, card = driver_bytes(), this_card(idle)
-        found["allocated_bytes"] = torch.cuda.max_memory_allocated()
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        found["device_bytes"] = used[card] - idle[card] if card in used and card in idle else None
+        figures["allocated_bytes"] = torch.cuda.max_memory_allocated()
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        figures["device_bytes"] = used[card] - idle[card] if card in used and card in idle else None
         return
     if kind == "mps":  # keeps no peak; what it took from Metal it gives back only when asked
-        yield found
-        found["allocated_bytes"], found["reserved_bytes"] = None, torch.mps.driver_allocated_memory()
+        yield figures
+        figures["allocated_bytes"], figures["reserved_bytes"] = None, torch.mps.driver_allocated_memory()
         return
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        yield found
-    live = found["allocated_bytes"] = 0
+        yield figures
+    live = figures["allocated_bytes"] = 0
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
-        found["allocated_bytes"] = max(found["allocated_bytes"], live)
+        figures["allocated_bytes"] = max(figures["allocated_bytes"], live)

@@ -51,9 +51,10 @@ class Session:
         self._processes = Processes("hf_memopt.contrib.calibration.warm")
         self.device, self.versions = self._describe()
         self._path = export if rehearse else device_path(self.device, self.versions)
-        self.found: dict[str, dict] = {} if fresh else self._earlier()
+        self.rows: dict[str, dict] = {} if fresh else self._earlier()
         every = measurements(self.device, rehearse)
-        self.waiting = [one for one in every if self.found.get(one.name, {}).get("outcome") != "measured"]
+        measured = {name for name, row in self.rows.items() if row.get("outcome") == "measured"}
+        self.waiting = [measurement for measurement in every if measurement.name not in measured]
         self.count = len(every)
         self._keep()  # a folder that cannot be written to is refused before anything is measured
 
@@ -70,15 +71,15 @@ class Session:
         return device, answer["versions"]
 
     def _earlier(self) -> dict[str, dict]:
-        """What earlier calls measured; nothing where their file is damaged or of another kind."""
+        """The measurements of earlier calls; nothing where their file is damaged or of another kind."""
         if self._path is None or not is_there(self._path):
             return {}
         try:
             content = read_json(self._path)
             same = parse_device_file(content).rehearsal == self.rehearsal
-            found = content["measurements"]
-            constants_from(found, self.device), reserved_errors(found)
-            return found if same and all(isinstance(row["date"], str) for row in found.values()) else {}
+            rows = content["measurements"]
+            constants_from(rows, self.device), reserved_errors(rows)
+            return rows if same and all(isinstance(row["date"], str) for row in rows.values()) else {}
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):  # InputError is a ValueError
             return {}
 
@@ -91,21 +92,21 @@ class Session:
         """
         deadline = time.monotonic() + budget
         done = self.count - len(self.waiting)
-        for number, one in enumerate(list(self.waiting), done + 1):
-            left = deadline - time.monotonic()
-            if left < min(20, one.limit):
+        for number, measurement in enumerate(list(self.waiting), done + 1):
+            remaining = deadline - time.monotonic()
+            if remaining < min(20, measurement.limit):
                 say(f"the budget is spent: {len(self.waiting)} of {self.count} are left for the next call")
                 return
-            row = self._measure(one, left)
-            self.waiting.remove(one)
-            say(f"[{number}/{self.count}] {row['seconds']:5.1f} s  {one.name}: {_outcome(row)}")
+            row = self._measure(measurement, remaining)
+            self.waiting.remove(measurement)
+            say(f"[{number}/{self.count}] {row['seconds']:5.1f} s  {measurement.name}: {_outcome(row)}")
 
-    def _measure(self, one: Measurement, left: float) -> dict[str, Any]:
+    def _measure(self, measurement: Measurement, remaining: float) -> dict[str, Any]:
         began = time.monotonic()
-        limit = min(_SLOW * one.limit if self.rehearsal else one.limit, left)
-        row = measure(self._processes, one, self.device, self._env, limit)
+        limit = min(_SLOW * measurement.limit if self.rehearsal else measurement.limit, remaining)
+        row = measure(self._processes, measurement, self.device, self._env, limit)
         row |= {"seconds": round(time.monotonic() - began, 1), "date": datetime.now(UTC).date().isoformat()}
-        self.found[one.name] = row
+        self.rows[measurement.name] = row
         self._keep()
         return row
 
@@ -127,7 +128,7 @@ class Session:
     def content(self) -> dict[str, Any]:
         """The file: what read_device_file() reads, and every measurement."""
         device = ("name", "label", "backend", "architecture", "memory")
-        dates = [row["date"] for row in self.found.values() if row["outcome"] == "measured"]
+        dates = [row["date"] for row in self.rows.values() if row["outcome"] == "measured"]
         return {
             "format": FORMAT,
             "rehearsal": self.rehearsal,
@@ -135,16 +136,16 @@ class Session:
             "versions": self.versions,
             "date": max(dates, default=datetime.now(UTC).date().isoformat()),
             "command": f"hf-memopt calibrate{' --rehearse' * self.rehearsal}",
-            "constants": constants_from(self.found, self.device),
-            "reserved_errors": reserved_errors(self.found),
-            "measurements": self.found,
+            "constants": constants_from(self.rows, self.device),
+            "reserved_errors": reserved_errors(self.rows),
+            "measurements": self.rows,
         }
 
     def export(self, path: Path) -> None:
         """Write a file to share: without what a failed measurement printed, which may hold paths and names."""
         content = self.content()
         content["measurements"] = {
-            name: {key: value for key, value in row.items() if key != "reason"} for name, row in self.found.items()
+            name: {key: value for key, value in row.items() if key != "reason"} for name, row in self.rows.items()
         }
         try:
             write_json(path, content)

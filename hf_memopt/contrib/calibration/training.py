@@ -97,8 +97,8 @@ def load_model_config(setting: Setting):
         return config
     tiny = sizes.pop("tiny", False)
     text = config.get_text_config()
-    known = {name: value for name, value in sizes.items() if getattr(text, name, None) is not None}
-    smaller = with_sizes(config, known)
+    fields = {name: value for name, value in sizes.items() if getattr(text, name, None) is not None}
+    smaller = with_sizes(config, fields)
     if tiny:  # special tokens lie beyond a tiny vocabulary
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(smaller.get_text_config(), name, None)
@@ -163,7 +163,7 @@ def check_needs(setting: Setting) -> None:
         "flash attention": str(setting.attention).startswith("flash"),
         "transformers' own offload": setting.fields.get("activation_checkpointing_kwargs", {}).get("offload"),
     }
-    if not torch.cuda.is_available() and (names := [name for name, asked in card_only.items() if asked]):
+    if not torch.cuda.is_available() and (names := [name for name, is_set in card_only.items() if is_set]):
         raise Skip(f"{names[0]} needs a card")
     needed = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(setting.attention)
     quantized = setting.method == "qlora" or "bit" in setting.fields.get("optim", "")
@@ -181,8 +181,8 @@ def samples(setting: Setting, vocabulary: int, number: int = 16) -> list[dict]:
     if setting.padded:
         short = setting.length // 2
         for index, row in enumerate(rows):
-            kept = setting.length if index % 2 else short
-            row["attention_mask"] = [1] * kept + [0] * (setting.length - kept)
+            length = setting.length if index % 2 else short
+            row["attention_mask"] = [1] * length + [0] * (setting.length - length)
     return rows
 
 
@@ -266,7 +266,7 @@ def train(setting: Setting) -> dict[str, Any]:
     check_needs(setting)
     clock, outcome = step_clock(), "trained"
     steps = 2 if accelerator() == "cpu" else STEPS
-    with tempfile.TemporaryDirectory() as folder, peaks() as found:
+    with tempfile.TemporaryDirectory() as folder, peaks() as figures:
         try:
             make_trainer(setting, folder, steps, callbacks=[clock]).train()
         except torch.OutOfMemoryError:
@@ -275,7 +275,7 @@ def train(setting: Setting) -> dict[str, Any]:
     tokens = setting.micro * setting.length * setting.fields.get("gradient_accumulation_steps", 1)
     return {
         "outcome_of_training": outcome,
-        **found,
+        **figures,
         "allocator": allocator,
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
@@ -283,7 +283,7 @@ def train(setting: Setting) -> dict[str, Any]:
 
 
 def predict(setting: Setting, device) -> dict[str, Any]:
-    """What the estimator and the cost model say of a setting on a device; needs neither card nor weights.
+    """Predict a setting on a device with the estimator and the cost model; this needs neither card nor weights.
 
     Args:
         device: a hardware.Hardware.
@@ -308,13 +308,13 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         quantization_config=quantization(setting.method),
         memory_args=memory_args,
     )
-    found = estimate_job(job)
+    estimate = estimate_job(job)
     micro, optimizer = times(traced_jobs([job])[0], device)
     return {
-        "allocated_bytes": found.peak_allocated_bytes,
-        "reserved_bytes": found.reserved_bytes,
-        "device_bytes": found.device_bytes,
-        "phase": found.phase,
-        "fits": found.fits,
+        "allocated_bytes": estimate.peak_allocated_bytes,
+        "reserved_bytes": estimate.reserved_bytes,
+        "device_bytes": estimate.device_bytes,
+        "phase": estimate.phase,
+        "fits": estimate.fits,
         "step_seconds": setting.fields.get("gradient_accumulation_steps", 1) * micro + optimizer,
     }

@@ -75,7 +75,7 @@ def cloud_files(
 
 
 def _train_script(preset: Preset, arguments: list[str]) -> str:
-    """What each machine of the job runs, from the folder that it lies in."""
+    """The script that each machine of the job runs, from the folder that it lies in."""
     recipe, *words = arguments
     extras = extras_for(recipe, preset.strategy)
     if preset.machines > 1:  # a save that fails shows in the first minute

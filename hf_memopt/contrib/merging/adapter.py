@@ -12,10 +12,7 @@ from hf_memopt.field_values import check_value, hints_of
 from hf_memopt.files import read_json
 
 ADAPTER = "default"  # peft's own name for the one adapter of a model
-CONFIG, WEIGHTS = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-)  # peft.utils: CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft.utils has them
 _TRAINED = ("lora_", "trainable_tokens_delta", "modules_to_save")  # parts of names of what peft (0.21) trains
 # Methods that keep the base weights as they are loaded; the others (pissa, olora, …) change them on loading.
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
@@ -67,7 +64,7 @@ def check_adapter(folder: Path) -> dict:
 
 
 class Adapted:
-    """What an adapter changes.
+    """The changes that an adapter makes.
 
     Args:
         model: the base model on the meta device, which peft puts the adapter's layers into.
@@ -137,16 +134,15 @@ class Adapted:
                 continue
             wrapped.add(name)
         for name, weight in model.named_parameters():
-            if not weight.is_meta and not any(
-                part in name for part in (*_TRAINED, "original_module")
-            ):  # biases, resized embeddings
+            # Biases, resized embeddings.
+            if not weight.is_meta and not any(part in name for part in (*_TRAINED, "original_module")):
                 self._replace(name.replace(".base_layer.", "."), weight)
 
     def _replace(self, name: str, weight: torch.Tensor) -> None:
         """Take the adapter's own weight for the base's; what else changes it does so afterwards."""
         self.replaced[name] = weight.detach()
-        then = self.changes.get(name, lambda own: own)
-        self.changes[name] = lambda base: then(self.replaced[name].to(base.dtype, copy=True))
+        change = self.changes.get(name, lambda own: own)
+        self.changes[name] = lambda base: change(self.replaced[name].to(base.dtype, copy=True))
 
 
 def _refuse_wrong_value(file: Path) -> None:

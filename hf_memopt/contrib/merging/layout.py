@@ -1,4 +1,4 @@
-"""Which tensors a merged checkpoint has, each from which tensor of the base, and in which file."""
+"""Lay out a merged checkpoint: its tensors, each from which tensor of the base, and in which file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -59,10 +59,10 @@ def lay_out(base: Base, skeleton: Skeleton, adapted: Adapted, dtype: torch.dtype
         if not untied and skeleton.tied.get(parameter, "") in parameters.values():
             continue  # a second copy of the embedding, which would stay what it was before training
         outputs.append(_make_output(base, skeleton, adapted, dtype, name, parameter))
-        for other, shared in skeleton.tied.items():
-            if untied and shared == parameter and other not in parameters.values():
-                added = _make_output(base, skeleton, adapted, dtype, name, other)
-                outputs.append(replace(added, name=other))
+        for tied, shared in skeleton.tied.items():
+            if untied and shared == parameter and tied not in parameters.values():
+                added = _make_output(base, skeleton, adapted, dtype, name, tied)
+                outputs.append(replace(added, name=tied))
     changed = {output.parameter for output in outputs if output.change is not None}
     for name in sorted(adapted.changes.keys() - changed):
         if name not in skeleton.tied or untied:
@@ -72,13 +72,13 @@ def lay_out(base: Base, skeleton: Skeleton, adapted: Adapted, dtype: torch.dtype
     return Layout(outputs, untied)
 
 
-def split_into_files(outputs: list[Output], most: int) -> list[list[Output]]:
+def split_into_files(outputs: list[Output], max_size: int) -> list[list[Output]]:
     """Consecutive tensors of at most so many bytes, or a single larger one."""
     files: list[list[Output]] = []
     size = 0
     for output in outputs:
         bytes_ = count_bytes(output.shape, output.dtype)
-        if not files or size + bytes_ > most:
+        if not files or size + bytes_ > max_size:
             files.append([])
             size = 0
         files[-1].append(output)
@@ -97,12 +97,12 @@ def _make_output(base, skeleton, adapted, dtype, name: str, parameter: str | Non
             f"{name} of {base.folder} has the shape {list(stored.shape)}, and the adapter's model {list(shape)}: name "
             "the model that it was trained on with --base"
         )
-    kept = dtype is None or not stored.dtype.is_floating_point
-    return Output(name, parameter, name, shape, stored.dtype if kept else dtype, change)
+    keeps_dtype = dtype is None or not stored.dtype.is_floating_point
+    return Output(name, parameter, name, shape, stored.dtype if keeps_dtype else dtype, change)
 
 
 def _is_untied(adapted: Adapted, tied: Mapping[str, str]) -> bool:
-    """Whether training made embedding and head, which share a weight, two different ones.
+    """True if training made embedding and head, which share a weight, two different ones.
 
     Raises:
         InputError: LoRA on such a weight, which peft trains in one of its uses and merges into both.

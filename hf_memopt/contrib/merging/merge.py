@@ -39,7 +39,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """How to merge.
+    """Options of a merge.
 
     Args:
         base: folder or hub id of the base model; None for what adapter_config.json names.
@@ -79,7 +79,7 @@ class MergeOptions:
 
 @dataclass
 class MergeResult:
-    """What was written.
+    """The checkpoint that was written.
 
     Attributes:
         directory: where.
@@ -101,7 +101,7 @@ class MergeResult:
     dequantized: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result, for JSON."""
         return asdict(self)
 
 

@@ -77,12 +77,12 @@ def _describe(result: "MergeResult") -> list[str]:
         f"wrote {len(result.files)} files to {result.directory}: {result.tensors} tensors, {gib(result.bytes)}, "
         f"{result.merged_tensors} of them merged"
     ]
-    if (found := result.dequantized) is not None:
-        line = f"{found['quant_type']} rounded {found['tensors']} tensors of the base"
-        if found["max_difference"] is None:
+    if (rounding := result.dequantized) is not None:
+        line = f"{rounding['quant_type']} rounded {rounding['tensors']} tensors of the base"
+        if rounding["max_difference"] is None:
             lines.append(f"{line}; --reference names the unquantized model to compare with")
         else:
             lines.append(
-                f"{line}: mean |difference| {found['mean_difference']:.3g}, max {found['max_difference']:.3g}"
+                f"{line}: mean |difference| {rounding['mean_difference']:.3g}, max {rounding['max_difference']:.3g}"
             )
     return lines

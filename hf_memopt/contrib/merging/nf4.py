@@ -1,4 +1,4 @@
-"""What bitsandbytes' 4 bits make of a weight: the model that QLoRA trains on is the rounded one."""
+"""Weights as bitsandbytes' 4 bits round them: the model that QLoRA trains on is the rounded one."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Rounding:
     modules: Collection[str]
 
     def applies_to(self, parameter: str | None) -> bool:
-        """Whether training would have quantized a parameter."""
+        """True if training would have quantized a parameter."""
         module, _, last = (parameter or "").rpartition(".")
         return last == "weight" and module in self.modules
 
@@ -29,8 +29,8 @@ class Rounding:
         """The weight after a round trip through 4 bits, in its own dtype."""
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-        packed, state = quantize_4bit(weight, compress_statistics=self.double, quant_type=self.kind)
-        return dequantize_4bit(packed, state).to(weight.dtype)
+        codes, state = quantize_4bit(weight, compress_statistics=self.double, quant_type=self.kind)
+        return dequantize_4bit(codes, state).to(weight.dtype)
 
 
 @dataclass
@@ -60,9 +60,9 @@ def rounded_modules(model) -> set[str]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = get_keys_to_not_convert(model)
+    unconverted = get_keys_to_not_convert(model)
     return {
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and should_convert_module(name, kept)
+        if isinstance(module, torch.nn.Linear) and should_convert_module(name, unconverted)
     }

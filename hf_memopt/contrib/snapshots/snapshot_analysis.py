@@ -47,7 +47,7 @@ class Snapshot:
     timeline: list[tuple[float, dict[str, int]]]
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON object, without the timeline."""
+        """The analysis as one JSON object, without the timeline."""
         fields = asdict(self)
         del fields["timeline"]
         return fields
@@ -69,13 +69,13 @@ def analyze_snapshot(file, top: int = 10) -> Snapshot:
 def analyze_recording(recording: Recording, top: int = 10) -> Snapshot:
     """Analyze a recording."""
     timeline, moment = _timeline(recording.allocations)
-    alive = [one for one in recording.allocations if one.began <= moment < one.ended]
+    alive = [block for block in recording.allocations if block.began <= moment < block.ended]
     by_kind = Counter()
     by_module = Counter()
-    for one in alive:
-        by_kind[one.kind] += one.size
-        if one.kind == "activations":
-            by_module[_generalize(one.module) or "(outside modules)"] += one.size
+    for block in alive:
+        by_kind[block.kind] += block.size
+        if block.kind == "activations":
+            by_module[_generalize(block.module) or "(outside modules)"] += block.size
     return Snapshot(
         about=recording.about,
         peak_bytes=sum(by_kind.values()),
@@ -86,7 +86,7 @@ def analyze_recording(recording: Recording, top: int = 10) -> Snapshot:
         largest=_largest(alive, top),
         fragmentation=_fragmentation(recording.segments),
         growth=_growth(recording, top),
-        out_of_memory=[{"asked": asked, "free": free} for asked, free in recording.out_of_memory],
+        out_of_memory=[{"asked": requested, "free": free} for requested, free in recording.out_of_memory],
         timeline=timeline,
     )
 
@@ -94,22 +94,22 @@ def analyze_recording(recording: Recording, top: int = 10) -> Snapshot:
 def _timeline(allocations: list[Allocation], points: int = 1500) -> tuple[list[tuple[float, dict[str, int]]], float]:
     """Bytes by kind over time, thinned to the highest point of each interval; and the time of the peak."""
     changes = []
-    for one in allocations:
-        changes.append((one.began, one.size, one.kind))
-        if one.ended != float("inf"):
-            changes.append((one.ended, -one.size, one.kind))
+    for block in allocations:
+        changes.append((block.began, block.size, block.kind))
+        if block.ended != float("inf"):
+            changes.append((block.ended, -block.size, block.kind))
     changes.sort(key=lambda change: (change[0], change[1]))  # at equal times, frees before allocations
     interval = max(1, len(changes) // points)
-    now, total = Counter(), 0
+    sizes, total = Counter(), 0
     line, best, at = [], (-1, 0.0, {}), (-1, 0.0)
     start = next((time for time, _, _ in changes if time != float("-inf")), 0.0)
     for number, (time, size, kind) in enumerate(changes):
-        now[kind] += size
+        sizes[kind] += size
         total += size
         if total > at[0]:
             at = (total, time)
         if total >= best[0]:
-            best = (total, max(0.0, (time - start) / 1e6), dict(now))
+            best = (total, max(0.0, (time - start) / 1e6), dict(sizes))
         if (number + 1) % interval == 0 or number + 1 == len(changes):
             line.append(best[1:])
             best = (-1, 0.0, {})
@@ -125,14 +125,14 @@ def _largest(allocations: Iterable[Allocation], top: int) -> list[dict[str, Any]
     """Allocations grouped by stack, kind and name, the largest group first."""
     groups: defaultdict[tuple, list[Allocation]] = defaultdict(list)
     stacks: dict[int, tuple[str, ...]] = {}  # by id of the frames, which many allocations share
-    for one in allocations:
-        if id(one.frames) not in stacks:
-            stacks[id(one.frames)] = tuple(_stack(one))
-        groups[one.kind, _generalize(one.name), _generalize(one.module), stacks[id(one.frames)]].append(one)
-    ordered = sorted(groups.items(), key=lambda item: -sum(one.size for one in item[1]))
+    for block in allocations:
+        if id(block.frames) not in stacks:
+            stacks[id(block.frames)] = tuple(_stack(block))
+        groups[block.kind, _generalize(block.name), _generalize(block.module), stacks[id(block.frames)]].append(block)
+    ordered = sorted(groups.items(), key=lambda item: -sum(block.size for block in item[1]))
     return [
         {
-            "size": sum(one.size for one in blocks),
+            "size": sum(block.size for block in blocks),
             "count": len(blocks),
             "kind": kind,
             "name": name or module,
@@ -142,17 +142,17 @@ def _largest(allocations: Iterable[Allocation], top: int) -> list[dict[str, Any]
     ]
 
 
-def _stack(one: Allocation, most: int = 6) -> list[str]:
+def _stack(block: Allocation, limit: int = 6) -> list[str]:
     """The operator and the innermost frames outside of torch."""
     lines = []
-    for frame in one.frames:
+    for frame in block.frames:
         file, name = frame.get("filename", ""), frame.get("name", "")
         if not file and not lines and name:
             lines.append(name)
         elif file and not any(part in file for part in _SKIPPED_FRAMES) and not file.startswith("torch/"):
             short = "/".join(file.rsplit("/", 3)[-2:])
             lines.append(f"{short}:{frame.get('line', 0)} {name}")
-    return lines[:most]
+    return lines[:limit]
 
 
 def _fragmentation(segments) -> dict[str, Any] | None:
@@ -181,10 +181,10 @@ def _growth(recording: Recording, top: int) -> list[dict[str, Any]]:
             ),
             ended,
         )
-        alive = [one for one in recording.allocations if one.began <= moment < one.ended]
-        resting = sum(one.size for one in alive)
+        alive = [block for block in recording.allocations if block.began <= moment < block.ended]
+        resting = sum(block.size for block in alive)
         if before is not None:
-            made = [one for one in alive if one.began >= began and one.kind not in KINDS[:3]]
-            rows.append({"step": name, "resting": resting, "grown": resting - before, "kept": _largest(made, top)})
+            new = [block for block in alive if block.began >= began and block.kind not in KINDS[:3]]
+            rows.append({"step": name, "resting": resting, "grown": resting - before, "kept": _largest(new, top)})
         before = resting
     return rows

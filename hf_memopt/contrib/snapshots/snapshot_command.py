@@ -39,85 +39,86 @@ def snapshot(
     if plot:
         require("matplotlib", "--plot")
     working(f"reading {file}")
-    found = analyze_snapshot(file, top)
+    analysis = analyze_snapshot(file, top)
     if plot:
-        _draw(found, user_path(plot), file)
+        _draw(analysis, user_path(plot), file)
     if json:
-        print_json(found.to_dict() | ({"plot": plot} if plot else {}))
+        print_json(analysis.to_dict() | ({"plot": plot} if plot else {}))
         return
-    print(verdict(found))
-    _print(found)
+    print(verdict(analysis))
+    _print(analysis)
     if plot:
         print(f"drawn: {plain(plot)}")
 
 
-def verdict(found: Snapshot) -> str:
+def verdict(analysis: Snapshot) -> str:
     """The peak in one sentence."""
-    where = f" in {found.peak_phase}" if found.peak_phase else ""
-    where += f" of step {found.peak_step}" if found.peak_step else ""
-    of = f" of {size(found.about['capacity'])}" if found.about.get("capacity") else ""
-    text = f"peak {size(found.peak_bytes)}{of}{where}"
-    for one in found.out_of_memory[-1:]:
-        text += f"; out of memory: {size(one['asked'])} requested, {size(one['free'])} free"
+    where = f" in {analysis.peak_phase}" if analysis.peak_phase else ""
+    where += f" of step {analysis.peak_step}" if analysis.peak_step else ""
+    of = f" of {size(analysis.about['capacity'])}" if analysis.about.get("capacity") else ""
+    text = f"peak {size(analysis.peak_bytes)}{of}{where}"
+    for failure in analysis.out_of_memory[-1:]:
+        text += f"; out of memory: {size(failure['asked'])} requested, {size(failure['free'])} free"
     return text
 
 
-def _print(found: Snapshot) -> None:
-    whole = found.peak_bytes
+def _print(analysis: Snapshot) -> None:
+    peak = analysis.peak_bytes
     rows = [
-        (kind.replace("_", " "), size(taken), f"{taken / whole:.1%}") for kind, taken in found.by_kind.items() if taken
+        (kind.replace("_", " "), size(used), f"{used / peak:.1%}") for kind, used in analysis.by_kind.items() if used
     ]
     print_table("memory at the peak, by kind", ["kind", "size", "share"], rows)
-    if found.by_module:
-        rows = [(module, size(taken)) for module, taken in found.by_module.items()]
+    if analysis.by_module:
+        rows = [(module, size(used)) for module, used in analysis.by_module.items()]
         print_table("activations at the peak, by module (* stands for every layer)", ["module", "size"], rows)
     rows = [
-        (size(one["size"]), one["count"], one["kind"].replace("_", " "), one["name"], "\n".join(one["stack"][:2]))
-        for one in found.largest
+        (size(row["size"]), row["count"], row["kind"].replace("_", " "), row["name"], "\n".join(row["stack"][:2]))
+        for row in analysis.largest
     ]
     print_table("largest allocations at the peak", ["size", "blocks", "kind", "tensor", "allocated in"], rows)
-    if found.fragmentation:
-        print_table("fragmentation at the end", ["figure", "value"], _fragments(found))
-    if found.growth:
-        print_table("growth between steps", ["step", "held after it", "growth", "largest that stayed"], _grown(found))
+    if analysis.fragmentation:
+        print_table("fragmentation at the end", ["figure", "value"], _fragments(analysis))
+    if analysis.growth:
+        columns = ["step", "held after it", "growth", "largest that stayed"]
+        print_table("growth between steps", columns, _grown(analysis))
 
 
-def _fragments(found: Snapshot) -> list[tuple[str, str]]:
+def _fragments(analysis: Snapshot) -> list[tuple[str, str]]:
     return [
         (name.replace("_", " "), f"{value:.1%}" if name == "share" else size(value))
-        for name, value in (found.fragmentation or {}).items()
+        for name, value in (analysis.fragmentation or {}).items()
     ]
 
 
-def _grown(found: Snapshot):
-    for one in found.growth:
-        kept = one["kept"][0] if one["kept"] else None
-        place = f"{size(kept['size'])} {next(iter(kept['stack'][1:]), kept['name'])}" if kept else ""
-        yield one["step"], size(one["resting"]), size(one["grown"]), place
+def _grown(analysis: Snapshot):
+    for row in analysis.growth:
+        block = row["kept"][0] if row["kept"] else None
+        place = f"{size(block['size'])} {next(iter(block['stack'][1:]), block['name'])}" if block else ""
+        yield row["step"], size(row["resting"]), size(row["grown"]), place
 
 
-def _draw(found: Snapshot, path: Path, file: str) -> None:
+def _draw(analysis: Snapshot, path: Path, file: str) -> None:
     def draw(axes, narrow=False):
-        _stack_kinds(axes, narrow, found.timeline)
+        _stack_kinds(axes, narrow, analysis.timeline)
 
     if path.suffix not in (".html", ".htm"):
-        charts.save(path, f"{plain(Path(file).name)}: {verdict(found)}", draw)
+        charts.save(path, f"{plain(Path(file).name)}: {verdict(analysis)}", draw)
         return
     if not path.parent.is_dir():
         raise InputError(f"plot {path}: there is no folder {path.parent}")
     text = render_page(
         "snapshot",
         Path(__file__).parent / "templates",
-        reason=found.about.get("reason", plain(Path(file).name)),
-        verdict=verdict(found),
-        failed=bool(found.out_of_memory),
+        reason=analysis.about.get("reason", plain(Path(file).name)),
+        verdict=verdict(analysis),
+        failed=bool(analysis.out_of_memory),
         timeline=charts.both(draw, "kinds"),
         colours=charts.COLOURS,
-        by_kind=found.by_kind,
-        modules=[(module, size(taken)) for module, taken in found.by_module.items()],
-        largest=found.largest,
-        fragmentation=_fragments(found),
-        growth=list(_grown(found)),
+        by_kind=analysis.by_kind,
+        modules=[(module, size(used)) for module, used in analysis.by_module.items()],
+        largest=analysis.largest,
+        fragmentation=_fragments(analysis),
+        growth=list(_grown(analysis)),
     )
     with as_input_error(f"plot {path}", OSError):
         write_whole(path, text)
@@ -125,15 +126,15 @@ def _draw(found: Snapshot, path: Path, file: str) -> None:
 
 def _stack_kinds(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]]) -> None:
     """Bytes by kind against seconds, on top of each other."""
-    there = [kind for kind in KINDS if any(sizes.get(kind) for _, sizes in timeline)]
-    unit, name = charts.axis_unit(max((sum(sizes.get(kind, 0) for kind in there) for _, sizes in timeline), default=0))
-    rows = [[sizes.get(kind, 0) / unit for _, sizes in timeline] for kind in there]
+    kinds = [kind for kind in KINDS if any(sizes.get(kind) for _, sizes in timeline)]
+    unit, name = charts.axis_unit(max((sum(sizes.get(kind, 0) for kind in kinds) for _, sizes in timeline), default=0))
+    rows = [[sizes.get(kind, 0) / unit for _, sizes in timeline] for kind in kinds]
     if rows:
         axes.stackplot(
             [at for at, _ in timeline],
             rows,
-            labels=[kind.replace("_", " ") for kind in there],
-            colors=[charts.COLOURS[kind] for kind in there],
+            labels=[kind.replace("_", " ") for kind in kinds],
+            colors=[charts.COLOURS[kind] for kind in kinds],
             lw=0,
         )
     axes.set(xlabel="seconds", ylabel=name)

@@ -80,13 +80,13 @@ def _unpack(content: bytes) -> Any:
 
 
 @contextmanager
-def _memory_limit(more: int):
-    """A context in which allocating more than `more` further bytes raises MemoryError, where the system can (Linux).
+def _memory_limit(extra: int):
+    """A context in which allocating more than `extra` further bytes raises MemoryError, where the system can (Linux).
 
     Ten bytes of pickle can make Python allocate 64 GiB (CPython issue 115952: the memo grows to any index in the
     file), upon which the system kills processes.
     """
-    before = _lower_limit(psutil.Process().memory_info().vms + more)
+    before = _lower_limit(psutil.Process().memory_info().vms + extra)
     try:
         yield
     finally:

@@ -204,27 +204,27 @@ def _allocations(trace, stacks: _Frames, segments, owners: list[_Owner]) -> list
         address, size, moment = _size(event.get("addr")), _size(event["size"]), _moment(event.get("time_us", 0))
         if action == "alloc":
             module = plain(str(event.get("user_metadata") or ""))
-            one = Allocation(address, size, moment, frames=stacks.read(event), module=module)
-            live[address] = one
-            allocations.append(one)
+            allocation = Allocation(address, size, moment, frames=stacks.read(event), module=module)
+            live[address] = allocation
+            allocations.append(allocation)
         else:
-            one = live.pop(address, None)
-            if one is None:  # older than the trace
-                one = Allocation(address, size)
-                allocations.append(one)
-            one.ended = moment
-    seen = {(one.address, one.size) for one in allocations}
+            allocation = live.pop(address, None)
+            if allocation is None:  # older than the trace
+                allocation = Allocation(address, size)
+                allocations.append(allocation)
+            allocation.ended = moment
+    seen = {(allocation.address, allocation.size) for allocation in allocations}
     for address, size, block in _active_blocks(segments):
         if address not in live:
             allocations.append(Allocation(address, size, frames=stacks.read({"frames": block["frames"]})))
             seen.add((address, size))
     if not segments:  # without CUDA only the owners show what is older
-        starts = {one.address: one.began for one in reversed(allocations)}
+        starts = {allocation.address: allocation.began for allocation in reversed(allocations)}
         for owner in owners:
             if starts.get(owner.address, _END) > owner.moment and (owner.address, owner.size) not in seen:
                 allocations.append(Allocation(owner.address, owner.size))
                 seen.add((owner.address, owner.size))
-    return sorted(allocations, key=lambda one: one.began)
+    return sorted(allocations, key=lambda allocation: allocation.began)
 
 
 def _active_blocks(segments) -> Iterable[tuple[int, int, dict[str, Any]]]:
@@ -242,25 +242,25 @@ def _assign_kinds(recording: Recording, owners: list[_Owner]) -> None:
     by_address, phases = defaultdict(list), {}
     for owner in sorted(owners, key=lambda owner: owner.moment):
         by_address[owner.address].append(owner)
-    for one in recording.allocations:
-        candidates = by_address.get(one.address, ())
-        first = bisect_left(candidates, one.began, key=lambda owner: owner.moment)
-        if first < len(candidates) and candidates[first].moment < one.ended:
-            one.kind, one.name = candidates[first].kind, candidates[first].name
+    for allocation in recording.allocations:
+        candidates = by_address.get(allocation.address, ())
+        first = bisect_left(candidates, allocation.began, key=lambda owner: owner.moment)
+        if first < len(candidates) and candidates[first].moment < allocation.ended:
+            allocation.kind, allocation.name = candidates[first].kind, candidates[first].name
         else:
-            if id(one.frames) not in phases:  # once for all allocations that share the stack
-                phases[id(one.frames)] = phase_by_frames(one.frames)
-            one.kind = _kind(recording, one, bool(by_address), phases[id(one.frames)])
+            if id(allocation.frames) not in phases:  # once for all allocations that share the stack
+                phases[id(allocation.frames)] = phase_by_frames(allocation.frames)
+            allocation.kind = _kind(recording, allocation, bool(by_address), phases[id(allocation.frames)])
 
 
-def _kind(recording: Recording, one: Allocation, owned: bool, stack_phase: str) -> str:
-    phase = (recording.phase(one.began) if one.began != _BEGIN else "between") or stack_phase
+def _kind(recording: Recording, allocation: Allocation, owned: bool, stack_phase: str) -> str:
+    phase = (recording.phase(allocation.began) if allocation.began != _BEGIN else "between") or stack_phase
     if phase == "between":
         return "other"
-    ended = recording.phase_number(one.ended) if one.ended != _END else _END
-    if recording.marks and ended == recording.phase_number(one.began):
+    ended = recording.phase_number(allocation.ended) if allocation.ended != _END else _END
+    if recording.marks and ended == recording.phase_number(allocation.began):
         return "temporaries"
-    if not recording.marks and one.ended != _END and phase != "forward":
+    if not recording.marks and allocation.ended != _END and phase != "forward":
         return "temporaries"
     if phase == "optimizer":
         return "other" if owned else "optimizer_states"

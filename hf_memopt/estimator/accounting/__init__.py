@@ -1,1 +1,1 @@
-"""What is alive on a device at each moment of a traced job, of which kind, and what is computed."""
+"""Account for a traced job: what is alive on a device at each moment, of which kind, and what is computed."""

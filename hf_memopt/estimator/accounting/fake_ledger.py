@@ -55,8 +55,8 @@ class FakeLedger(Ledger):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if func in _SCALARS:
-            known = known_values.known_value(args[0]) is not None
-            return known_values.known_item(args[0]) if known else self._plausible_item(args[0])
+            has_value = known_values.known_value(args[0]) is not None
+            return known_values.known_item(args[0]) if has_value else self._plausible_item(args[0])
         if func in self._python_kernels:
             with self:  # a mode is off in its own handler; the operators inside are to be counted
                 return self._python_kernels[func](*args, **kwargs)

@@ -57,7 +57,7 @@ _remembered: dict[tuple, "_Outputs | None"] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a call returned.
+    """The outputs of a call.
 
     Attributes:
         fresh: shape, strides and dtype of each new tensor; None for None.
@@ -132,7 +132,7 @@ class FakeOutputs:
         return [self._fake(mode, each) for each in out] if isinstance(out, list | tuple) else self._fake(mode, out)
 
     def call(self, function, args, kwargs, key: tuple | None):
-        """What FakeTensorMode returns.
+        """Return what FakeTensorMode returns.
 
         Args:
             key: of Shapes.
@@ -154,7 +154,7 @@ class FakeOutputs:
         return out
 
     def _collected(self, function, args, kwargs):
-        """What a collective returns. The handle of torch's fake process group is always done, so one serves all calls:
+        """Run a collective. The handle of torch's fake process group is always done, so one serves all calls:
         to ask FakeTensorMode each time was a quarter of a trace with DeepSpeed."""
         if function not in self._handles:
             _, self._handles[function] = out = function(*args, **kwargs)
@@ -186,7 +186,7 @@ class FakeOutputs:
 
 
 def _describe(function, args, kwargs, out) -> _Outputs | None:
-    """What to remember of a call; None where its output cannot be made from shapes."""
+    """Describe a call to remember; None where its output cannot be made from shapes."""
     several = isinstance(out, list | tuple)
     if isinstance(function, torch._ops.OpOverload):  # else one of accounting.kernels, which change nothing
         if function.namespace not in _NAMESPACES or function._overloadname.endswith("out"):
@@ -212,7 +212,7 @@ def _describe(function, args, kwargs, out) -> _Outputs | None:
 
 
 def _is_plain(out: Any) -> bool:
-    """Whether empty_strided() makes such a tensor."""
+    """True if empty_strided() makes such a tensor."""
     if type(out) is not FakeTensor or out.constant is not None or out.fake_device != _CPU:
         return False
     if out.layout is not torch.strided or out.dtype in _COMPLEX or out.storage_offset():

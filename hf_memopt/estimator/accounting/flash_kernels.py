@@ -1,4 +1,4 @@
-"""What each version of flash attention allocates in its backward, beside the gradients.
+"""The memory that each version of flash attention allocates in its backward, beside the gradients.
 
 Forward of every version allocates the output and the fp32 log-sum-exp, and saves them with queries, keys and values.
 From the source of Dao-AILab/flash-attention at 0251105a (August 2026); not measured on a GPU.

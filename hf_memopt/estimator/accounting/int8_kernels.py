@@ -8,7 +8,7 @@ import torch
 
 
 def find_int8_kernels(accelerator: bool) -> dict:
-    """What stands for bitsandbytes' operators: those of bitsandbytes/backends/cuda/ops.py on an accelerator, those of
+    """Stand-ins for bitsandbytes' operators: those of bitsandbytes/backends/cuda/ops.py on an accelerator, those of
     backends/default/ops.py on a CPU."""
     ops = torch.ops.bitsandbytes
     return {
@@ -48,14 +48,14 @@ def _quantize_on_cpu(tensor, threshold=0.0):
 
 
 def _matmul_on_cuda(left, right, row_scales, column_scales, bias=None, dtype=None):
-    products = torch.empty((*left.shape[:-1], right.shape[0]), dtype=torch.int32)
-    out = torch.empty(products.shape, dtype=torch.float16)
+    accumulators = torch.empty((*left.shape[:-1], right.shape[0]), dtype=torch.int32)
+    out = torch.empty(accumulators.shape, dtype=torch.float16)
     return out.to(dtype or torch.float16)
 
 
 def _matmul_on_cpu(left, right, row_scales, column_scales, bias=None, dtype=None):
-    products = torch.empty((*left.shape[:-1], right.shape[0]), dtype=torch.int32)
-    out = products * (row_scales.reshape(-1, 1) * column_scales.reshape(1, -1)) * 6.2e-05
+    accumulators = torch.empty((*left.shape[:-1], right.shape[0]), dtype=torch.int32)
+    out = accumulators * (row_scales.reshape(-1, 1) * column_scales.reshape(1, -1)) * 6.2e-05
     if bias is not None:
         out += bias
     return out.to(dtype or torch.float16)

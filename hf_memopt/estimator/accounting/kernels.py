@@ -36,9 +36,9 @@ def _attention_backward_on_cuda(gradient, query, *args, **kwargs):
     return result
 
 
-def _dropout(given, probability, train):
+def _dropout(values, probability, train):
     """CUDA's fused dropout (ATen/native/cuda/Dropout.cu): the output and a mask of a byte an element."""
-    return torch.empty_like(given), torch.empty_like(given, dtype=torch.bool)
+    return torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
 
 
 def _rms_norm(input, shape, weight, eps):

@@ -78,7 +78,7 @@ def _number(leaf):
 
 
 def concerns(func, args, kwargs) -> bool:
-    """Whether run() is needed for an operator: a value is known, or the output's shape depends on values.
+    """True if run() is needed for an operator: a value is known, or the output's shape depends on values.
 
     Of a list of tensors only the first is looked at: optimizers pass hundreds, all without values.
     """
@@ -149,7 +149,7 @@ def _fakes(out) -> list[FakeTensor]:
 
 
 def is_worth_knowing(tensor: torch.Tensor) -> bool:
-    """Whether shapes may follow from the values of a tensor of that size and type."""
+    """True if shapes may follow from the values of a tensor of that size and type."""
     return tensor.numel() <= (_MAX_FRACTIONS if _is_fraction(tensor) else _MAX_ELEMENTS)
 
 

@@ -50,7 +50,7 @@ class Peak:
 
 
 class Moment(NamedTuple):
-    """Where in the job a peak was: what of one is the same whatever the number of layers.
+    """The place of a peak in the job, named by what does not depend on the number of layers.
 
     Attributes:
         segment: its name.
@@ -81,7 +81,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceResult:
-    """What a ledger recorded; unlike the ledger it can be pickled.
+    """A ledger's records; unlike the ledger they can be pickled.
 
     Attributes:
         moments, events, segments, layers, unquantized_experts, kept_logits: see Ledger.
@@ -161,7 +161,7 @@ class Ledger(TorchDispatchMode):
         return True
 
     def result(self) -> TraceResult:
-        """What was recorded until now: what garbage collection frees later is the trace's own end."""
+        """Return the records until now: what garbage collection frees later is the trace's own end."""
         return TraceResult(
             self.moments,
             list(self.events),
@@ -194,7 +194,7 @@ class Ledger(TorchDispatchMode):
         self._note_peak()
 
     @contextmanager
-    def booking(self, kind: str):
+    def counting_as(self, kind: str):
         """New storages are of the given kind in here."""
         before, self._kind = self._kind, kind
         try:
@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):
         if live and layer is not None:
             self.layers[live[2]] = layer
 
-    def layer_of(self, tensor: torch.Tensor) -> int | None:
+    def find_layer(self, tensor: torch.Tensor) -> int | None:
         """The number of the layer that tag() noted for a storage."""
         live = self._live.get(_storage(tensor)._cdata)
         return self.layers.get(live[2]) if live else None
@@ -345,13 +345,13 @@ def highest(peaks: Iterable[tuple[Hashable, Peak]]) -> dict[Any, Peak]:
 
 
 def _counts(kind: str) -> bool:
-    """Whether a kind counts on the device."""
+    """True if a kind counts on the device."""
     return kind not in (HOST, PAGED)
 
 
 @functools.cache
 def made_of_tensors(types: tuple[type, ...]) -> bool:
-    """Whether there are DTensors, or torchao's quantized tensors (codes and scales): subclasses that dispatch on
+    """True if there are DTensors, or torchao's quantized tensors (codes and scales): subclasses that dispatch on
     their inner tensors, which then come to the ledger again."""
     return any(kind.__name__ == "DTensor" or kind.__module__.startswith("torchao.") for kind in types)
 
@@ -373,12 +373,12 @@ def _storage(tensor: torch.Tensor):
 
 
 def is_in_place(func, args) -> bool:
-    """Whether autograd's engine would run an operator in place if no dispatch mode looked on."""
+    """True if autograd's engine would run an operator in place if no dispatch mode looked on."""
     return (func is _ADD and _adds_in_place(args)) or (func in _OF_BACKWARD and _called_by_autograd())
 
 
 def _adds_in_place(args) -> bool:
-    """Whether autograd adds a second gradient of a tensor to the first one in place.
+    """True if autograd adds a second gradient of a tensor to the first one in place.
 
     Its engine does so where nothing else holds the first (accumulate() of torch 2.13, autograd/input_buffer.cpp), but
     never under a dispatch mode. A loop over the tokens, as in Mamba's scan, would seem to need one tensor more.
@@ -394,7 +394,7 @@ def _adds_in_place(args) -> bool:
 
 
 def _called_by_autograd() -> bool:
-    """Whether autograd's engine itself, no function in Python, called the operator that is being dispatched."""
+    """True if autograd's engine itself, no function in Python, called the operator that is being dispatched."""
     if torch.is_grad_enabled():
         return False
     caller = sys._getframe(1)

@@ -9,11 +9,11 @@ for large blocks, which grows at its end.
 from bisect import bisect_left, insort
 
 from hf_memopt.estimator.accounting.ledger import BLOCK
+from hf_memopt.units import MIB
 
-_MIB = 2**20
-_SMALL = _MIB  # bytes; the largest request that is served from small segments
-_PAGES = {"small": 2 * _MIB, "large": 20 * _MIB}
-_OWN_SEGMENT = 10 * _MIB  # from this size on a request gets a segment of its own
+_SMALL = MIB  # bytes; the largest request that is served from small segments
+_PAGES = {"small": 2 * MIB, "large": 20 * MIB}
+_OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
 
 
 class Block:
@@ -88,10 +88,10 @@ class CachingAllocator:
         free.pop(bisect_left(free, (block.size, block.address)))
 
     def _split(self, block: Block, size: int) -> None:
-        rest = block.size - size
-        if rest < (BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
+        remainder = block.size - size
+        if remainder < (BLOCK if block.pool == "small" or self._expandable else _SMALL + 1):
             return
-        after = Block(block.address + size, rest, block.pool)
+        after = Block(block.address + size, remainder, block.pool)
         after.previous, after.next = block, block.next
         if block.next is not None:
             block.next.previous = after
@@ -99,7 +99,7 @@ class CachingAllocator:
             self._tails[block.pool] = after
         block.size, block.next = size, after
         self._at[after.address] = after
-        insort(self._free[block.pool], (rest, after.address))
+        insort(self._free[block.pool], (remainder, after.address))
 
     def _grow(self, size: int, pool: str) -> Block:
         if self._limit is not None and self.reserved + self._needed(size, pool) > self._limit:
@@ -127,7 +127,7 @@ class CachingAllocator:
         """Bytes to reserve for a request."""
         tail = self._tails[pool]
         spare = tail.size if tail is not None and tail.free else 0
-        page = _PAGES[pool] if self._expandable or size < _OWN_SEGMENT else 2 * _MIB
+        page = _PAGES[pool] if self._expandable or size < _OWN_SEGMENT else 2 * MIB
         return -(-(size - spare) // page) * page
 
     def _release_cached(self) -> None:
@@ -138,15 +138,15 @@ class CachingAllocator:
                 if not self._expandable and block.previous is None and block.next is None:
                     self._remove(block)
                 elif self._expandable and block is self._tails[pool]:
-                    whole = block.size // _PAGES[pool] * _PAGES[pool]
-                    if whole == block.size and block.previous is not None:
+                    released = block.size // _PAGES[pool] * _PAGES[pool]
+                    if released == block.size and block.previous is not None:
                         self._tails[pool] = block.previous
                         block.previous.next = None
                         self._remove(block)
-                    elif 0 < whole < block.size:
-                        self.reserved -= whole
+                    elif 0 < released < block.size:
+                        self.reserved -= released
                         self._unlist(block)
-                        block.size -= whole
+                        block.size -= released
                         insort(free, (block.size, block.address))
 
     def _remove(self, block: Block) -> None:

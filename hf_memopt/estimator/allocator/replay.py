@@ -11,7 +11,7 @@ from hf_memopt.estimator.allocator.metal import Buffer, MetalAllocator
 from hf_memopt.hardware import Hardware
 
 _POSITION = re.compile(r"\b(first|between|last)\b")
-_TIMELINE_POINTS = 2000
+_TIMELINE_POINTS = 2000  # about; each is the highest of its stretch
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def replay(trace: TraceResult, period: int, added: int, device: Hardware) -> Rep
 
 
 def _allocators(device: Hardware) -> list[CachingAllocator] | list[MetalAllocator]:
-    """With and without expandable segments where a device has them; none on a CPU."""
+    """The replay with and without expandable segments where a device has them; none on a CPU."""
     if device.backend == "cpu":
         return []
     if device.backend == "mps":
@@ -93,7 +93,7 @@ def stretch(trace: TraceResult, period: int, added: int) -> Iterator[tuple[tuple
 
 
 class _Naming:
-    """Which allocations of the deep model an event of the shallow one stands for.
+    """The allocations of the deep model that an event of the shallow one stands for.
 
     Attributes:
         blocks: stack -> the layers that are repeated: the period before the last layer.
@@ -129,7 +129,7 @@ class _Naming:
         return [(number, copy) for copy in range(self._added + 1)]
 
     def _of_neighbour(self, number: int, owner: int | None, copy: int, block: range) -> tuple[int, int]:
-        """What a layer of the block frees of the layers beside it: except at the block's ends that belongs to the copy
+        """Find what a layer of the block frees of its neighbours: except at the block's ends that belongs to the copy
         before or after."""
         if owner is not None and _stack(owner) == _stack(block[0]):
             step = -1 if owner < block[0] else 1
@@ -180,14 +180,14 @@ def _find_blocks(trace: TraceResult, period: int) -> dict[int, range]:
 def _runs(events: list[Event], blocks: dict[int, range]) -> Iterator[list[Event]]:
     """Consecutive events in one block of layers, in one other layer, or outside the layers."""
     run: list[Event] = []
-    place: object = None
+    last: object = None
     for event in events:
         block = blocks.get(_stack(event.layer))
-        here = block if block is not None and event.layer in block else event.layer
-        if run and here != place:
+        place = block if block is not None and event.layer in block else event.layer
+        if run and place != last:
             yield run
             run = []
-        place = here
+        last = place
         run.append(event)
     if run:
         yield run

@@ -1,4 +1,4 @@
-"""What an accelerator's operators do otherwise than the CPU's, for its jobs, which are traced on the CPU.
+"""Operators as accelerators run them, for jobs of accelerators, which are traced on the CPU.
 
 Registered with torch.library for the CPU while a trace lasts. torch keeps the names of its operators compatible, so
 none needs a row in the table.
@@ -110,8 +110,8 @@ def _in_fp32(operator, by_default: bool) -> Callable:
         with torch.autocast("cpu", enabled=False):
             if not by_default:
                 return operator(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
-            asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-            if not asked and args[0].dtype in _HALVES:
+            has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+            if not has_dtype and args[0].dtype in _HALVES:
                 kwargs["dtype"] = torch.float32
             return operator(*args, **kwargs)
 
@@ -139,7 +139,7 @@ def _fused_dropout(input, probability, train):
 
 def _fused_rms_norm(input, normalized_shape, weight=None, eps=None):
     """One kernel (rms_norm_symint in ATen/native/layer_norm.cpp) that keeps its input and a number a row; the CPU's
-    operators keep the input in fp32 and two products of its size."""
+    operators keep the input in fp32 and two more tensors of its size."""
     if input.is_complex() or (weight is not None and weight.dtype is not input.dtype):
         return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
     return _RMSNorm.apply(input, normalized_shape, weight, eps)

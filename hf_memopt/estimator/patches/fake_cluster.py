@@ -79,7 +79,7 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _own_world(kind: type):
-    """What c10d finds its groups through, with registries of its own: destroy_process_group() clears those that all
+    """The state through which c10d finds its groups, of its own: destroy_process_group() clears registries that all
     worlds share, real groups included."""
     properties = {name: value.fget for name, value in vars(kind).items() if isinstance(value, property)}
     own: dict = {name: {} for name, get in properties.items() if get_origin(get.__annotations__["return"]) is dict}
@@ -303,14 +303,14 @@ def fully_shard_model(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     compute = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
-    packed = {weight for weight in model.parameters() if not weight.is_floating_point()}
-    if compute and not packed:
+    ignored = {weight for weight in model.parameters() if not weight.is_floating_point()}
+    if compute and not ignored:
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype is not torch.float32:
                 weight.data = weight.data.float()
-    settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": packed}
+    settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": ignored}
     names = {id(weight): name for name, weight in model.named_parameters()}
-    kept = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshards, **settings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -322,5 +322,5 @@ def fully_shard_model(
         fully_shard(tail, reshard_after_forward=False, **settings)
     fully_shard(model, **settings)
     sharded = dict(model.named_parameters())
-    for group, group_names in zip(optimizer.param_groups, kept, strict=True):
+    for group, group_names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [sharded[name] for name in group_names]

@@ -17,7 +17,7 @@ class Handle:
 
     def new_cpu_locked_tensor(self, size: int, like: torch.Tensor) -> torch.Tensor:
         """Allocate a page-locked buffer."""
-        with self._ledger.booking(HOST):
+        with self._ledger.counting_as(HOST):
             buffer = torch.empty(size, dtype=like.dtype)
         self._locked.add(buffer.untyped_storage()._cdata)
         return buffer

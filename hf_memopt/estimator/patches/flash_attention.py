@@ -74,8 +74,8 @@ def _attend(flash: str, capability: float):
     def run(query, key, value, bounds, longest, causal):
         size = query.shape[-1]
         check_call(flash, query.dtype, size, capability)
-        more = round_up(size, 8) - size  # the kernels take multiples of 8
-        tensors = [functional.pad(part, [0, more]) if more else part for part in (query, key, value)]
+        padding = round_up(size, 8) - size  # the kernels take multiples of 8
+        tensors = [functional.pad(part, [0, padding]) if padding else part for part in (query, key, value)]
         tensors = [part if part.stride(-1) == 1 else part.contiguous() for part in tensors]
         return _FlashAttention.apply(*tensors, bounds, longest, causal, flash, capability)[..., :size]
 
@@ -92,7 +92,7 @@ def _attend(flash: str, capability: float):
 
 
 def _kernel_arguments(is_causal: bool, max_seqlen_q=None, max_seqlen_k=None, **_) -> dict:
-    """Of what transformers passes, what counts here (_process_flash_attention_kwargs)."""
+    """Select the arguments of transformers that count here (_process_flash_attention_kwargs)."""
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return {"causal": is_causal, **{name: value for name, value in lengths.items() if value is not None}}
 
@@ -114,7 +114,7 @@ def counted_flash_attention(
     from transformers import modeling_utils as models
 
     padding = original(f"{_UTILS}:_pad_input"), original(f"{_UTILS}:_unpad_input")
-    known = {name: _attend(name, capability) for name in FLASH}
+    functions = {name: _attend(name, capability) for name in FLASH}
 
     def register(implementation: str | None) -> None:  # as load_and_register_attn_kernel does
         if implementation is not None and implementation not in FLASH:
@@ -125,7 +125,7 @@ def counted_flash_attention(
         flash = flash_attention(implementation) or "flash_attention_2"
         _check_capability(implementation, FLASH[flash], capability)
         register(implementation)
-        return (*known[flash], None, *padding), (_kernel_arguments, dict)
+        return (*functions[flash], None, *padding), (_kernel_arguments, dict)
 
     with ExitStack() as stack:
         attention, masks = stack.enter_context(own_attention())
@@ -156,10 +156,10 @@ def counted_flash_attention(
 
 def _check_capability(name: str | None, flash: FlashAttention, capability: float) -> None:
     """Refuse a kernel that transformers takes in place of the requested one, since a model names it (gpt-oss does)."""
-    if capability and not flash.least <= capability <= flash.greatest:
+    if capability and not flash.minimum <= capability <= flash.maximum:
         raise InputError(
             f"attn_implementation: the model takes {name!r} for flash attention, which needs compute capability "
-            f"{flash.least} to {flash.greatest}, not {capability}; use attn_implementation='eager'"
+            f"{flash.minimum} to {flash.maximum}, not {capability}; use attn_implementation='eager'"
         )
 
 

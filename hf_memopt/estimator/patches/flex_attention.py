@@ -18,7 +18,7 @@ _BLOCK = 128  # tokens: flex_attention._DEFAULT_SPARSE_BLOCK_SIZE
 
 
 def runs_flex(device: Hardware) -> bool:
-    """Whether attention patterns use flex attention on a device (attention_pattern.uses_flex)."""
+    """True if attention patterns use flex attention on a device (attention_pattern.uses_flex)."""
     return device.backend in ("cuda", "rocm")
 
 
@@ -59,7 +59,7 @@ def own_attention() -> Iterator[tuple[MutableMapping, MutableMapping]]:
     finally:
         for table, functions in zip(tables, before, strict=True):
             for name in [name for name, function in table.items() if functions.get(name) is not function]:
-                with suppress(KeyError):  # registered meanwhile, for good
+                with suppress(KeyError):  # registered while the context lasted, permanently
                     del table[name]
                 if name in functions and table.get(name) is not functions[name]:  # set by somebody else before
                     table[name] = functions[name]

@@ -12,7 +12,7 @@ def counted_fp8_kernels() -> AbstractContextManager:
     """A context in which the finegrained-fp8 kernels allocate their outputs.
 
     They quantize activations as they go (finegrained_fp8_linear in transformers 5.23). DeepGEMM, which transformers
-    prefers on Hopper, holds a copy of the input meanwhile, one byte an element.
+    prefers on Hopper, also holds a copy of the input, one byte an element.
     """
     kernels = SimpleNamespace(matmul=_matmul, grouped_matmul=_matmul, batched_matmul=_matmul)
     return replaced("transformers.integrations.finegrained_fp8:load_finegrained_fp8_kernel", lambda: kernels)

@@ -25,7 +25,7 @@ _MULTIPROCESSORS = 132  # of an H100 (NVIDIA's data sheet); a norm's backward ke
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """What apply_liger_kernel_to_… replaces in a model type, by default.
+    """The parts of a model type that apply_liger_kernel_to_… replaces by default.
 
     Attributes:
         norms: names of the RMSNorms that are replaced.
@@ -106,7 +106,7 @@ def check_liger(fields: dict, device: Hardware) -> None:
 
 
 def describe_liger(model_type: str) -> str:
-    """What of Liger an estimate of a model counts."""
+    """The parts of Liger that an estimate of a model counts."""
     if model_type in _UNMODELED:
         return f"traced without Liger's kernels, which usually need less: those for {model_type} are not modelled"
     if model_type not in _MODELED:
@@ -302,7 +302,7 @@ def _logits_buffer(hidden: torch.Tensor, weight: torch.Tensor, bias) -> torch.Te
 
 
 def _add_matmul(total: torch.Tensor, logits: torch.Tensor, part: torch.Tensor, capability: float) -> None:
-    """Accumulate a chunk's gradient of the head, by way of one more matrix before Ampere and in fp32."""
+    """Accumulate a chunk's gradient of the head, through one more matrix before Ampere and in fp32."""
     if 0 < capability < 8 or logits.dtype is torch.float32:
         total += torch.mm(logits.t(), part).float()
         return
@@ -327,9 +327,9 @@ def _fuse_loss(inner, capability: float) -> None:
         skip = bool(skip) and (labels is not None or kwargs.get("shift_labels") is not None)
         return forward(*args, labels=labels, **kwargs)
 
-    def promise(hidden, then=None):
-        if then is not None:  # engines gather a module's weight only while the module is called
-            return then(hidden, head.weight, head.bias)
+    def promise(hidden, compute=None):
+        if compute is not None:  # engines gather a module's weight only while the module is called
+            return compute(hidden, head.weight, head.bias)
         return LazyLogits(hidden, head) if skip else torch.nn.functional.linear(hidden, head.weight, head.bias)
 
     def fused(logits, labels, vocab_size=None, **kwargs):
@@ -342,7 +342,7 @@ def _fuse_loss(inner, capability: float) -> None:
             )
         _shifted(labels, kwargs.get("shift_labels"))
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        return logits.head(hidden, then=lambda *tensors: _FusedLinearCrossEntropy.apply(*tensors, capability))
+        return logits.head(hidden, compute=lambda *tensors: _FusedLinearCrossEntropy.apply(*tensors, capability))
 
     inner.forward, inner.loss_function, head.forward = run, fused, promise
 

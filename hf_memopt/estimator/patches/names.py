@@ -7,7 +7,7 @@ from hf_memopt.stack.versions import has
 
 
 class Use(Enum):
-    """How a trace uses a name."""
+    """The use of a name by a trace."""
 
     REPLACED = "replaced"
     CALLED = "called or read"

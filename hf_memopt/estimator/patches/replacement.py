@@ -76,7 +76,7 @@ def all_replaced(replacements: dict[str, Any]) -> Iterator[None]:
 
 
 def original(path: str) -> Any:
-    """What a name of the table stands for now.
+    """Return what a name of the table stands for now.
 
     Raises:
         IncompatibleLibrary: the installed library does not have it.
@@ -105,7 +105,7 @@ def _resolve(path: str) -> Any:
 
 
 def _fault(path: str, parameters: str | None, use: Use) -> str | None:
-    """What is wrong with a name; None if nothing is."""
+    """The fault of a name, as a sentence; None if there is none."""
     try:
         if use is Use.INSTANCE:
             owner, _, name = path.rpartition(".")

@@ -11,7 +11,7 @@ from hf_memopt.estimator.patches.names import Names
 
 
 class Part(Enum):
-    """What of a traced job needs a row."""
+    """A part of a traced job that needs a row."""
 
     EVERY_JOB = "every job"
     ACCELERATOR = "an accelerator's job"

@@ -1,4 +1,4 @@
-"""What an error inside a trace means: a setting that cannot be, or a library that the trace does not fit."""
+"""Errors inside a trace and their meaning: a setting that cannot be, or a library that the trace does not fit."""
 
 import os
 import re
@@ -123,7 +123,7 @@ def _whose(error: BaseException) -> str:
 
 
 def _in_library(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of an installed package, of Python, of this package, or of no file."""
+    """True if a frame is of an installed package, of Python, of this package, or of no file."""
     libraries = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], sysconfig.get_path("stdlib")))
     installed = {"site-packages", "dist-packages"} & set(_parts(frame))
     return bool(installed) or frame.filename.startswith((*libraries, "<"))

@@ -44,7 +44,7 @@ def _grouped(function):
 
 
 def _are_bounds(result) -> bool:
-    """Whether a result is cumulative sequence lengths (cu_seqlens, int32), of more windows than are traced."""
+    """True if a result is cumulative sequence lengths (cu_seqlens, int32), of more windows than are traced."""
     return isinstance(result, torch.Tensor) and result.dtype is torch.int32 and len(result) > _MOST + 1
 
 

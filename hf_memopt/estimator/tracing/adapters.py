@@ -30,7 +30,7 @@ def check_adapter(peft_config) -> None:
 
 
 def adapts_layers_alike(peft_config, layers: int) -> bool:
-    """Whether every layer of the model gets the same adapter; otherwise the model is traced with all its layers."""
+    """True if every layer of the model gets the same adapter; otherwise the model is traced with all its layers."""
     if peft_config is None:
         return True
     if any(getattr(peft_config, name, None) for name in ("layers_to_transform", "layer_replication", "stride_A")):

@@ -45,8 +45,8 @@ def shallow_depths(config, fewest: int = NO_ENGINE.fewest_layers, every: int = 1
         return (depth,)
     prefix, period = _pattern(text, depth)
     period = lcm(period, every)
-    least = max(fewest, period) + prefix
-    low = next(n for n in range(least, least + period) if (depth - n) % period == 0)
+    smallest = max(fewest, period) + prefix
+    low = next(n for n in range(smallest, smallest + period) if (depth - n) % period == 0)
     if depth <= max(_TRACED_WHOLE, low + period):
         return (depth,)
     return low, low + period
@@ -58,7 +58,7 @@ def layer_period(config) -> int:
 
 
 def _pattern(text, depth: int) -> tuple[int, int]:
-    """How many layers precede the pattern of layer kinds, and its length; (0, 1) where all are alike."""
+    """Count the layers that precede the pattern of layer kinds, and the pattern's; (0, 1) where all are alike."""
     prefix = max((value for name in _FIRST if isinstance(value := getattr(text, name, 0), int)), default=0)
     periods = [value for name in _EVERY if isinstance(value := getattr(text, name, 1), int) and value > 0]
     period = lcm(1, *periods)
@@ -70,9 +70,9 @@ def _pattern(text, depth: int) -> tuple[int, int]:
 def _extend_pattern(kinds: list, prefix: int, period: int) -> tuple[int, int]:
     """The smallest prefix, then the smallest period, with which a list of layer kinds repeats, too."""
     for first in range(prefix, len(kinds)):
-        rest = kinds[first:]
-        for length in range(period, len(rest) // 2 + 1, period):
-            if all(rest[i] == rest[i - length] for i in range(length, len(rest))):
+        pattern = kinds[first:]
+        for length in range(period, len(pattern) // 2 + 1, period):
+            if all(pattern[i] == pattern[i - length] for i in range(length, len(pattern))):
                 return first, length
     return len(kinds), 1
 
@@ -123,8 +123,8 @@ def extrapolate_peaks(
         return highest((moment.segment, peak) for moment, peak in moments[0].items())
     prefix, _ = _pattern(config.get_text_config(), count_layers(config))
     low, high = (
-        highest(_placed(found, depth, depths[0], max(1, prefix), by_layer))
-        for found, depth in zip(moments, depths, strict=True)
+        highest(_placed(by_moment, depth, depths[0], max(1, prefix), by_layer))
+        for by_moment, depth in zip(moments, depths, strict=True)
     )
     steps = (count_layers(config) - depths[0]) // (depths[1] - depths[0])
     # In the order of the trace, not of a set: of segments with equal peaks the first decides the breakdown.

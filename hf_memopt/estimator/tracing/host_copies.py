@@ -7,16 +7,16 @@ from hf_memopt.levers.weight_streaming import LanesAtOnce
 
 
 def counted_lanes(ledger: Ledger) -> LanesAtOnce:
-    """What copies for levers.activation_offload and levers.weight_streaming."""
+    """The copies for levers.activation_offload and levers.weight_streaming, counted."""
 
     class CountedLanes(LanesAtOnce):
         def buffer(self, size):
-            with ledger.booking(HOST):
+            with ledger.counting_as(HOST):
                 return super().buffer(size)
 
         def resize(self, tensor, size):
             super().resize(tensor, size)
-            with ledger.booking("parameters"):
+            with ledger.counting_as("parameters"):
                 ledger.resized(tensor)
 
     return CountedLanes()
@@ -28,7 +28,7 @@ def save_on_host(ledger: Ledger) -> type:
     class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
             def pack(tensor: torch.Tensor) -> torch.Tensor:
-                with ledger.booking(HOST):
+                with ledger.counting_as(HOST):
                     return tensor.clone()
 
             super().__init__(pack, torch.clone)

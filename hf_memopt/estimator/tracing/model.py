@@ -162,7 +162,7 @@ def resolve_dtype(config, dtype: str = "auto") -> str:
 
 
 def supports_checkpointing(config, task: str) -> bool:
-    """Whether the model's class has activation checkpointing: XLNet's has not, and the Trainer refuses it there."""
+    """True if the model's class has activation checkpointing: XLNet's has not, and the Trainer refuses it there."""
     import torch
 
     def build() -> bool:
@@ -174,7 +174,7 @@ def supports_checkpointing(config, task: str) -> bool:
 
 
 def has_table(config, task: str, positions: int) -> bool:
-    """Whether the model looks positions up in a table of that many rows, or of two more as OPT's and RoBERTa's."""
+    """True if the model looks positions up in a table of that many rows, or of two more as OPT's and RoBERTa's."""
     import torch
 
     with torch.device("meta"), outside_zero3():
@@ -205,12 +205,12 @@ def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> li
     return list(_remembered("sizes", config, build, task, dtype, repr(peft_config)))
 
 
-_MOST_REMEMBERED = 1000
+_MOST_REMEMBERED = 1000  # answers; then all are forgotten
 _answers: dict[tuple, Any] = {}
 
 
 def _remembered(question: str, config, build: Callable[[], Any], *settings: str) -> Any:
-    """What build() says of a model, which a plan asks again for every combination of settings: with a video model's
+    """Remember what build() says of a model, which a plan asks again for every combination: with a video model's
     towers each answer takes seconds.
 
     Args:

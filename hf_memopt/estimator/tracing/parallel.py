@@ -16,7 +16,7 @@ _MAX_PROCESSES = 8  # each needs about as much memory as this process
 _FEWEST = 3  # items
 # A fork that is not stuck may share its core with other programs.
 _PATIENCE = 60  # seconds
-_TIMES_SLOWER = 4
+_TIMES_SLOWER = 4  # than this process, which computes a share of its own meanwhile
 _warm = False  # a first item has run in this process
 
 
@@ -42,8 +42,8 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
         first = function(items[0])
         _warm = True
         return [first, *on_all_cores(function, items[1:])]
-    own, *others = _shares(len(items), cores)
-    forks = [_Fork(function, items, share) for share in others]
+    own, *shares = _shares(len(items), cores)
+    forks = [_Fork(function, items, share) for share in shares]
     try:
         began = time.monotonic()
         results = _run_items(function, items, own)
@@ -96,7 +96,7 @@ class _Fork:
 
 
 def _work(function: Callable[[Any], Any], items: Sequence, share: list[int], answer, parent: int) -> None:
-    """What a fork does. It lacks the parent's threads, for which torch's kernels would wait forever."""
+    """The work of a fork. It lacks the parent's threads, for which torch's kernels would wait forever."""
     import torch
 
     die_with(parent)

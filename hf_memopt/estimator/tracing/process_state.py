@@ -74,7 +74,7 @@ _frozen = False
 
 
 def _froze_itself() -> bool:
-    """Whether this process has frozen objects: asked only until it has, for Python counts them one by one (0.1 s)."""
+    """True if this process has frozen objects: asked only until it has, for Python counts them one by one (0.1 s)."""
     global _frozen
     _frozen = _frozen or gc.get_freeze_count() > 0
     return _frozen
@@ -125,7 +125,7 @@ def quiet():
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
-            # bitsandbytes does not page on a CPU; fake_tensors books what it pages on a card.
+            # bitsandbytes does not page on a CPU; fake_tensors counts what it pages on a card.
             warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
             # The Trainer compares data pointers to count tied weights once.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

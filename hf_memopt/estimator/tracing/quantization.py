@@ -13,7 +13,7 @@ from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModul
 
 
 def is_quantized(config) -> bool:
-    """Whether a model's configuration says that its checkpoint is quantized."""
+    """True if a model's configuration says that its checkpoint is quantized."""
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -110,8 +110,8 @@ def _weight_4bit(data, template):
 
     names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
     settings = {name: getattr(template, name) for name in names}
-    packed, state = functional.quantize_4bit(data.contiguous(), **settings)
-    weight = torch.nn.Parameter(packed, requires_grad=False)
+    codes, state = functional.quantize_4bit(data.contiguous(), **settings)
+    weight = torch.nn.Parameter(codes, requires_grad=False)
     vars(weight).update(settings, quant_state=state, bnb_quantized=True)
     return weight
 
@@ -188,7 +188,7 @@ def _quantize_by_stand_ins(model, quantization, method: str, pre_quantized: bool
 
 
 def companions(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What a quantized layer keeps beside its parameters and buffers: bitsandbytes' scales and code tables."""
+    """The tensors of a quantized layer beside its parameters and buffers: bitsandbytes' scales and code tables."""
     weight = getattr(module, "weight", None)
     state = getattr(weight, "quant_state", None) or expert_state(module)
     if state is not None:

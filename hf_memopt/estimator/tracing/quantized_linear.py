@@ -14,7 +14,7 @@ _HALF = torch.bfloat16  # for fp16, too (dtypes.traceable_dtype)
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a quantization method's linear layer uses memory.
+    """The memory that a quantization method's linear layer uses.
 
     Attributes:
         source: where it was read.
@@ -75,7 +75,7 @@ class _Matmul(torch.autograd.Function):
 
 
 class StandInQuantizer:
-    """What the Trainer and peft ask a model's `hf_quantizer`."""
+    """The attributes that the Trainer and peft ask of a model's `hf_quantizer`."""
 
     is_trainable = True
     is_qat_trainable = False
@@ -86,7 +86,7 @@ class StandInQuantizer:
 
 
 def lora_modules() -> dict[type, type]:
-    """What peft puts around a stand-in. Its LoRA layers for GPTQ and AWQ do the same to memory, and this one is there
+    """Return peft's layers around stand-ins. Its LoRA layers for GPTQ and AWQ use memory alike, and this one is there
     without its package."""
     from peft.tuners.lora.awq import AwqLoraLinear
 
@@ -166,7 +166,7 @@ _PACKAGES = ("gptqmodel.",)
 
 
 def stand_in(module: torch.nn.Module, quantization, method: str) -> torch.nn.Module | None:
-    """What stands for a package's own layer in a loaded model; None for any other module."""
+    """Make the stand-in for a package's own layer in a loaded model; None for any other module."""
     if method not in SCHEMES or not type(module).__module__.startswith(_PACKAGES):
         return None
     inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)

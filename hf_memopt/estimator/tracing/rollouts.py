@@ -22,7 +22,7 @@ from hf_memopt.estimator.patches.replacement import replaced
 
 
 def generates(trainer) -> bool:
-    """Whether a trainer generates the completions that it trains on, as TRL's GRPO and RLOO do (TRL 1.16)."""
+    """True if a trainer generates the completions that it trains on, as TRL's GRPO and RLOO do (TRL 1.16)."""
     return hasattr(trainer, "_generate_and_score_completions")
 
 
@@ -159,7 +159,7 @@ def _first_and_last(trainer, ledger: Ledger, input_ids, attention_mask, generati
     samples, prompt = input_ids.shape
     cache = _one_token(trainer.model, generation_config, input_ids, attention_mask, **inputs)
     if length > 1:
-        with ledger.booking("activations"):
+        with ledger.counting_as("activations"):
             _lengthen(cache, prompt + length - 2)
         longest = torch.empty((samples, prompt + length - 1), dtype=torch.int64)
         mask = _lengthened(attention_mask, longest.shape[1])
@@ -202,20 +202,20 @@ def _lengthen(cache: Any, tokens: int) -> None:
     for layer in getattr(cache, "layers", ()):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None:
             continue
-        kept = tokens
+        length = tokens
         if type(layer) is DynamicSlidingWindowLayer:
-            layer.cumulative_length, kept = tokens, min(tokens, layer.sliding_window - 1)
+            layer.cumulative_length, length = tokens, min(tokens, layer.sliding_window - 1)
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            shape = (*states.shape[:-2], kept, states.shape[-1])
+            shape = (*states.shape[:-2], length, states.shape[-1])
             setattr(layer, name, None)
             setattr(layer, name, states.new_empty(shape))
             del states
 
 
 def _lengthened(mask: torch.Tensor, length: int) -> torch.Tensor:
-    ones = torch.ones((len(mask), length - mask.shape[1]), dtype=mask.dtype)
-    return torch.cat([mask, ones], dim=1)
+    added = torch.ones((len(mask), length - mask.shape[1]), dtype=mask.dtype)
+    return torch.cat([mask, added], dim=1)
 
 
 def _completed(trainer, prompts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where a traced job is: hooks and a callback that announce layers, phases and optimizer steps to the ledger."""
+"""Announce where a traced job is: hooks and a callback name layers, phases and optimizer steps to the ledger."""
 
 from math import prod
 
@@ -60,7 +60,7 @@ def announce_held(model: torch.nn.Module, stacks: list, ledger: Ledger) -> None:
                     ledger.tag(weight, index)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            _announce_gradient(weight, name, ledger.layer_of(weight), ledger)
+            _announce_gradient(weight, name, ledger.find_layer(weight), ledger)
 
 
 def _announce_layer(layer: torch.nn.Module, ledger: Ledger, is_last: bool) -> None:
@@ -137,7 +137,7 @@ def make_phase_callback(ledger: Ledger, trainer):
                     if not weight.requires_grad:  # an optimizer of the user's own may hold frozen weights, too
                         continue
                     weight.grad = torch.empty_like(weight)
-                    ledger.tag(weight.grad, ledger.layer_of(weight))
+                    ledger.tag(weight.grad, ledger.find_layer(weight))
             self.on_pre_optimizer_step()
             if hasattr(optimizer.optimizer, "train"):  # schedule-free optimizers step in train mode only
                 optimizer.optimizer.train()
@@ -191,9 +191,9 @@ def _state_tensors(optimizer):
     """An optimizer's states. GaLore's and APOLLO's are also in objects; GrokAdamW's in its groups, AdaLomo's in
     attributes."""
     for each in _optimizers(optimizer):
-        kept = [*each.state.values(), *(group.get("state", {}) for group in each.param_groups)]
-        kept += [value for name, value in vars(each).items() if name.startswith("exp_avg")]
-        for states in kept:
+        state_values = [*each.state.values(), *(group.get("state", {}) for group in each.param_groups)]
+        state_values += [value for name, value in vars(each).items() if name.startswith("exp_avg")]
+        for states in state_values:
             yield from tensors_in(states)
             for part in states.values() if isinstance(states, dict) else ():
                 if hasattr(part, "ortho_matrix"):

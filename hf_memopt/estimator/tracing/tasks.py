@@ -1,4 +1,4 @@
-"""What a model is trained for: the class that transformers builds for a task, and the tensors of a batch."""
+"""Tasks that models train for: the class that transformers builds for each, and the tensors of a batch."""
 
 import copy
 import inspect
@@ -14,7 +14,7 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
 
 @dataclass(frozen=True)
 class Batch:
-    """What decides the tensors of a micro-batch.
+    """A micro-batch's sizes, which decide its tensors.
 
     Attributes:
         config: the model's.
@@ -143,12 +143,12 @@ def find_task(name: str, config) -> str:
 
 
 def _known_tasks(config) -> str:
-    known = [task for task, row in TASKS.items() if row.model_class(config) is not None]
-    return f"its tasks: {', '.join(known)}" if known else "it has none that a Trainer trains"
+    tasks = [task for task, row in TASKS.items() if row.model_class(config) is not None]
+    return f"its tasks: {', '.join(tasks)}" if tasks else "it has none that a Trainer trains"
 
 
 def infer_task(config) -> str:
-    """What a configuration's model is trained for: the checkpoint's own task, else the usual one of its model type.
+    """The task of a configuration's model: the checkpoint's own, else the usual one of its model type.
 
     Raises:
         InputError: the model type has no head that a Trainer could train.
@@ -209,7 +209,7 @@ def batch_shapes(task: str, config, micro_batch: int, seq_len: int, padded: bool
     if main not in _OTHER_INPUTS or (task == "image-text-to-text" and "input_ids" in takes):
         tokens = (micro_batch, *((row.choices,) if row.choices > 1 else ()), seq_len)
         present = {"input_ids": True, "attention_mask": padded, "position_ids": packed}
-        shapes |= {name: (tokens, torch.int64) for name, here in present.items() if here}
+        shapes |= {name: (tokens, torch.int64) for name, is_present in present.items() if is_present}
         if "bbox" in takes:  # of each token on its page, from the processor
             shapes["bbox"] = ((*tokens, 4), torch.float32 if config.model_type == "udop" else torch.int64)
     return shapes | {name: (shape, torch.int64) for name, shape in labels.items()}

@@ -47,7 +47,7 @@ from hf_memopt.presets.trl_configs import trl_trainer
 
 @dataclasses.dataclass(frozen=True)
 class TracedJob:
-    """What is traced.
+    """A job to trace.
 
     Attributes:
         make_model: builds the model; called under the fake tensor mode.
@@ -97,7 +97,7 @@ class TracedJob:
 
     @property
     def accelerator(self) -> bool:
-        """Whether memory is counted as an accelerator's allocator does."""
+        """True if memory is counted as an accelerator's allocator does."""
         return self.backend != "cpu"
 
 
@@ -130,7 +130,7 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
     ):
         mesh = init_device_mesh("cpu", (job.world_size,)) if job.engine.fsdp_version else None
         args = make_arguments(job, folder)
-        paged = functools.partial(ledger.booking, PAGED)
+        paged = functools.partial(ledger.counting_as, PAGED)
         with fake_world(job.backend, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
             _run(job, args, ledger, mesh)
         return ledger.result(), ledger.without_gradient  # before garbage is collected automatically again
@@ -189,7 +189,7 @@ def loaded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unquantized_experts(model: torch.nn.Module) -> bool:
-    """Whether a quantized model's experts stayed in 16 bits: most methods quantize linear layers only, and
+    """True if a quantized model's experts stayed in 16 bits: most methods quantize linear layers only, and
     transformers 5 keeps a layer's experts in one 3-dimensional tensor."""
     experts = (weight for weight in model.parameters() if weight.dim() == 3)
     largest = max(experts, key=torch.Tensor.numel, default=None)  # the others may be scales
@@ -242,7 +242,7 @@ def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels(job: TracedJob):
-    """What stands for kernels that the job asks for by name."""
+    """Replace kernels that the job asks for by name."""
     with contextlib.ExitStack() as stack:
         if any(map(flash_attention, job.attention)):
             stack.enter_context(counted_flash_attention(job.capability, job.padded, job.attention))
@@ -303,14 +303,14 @@ def _optimizer_errors(args):
         functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         name = args.optim.value
         foreign = PACKAGES.get(name, "torchao") not in ("bitsandbytes", "torchao")
-        made = "create_optimizer" in functions and isinstance(error, ValueError)
+        in_creation = "create_optimizer" in functions and isinstance(error, ValueError)
         chosen = args.optim_args and functions & {"create_optimizer", "step"}
-        if not (made or chosen or (foreign and isinstance(error, RuntimeError))):
+        if not (in_creation or chosen or (foreign and isinstance(error, RuntimeError))):
             raise
         settings = {"optim": name, "optim_args": args.optim_args, "optim_target_modules": args.optim_target_modules}
-        said = ", ".join(f"{field}={value}" for field, value in settings.items() if value)
+        options = ", ".join(f"{field}={value}" for field, value in settings.items() if value)
         form = "; optim_args are written as key=value,key=value" if args.optim_args else ""
-        raise InputError(f"{said}: {one_line(error)}{form}") from error
+        raise InputError(f"{options}: {one_line(error)}{form}") from error
 
 
 def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
@@ -331,7 +331,7 @@ def _inputs_on_host(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContex
 
 
 def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
-    """What Trainer.evaluate does to memory: forward without gradients, and logits that wait for the metrics."""
+    """Evaluate as Trainer.evaluate uses memory: forward without gradients, and logits that wait for the metrics."""
     ledger.begin("eval", "activations")
     size = trainer.args.per_device_eval_batch_size
     if job.inputs is not None:
@@ -342,14 +342,14 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     model = trainer.model if job.engine.plain else trainer.model_wrapped
     model.eval()
     reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
-    kept = []
+    all_logits = []
     for _ in range(min(job.kept_logits, 2) or 1):
         inputs = make_collator(job)(None)
         if not generates(trainer):  # those complete their prompts in prediction_step
             inputs = trainer._prepare_inputs(inputs)
         with nothing_but_loss(model, not job.kept_logits):
             _, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=not job.kept_logits)
-        kept.append(logits if reduce is None or logits is None else reduce(logits, labels))
-    ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(kept[0]))
-    kept, logits, labels = [], None, None
+        all_logits.append(logits if reduce is None or logits is None else reduce(logits, labels))
+    ledger.kept_logits = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(all_logits[0]))
+    all_logits, logits, labels = [], None, None
     ledger.begin("between", "other")

@@ -61,8 +61,8 @@ def make_arguments(job, folder: str):
     from transformers import TrainingArguments
 
     kind = TrainingArguments if job.trainer is None else type(job.trainer.original.args)
-    known = {item.name for item in dataclasses.fields(kind) if item.init}
-    fields = {**job.fields, **{name: value for name, value in NEUTRAL.items() if name in known}}
+    names = {item.name for item in dataclasses.fields(kind) if item.init}
+    fields = {**job.fields, **{name: value for name, value in NEUTRAL.items() if name in names}}
     in_backward = fields.get("optim") in STEPS_IN_BACKWARD or getattr(job.memory_args, "optimizer_in_backward", False)
     two = job.real_states or in_backward  # whose gradients never exist together
     # The first step creates the optimizer's states, the second is like every further one. Without an engine, one step

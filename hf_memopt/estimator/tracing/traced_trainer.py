@@ -54,7 +54,8 @@ def make_trainer(job, model, args, ledger: Ledger):
     trainer.get_train_dataloader = load
     memory_args = getattr(trainer, "memory_args", job.memory_args)
     if memory_args is not None:
-        host = {"is_apart": lambda _: job.discrete_memory, "booking": functools.partial(ledger.booking, HOST)}
+        counting = functools.partial(ledger.counting_as, HOST)
+        host = {"has_discrete_memory": lambda _: job.discrete_memory, "counting": counting}
         apply_to_trainer(trainer, memory_args, **host)
     trainer.steps_on_host = job.discrete_memory and getattr(memory_args, "optimizer_cpu_offload", False)
     return trainer

@@ -95,7 +95,7 @@ class TrainerCopy:
         return trainer
 
     def _copy(self, value):
-        """What the copy holds in a value's place."""
+        """Return what the copy holds in a value's place."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if isinstance(value, torch.nn.Module):
@@ -177,7 +177,7 @@ def _class_containers(trainer) -> dict[str, Any]:
 
 
 def _is_users_own(value) -> bool:
-    """Whether a value is an object of a class that no library of _SHARED defines."""
+    """True if a value is an object of a class that no library of _SHARED defines."""
     module = type(value).__module__.split(".")[0]
     return hasattr(value, "__dict__") and module not in _SHARED and not isinstance(value, type | types.ModuleType)
 

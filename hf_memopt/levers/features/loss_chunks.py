@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hf_memopt.levers.change import CHUNK, Change, micro_batch_tokens, piece
+from hf_memopt.levers.change import CHUNK, Change, chunk_tokens, micro_batch_tokens
 from hf_memopt.levers.feature import Feature
 
 
@@ -13,7 +13,7 @@ def _chunk_loss(job) -> dict[str, int] | None:
     if job.seq_len is None:
         return {"loss_chunk_size": CHUNK}
     tokens = micro_batch_tokens(job)
-    return {"loss_chunk_size": min(piece(tokens), tokens // 2)} if tokens > CHUNK // 4 else None
+    return {"loss_chunk_size": min(chunk_tokens(tokens), tokens // 2)} if tokens > CHUNK // 4 else None
 
 
 LOSS_CHUNKS = Change(

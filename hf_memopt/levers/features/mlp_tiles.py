@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hf_memopt.levers.change import CHUNK, Change, micro_batch_tokens, piece
+from hf_memopt.levers.change import CHUNK, Change, chunk_tokens, micro_batch_tokens
 from hf_memopt.levers.feature import Feature
 
 
@@ -12,7 +12,7 @@ def _tile_mlps(job) -> dict[str, int] | None:
     if job.memory_args.mlp_tile_size is not None or not job.setup.activation_checkpointing:
         return None
     tokens = micro_batch_tokens(job)
-    return {"mlp_tile_size": piece(tokens)} if tokens >= 4 * CHUNK else None
+    return {"mlp_tile_size": chunk_tokens(tokens)} if tokens >= 4 * CHUNK else None
 
 
 MLP_TILES = Change(
