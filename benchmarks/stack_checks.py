@@ -180,12 +180,12 @@ def dry_run(name: str) -> dict:
 
 def attempt(name: str, check) -> None:
     """Run a check and print its line."""
-    from hf_memopt.errors import InputError
+    from hf_memopt.errors import IncompatibleLibrary, InputError
 
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             result = check()
-    except InputError as refusal:
+    except (InputError, IncompatibleLibrary) as refusal:
         result = {"result": "refused", "says": str(refusal)}
     except Exception:
         result = {"result": "failed", "says": traceback.format_exc()[-1500:]}
