@@ -21,6 +21,7 @@ from hf_memopt.cli.options import (
     Stack,
     Strategy,
     Tokens,
+    answer_for,
     at_least_one,
     model_names,
     positive,
@@ -133,6 +134,7 @@ def estimate(
     from hf_memopt.cli.settings import command_spec
     from hf_memopt.cli.speed import AmountOptions
 
+    answer_for(stack)
     spec = command_spec(
         settings,
         model=model,

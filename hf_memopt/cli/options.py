@@ -104,12 +104,16 @@ Epochs = Annotated[
 Samples = Annotated[str | None, typer.Option("--samples", metavar="N", help="Samples of the data set: 5000, 52k.")]
 
 
-def _name_stack(value: list[str] | None) -> list[str] | None:
+def answer_for(stack: list[str] | None) -> None:
+    """Have this process's answers be for a stack (--stack), and say which version predicts.
+
+    Raises:
+        InputError: it is not written package==version, or is older than what was tried.
+    """
     from hf_memopt.stack.versions import name_stack
 
-    for sentence in name_stack(value or []):
+    for sentence in name_stack(stack or []):
         print(f"note: {sentence}", file=sys.stderr)
-    return value
 
 
 Stack = Annotated[
@@ -117,7 +121,6 @@ Stack = Annotated[
     typer.Option(
         "--stack",
         metavar="PACKAGE==VERSION",
-        callback=_name_stack,
         help="What you train with, where that is another environment: settings are written for it. Repeat it for "
         "several.",
     ),

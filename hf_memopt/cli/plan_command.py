@@ -14,6 +14,7 @@ from hf_memopt.cli.options import (
     Stack,
     Strategy,
     Tokens,
+    answer_for,
     at_least_one,
     hardware_names,
     length_or_max,
@@ -129,6 +130,7 @@ def plan(
     from hf_memopt.cli.speed import AmountOptions
     from hf_memopt.hardware.host_memory import HostMemory
 
+    answer_for(stack)
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     any_card, longest = hardware.lower() == ANY, seq_len == "max"
