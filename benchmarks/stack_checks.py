@@ -145,6 +145,7 @@ def truths():
     from jobs import lora, with_checkpointing
 
     from hf_memopt.estimator import estimate
+    from hf_memopt.stack.versions import has
     from hf_memopt.stack.vocabulary import spelled
 
     known = [job for job in jobs() if job[3] <= LARGEST_VOCABULARY]
@@ -152,7 +153,12 @@ def truths():
         job = JOBS["settings"][setting]
         fields = {"per_device_train_batch_size": 2, **with_checkpointing(job.get("fields", {}))}
         adapters = lora(**job["lora"]) if "lora" in job else None
+        name = f"{family}, {setting}, {length} tokens"
         config, made = config_of(family, vocabulary, job["layers"]), (job.get("dtype", "float32"), adapters)
+
+        if "8bit" in fields.get("optim", "") and not has("bitsandbytes", "0.50"):
+            yield name, lambda: {"result": "not tried", "says": "bitsandbytes has no such optimizer on a CPU"}
+            continue
 
         def measure(config=config, fields=fields, length=length, job=job, made=made):
             dtype, adapters = made
@@ -162,7 +168,7 @@ def truths():
             within = abs(predicted / measured - 1) <= 0.01
             return {"result": "works" if within else "failed", "predicted": predicted, "measured": measured}
 
-        yield f"{family}, {setting}, {length} tokens", measure
+        yield name, measure
 
 
 def dry_run(name: str) -> dict:

@@ -5,6 +5,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_memopt.estimator.accounting.int8_kernels import find_int8_kernels
 from hf_memopt.estimator.accounting.known_values import known_value
+from hf_memopt.packages import is_installed
+from hf_memopt.stack.versions import has
 
 _aten = torch.ops.aten
 
@@ -117,11 +119,11 @@ def find_python_kernels(accelerator: bool) -> dict:
     (_dequant_linear_fallback in bitsandbytes/backends/cuda/ops.py). Its optimizers are Python on the CPU only.
     """
     python_kernels = {_aten._linalg_svd.default: _svd}
-    try:
-        from bitsandbytes.backends.cpu import ops
-        from bitsandbytes.backends.default import ops as everywhere
-    except ImportError:
-        return python_kernels
+    if not is_installed("bitsandbytes") or not has("bitsandbytes", "0.50"):
+        return python_kernels  # older ones are Python around their kernels, and have no optimizers on the CPU
+    from bitsandbytes.backends.cpu import ops
+    from bitsandbytes.backends.default import ops as everywhere
+
     python_kernels[torch.ops.bitsandbytes.gemm_4bit.default] = everywhere._gemm_4bit_default_impl
     python_kernels |= find_int8_kernels(accelerator)
     if accelerator:

@@ -210,6 +210,7 @@ BITSANDBYTES = (
     Names(
         owner="bitsandbytes.backends.default.ops",
         names={"_gemm_4bit_default_impl": "A, B"},
+        since="0.50",
         why="its temporaries, which the fake kernel does not show",
         until="the fake kernel allocates them",
         use=Use.CALLED,
@@ -219,6 +220,7 @@ BITSANDBYTES = (
         names=dict.fromkeys(
             ("_optimizer_update_8bit_blockwise_cpu", "_optimizer_update_32bit_cpu"), "optimizer_name, g, p, state1"
         ),
+        since="0.50",
         why="their temporaries, which the fake kernels do not show",
         until="the fake kernels allocate them",
         use=Use.CALLED,

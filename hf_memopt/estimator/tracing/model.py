@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError, as_input_error, brief
-from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.patches.replacement import check, replaced
+from hf_memopt.estimator.patches.table import Part
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
@@ -190,6 +191,7 @@ def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> i
 
 def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> list[int]:
     """The number of elements of each weight, in the model's order; with adapters of the trained ones."""
+    check(Part.EVERY_JOB)
     import torch
     from transformers.initialization import no_init_weights
 
