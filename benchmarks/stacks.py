@@ -35,13 +35,16 @@ def main() -> None:
     if unknown := set(options.names) - STACKS.keys():
         sys.exit(f"error: no such environment: {', '.join(unknown)}; there are {', '.join(STACKS)}")
     done = {row["name"]: row for row in recorded()}
-    names = options.names or list(STACKS)
+    names, failed = options.names or list(STACKS), []
     for number, name in enumerate(names, 1):
         if name in done and done[name]["asked"] == STACKS[name] and not options.again:
             continue
         print(f"{number} of {len(names)}: {name}", flush=True)
         done[name] = run(name, options.folder / name.replace(" ", "-"))
         record("stacks", [done[name] for name in STACKS if name in done], "make stacks")
+        failed += [f"{name}: {row['check']}" for row in done[name]["checks"] if row["result"] == "failed"]
+    if failed:
+        sys.exit("\n".join(["failed:", *failed]))
 
 
 def recorded() -> list[dict]:
