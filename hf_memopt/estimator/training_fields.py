@@ -12,6 +12,7 @@ from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.field_values import check_value, fit
 from hf_memopt.levers.selective_checkpointing import period_of
+from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, has
 from hf_memopt.stack.vocabulary import argument_hints, newest
 
 
@@ -42,6 +43,7 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
         fields = newest(fields)
         if not fields.get("fsdp") and not any((fields.get("fsdp_config") or {}).values()):
             fields.pop("fsdp_config", None)  # transformers before 5.10 fills in defaults, without FSDP, too
+    _check_checkpointing(fields.get("activation_checkpointing_kwargs"))
     _check_accelerator(fields.get("accelerator_config"))
     if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
         fields["torch_compile"] = True  # TrainingArguments.__post_init__ does the same
@@ -78,6 +80,16 @@ def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
     settings = {"activation_checkpointing": engine.checkpointing, "version": engine.fsdp_version}
     settings |= {"reshard_after_forward": engine.reshards, "cpu_offload": engine.offload_params}
     return {"fsdp": True, "fsdp_config": fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config")) | settings}
+
+
+def _check_checkpointing(kwargs: Any) -> None:
+    """Refuse keys that the installed transformers does not know: layers take and ignore them."""
+    for key, since in (("every_n_layers", EVERY_N_LAYERS), ("offload", OFFLOADED_INPUTS)):
+        if isinstance(kwargs, dict) and key in kwargs and not has("transformers", since):
+            raise InputError(
+                f"activation_checkpointing_kwargs.{key}={brief(kwargs[key])} needs transformers {since} or newer, and "
+                "is ignored by this one: use checkpoint_ratio of MemoryArguments, or leave it out"
+            )
 
 
 def _check_accelerator(config: Any) -> None:
