@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 from hf_memopt.data.answers import find_answer_kind, to_trl
 from hf_memopt.errors import InputError
+from hf_memopt.packages import how_to_install
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
 from hf_memopt.recipe.rows import check_stream, load_job_rows
+from hf_memopt.stack.versions import has
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ def _choose_loss(job: Job, kind: str, tokenizer) -> bool:
 
 def _marks_answers(tokenizer) -> bool:
     """True if the chat template has {% generation %}, or TRL knows one that has and writes the same."""
+    if not has("trl", "1.6"):
+        raise InputError(f"recipes/sft.py needs trl 1.6 or newer: {how_to_install('trl')}")
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     try:
