@@ -86,14 +86,26 @@ def choose(kind: str, name: str, names: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
 
 
-def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that is most like another one; None if none is like it.
-
-    Args:
-        cutoff: the least likeness, from 0 to 1 (difflib.get_close_matches).
-    """
-    close = difflib.get_close_matches(str(name)[:_LONGEST], names, n=1, cutoff=cutoff)
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like another one; None if none is like it."""
+    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.5)
     return close[0] if close else None
+
+
+def misspelling(name: str, known: Iterable[str]) -> str | None:
+    """The known name that another is a misspelling of, word by word; None if there is none.
+
+    closest() takes `max_in_nvme` for `max_in_cpu`, which is as long and means something else.
+    """
+    name = str(name)[:_LONGEST]
+    for close in difflib.get_close_matches(name, known, n=5, cutoff=0.6):
+        if close.replace("_", "").lower() == name.replace("_", "").lower():
+            return close
+        pairs = list(zip(name.split("_"), close.split("_"), strict=False))
+        same_words = name.count("_") == close.count("_")
+        if same_words and all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.7 for pair in pairs):
+            return close
+    return None
 
 
 def brief(value: object) -> str:

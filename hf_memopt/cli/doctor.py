@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from hf_memopt.cli.output import print_json, print_table
-from hf_memopt.compatibility.config_files import Fault, difference_here, find_faults, kind_of
+from hf_memopt.compatibility.config_files import examine_files
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.hardware.measured import measured_on
@@ -45,24 +45,26 @@ _TESTED = {"matplotlib": "3.11.2", "av": "18.1.0", "gradio": "6.31.0", "torchao"
 
 def check_files(files: list[str], as_json: bool) -> int:
     """Print every fault of each file: 0 if there is none, 2 if there is any."""
-    faults = {file: find_faults(file) for file in files}
-    notes = {file: note for file in files if not faults[file] and (note := difference_here(file))}
+    checked = examine_files(files)
+    faulty = any(examined.faults for examined in checked.values())
     if as_json:
-        checked = {file: kind_of(file) for file in files}
-        print_json({"checked": checked, "faults": _as_dicts(faults), "notes": notes})
-        return 2 if any(faults.values()) else 0
-    for file, found in faults.items():
-        for fault in found:
+        faults = [(file, fault) for file, examined in checked.items() for fault in examined.faults]
+        print_json(
+            {
+                "checked": {file: examined.kind for file, examined in checked.items()},
+                "faults": [{"file": file, "line": fault.line, "message": fault.text} for file, fault in faults],
+                "notes": {file: "; ".join(examined.notes) for file, examined in checked.items() if examined.notes},
+            }
+        )
+        return 2 if faulty else 0
+    for file, examined in checked.items():
+        for fault in examined.faults:
             print(f"error: {fault}", file=sys.stderr)
-        if not found and not any(faults.values()):
-            print(f"{file}: a valid {kind_of(file)} configuration")
-            if file in notes:
-                print(f"note: {file}: {notes[file]}", file=sys.stderr)
-    return 2 if any(faults.values()) else 0
-
-
-def _as_dicts(faults: dict[str, list[Fault]]) -> list[dict[str, Any]]:
-    return [{"file": file, "line": fault.line, "message": fault.text} for file in faults for fault in faults[file]]
+        for note in examined.notes if not examined.faults else ():
+            print(f"note: {file}: {note}", file=sys.stderr)
+        if not faulty:
+            print(f"{file}: a valid {examined.kind} configuration")
+    return 2 if faulty else 0
 
 
 def examine(as_json: bool) -> None:

@@ -122,7 +122,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     config_class = defaults.config_class() if defaults.config_class else None
     parsed = parse(argv, defaults.description, defaults.arguments, config_class)
     if (file := launched_config_file()) and file.is_file():
-        check_config_file(file)
+        check_config_file(file, processes=world_size())
     own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
     recipe, training = with_defaults(parsed, defaults, own_model)
     check_recipe(recipe, training)
