@@ -39,7 +39,7 @@ def outcome(done: subprocess.CompletedProcess) -> dict:
         return {"result": "works"}
     if done.returncode == 2 and said:
         return {"result": "refused", "says": said[-1].removeprefix("error: ")}
-    return {"result": "failed", "says": (done.stderr or done.stdout)[-1500:]}
+    return {"result": "failed", "says": (done.stderr or done.stdout).strip().rpartition("\n")[2]}
 
 
 def doctor() -> dict:
@@ -193,8 +193,9 @@ def attempt(name: str, check) -> None:
             result = check()
     except (InputError, IncompatibleLibrary) as refusal:
         result = {"result": "refused", "says": str(refusal)}
-    except Exception:
-        result = {"result": "failed", "says": traceback.format_exc()[-1500:]}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"result": "failed", "says": f"{type(error).__name__}: {error}"}
     print(json.dumps({"check": name, **result}), flush=True)
 
 
