@@ -10,7 +10,7 @@ from hf_memopt.packages import SOURCE
 # Package -> the oldest and the newest version that were tried (benchmarks/stacks.py; docs/versions.md has what each
 # lacks). Older ones are refused by pip, newer ones run, and doctor says so.
 TRIED = {
-    "torch": ("2.9.0", "2.14.1"),
+    "torch": ("2.9.1", "2.14.1"),
     "transformers": ("4.57.0", "5.24.0"),
     "accelerate": ("1.10.0", "1.15.0"),
     "peft": ("0.18.0", "0.21.2"),

@@ -14,6 +14,9 @@ from unittest import mock
 from hf_memopt.errors import IncompatibleLibrary, one_line
 from hf_memopt.estimator.patches.names import Names, Use
 from hf_memopt.estimator.patches.table import TABLE, Part
+from hf_memopt.stack.versions import has
+
+_OLDEST_TORCH = "2.13"
 
 # Tests set it: replaced name -> how often it was called, 0 for values. None costs a trace nothing.
 calls: Counter[str] | None = None
@@ -32,6 +35,9 @@ def check(part: Part) -> None:
 
 def faults(part: Part) -> Iterator[str]:
     """One sentence for every name of a part that the installed libraries do not have as the table has it."""
+    if part is Part.EVERY_JOB and not has("torch", _OLDEST_TORCH):  # whose fake tensors are others
+        yield f"predictions need torch {_OLDEST_TORCH} or newer, and {version('torch')} is installed"
+        return
     broken = set()
     for names in TABLE[part]:
         library = names.library

@@ -60,6 +60,7 @@ def make_model(settings: ModelSettings, distribute: Callable | None = None):
     Raises:
         InputError: a configuration that the model's class refuses.
     """
+    check(Part.EVERY_JOB)
     model = _from_config(settings, distribute)
     if settings.quantization_config is not None:
         quantize(model, copy.deepcopy(settings.quantization_config), is_quantized(settings.config))
@@ -122,6 +123,12 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
     if distribute is not None or not has("transformers", "5.1"):  # 5.0 ties no weights on the meta device
         model.tie_weights(recompute_mapping=False)
     return model
+
+
+def _uninitialized():
+    from transformers.initialization import no_init_weights
+
+    return no_init_weights()
 
 
 def _untied():
@@ -191,15 +198,13 @@ def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> i
 
 def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> list[int]:
     """The number of elements of each weight, in the model's order; with adapters of the trained ones."""
-    check(Part.EVERY_JOB)
     import torch
-    from transformers.initialization import no_init_weights
 
     def build() -> list[int]:
         # Adapters make tensors from values, which the meta device does not have. Nothing is initialized then: SigLIP
         # (Gemma 3's vision tower) would ask for the largest of its weights, which fake tensors do not have.
         unallocated = torch.device("meta") if peft_config is None else fake_world("cpu")
-        initialized = nullcontext() if peft_config is None else no_init_weights()
+        initialized = nullcontext() if peft_config is None else _uninitialized()
         with unallocated, initialized, outside_zero3():
             model = make_model(ModelSettings(config=config, task=task, dtype=dtype, peft_config=peft_config))
         return [weight.numel() for weight in model.parameters() if weight.requires_grad]
