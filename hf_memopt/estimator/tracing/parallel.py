@@ -101,12 +101,27 @@ def _work(function: Callable[[Any], Any], items: Sequence, share: list[int], ans
 
     die_with(parent)
     torch.set_num_threads(1)
+    if not _has_autograd():
+        answer.close()  # this process's share is computed by the parent
+        return
     try:
         results: Any = _run_items(function, items, share)
     except Exception as error:
         results = error
     answer.send(results)
     answer.close()
+
+
+def _has_autograd() -> bool:
+    """False in a fork of a process whose autograd has started threads, which builds for accelerators do at the first
+    backward pass: there it raises ("autograd's threading … fork-based multiprocessing")."""
+    import torch
+
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run_items(function: Callable[[Any], Any], items: Sequence, numbers: list[int]) -> dict[int, Any]:
