@@ -75,7 +75,7 @@ def test_fsdp2_widens_what_is_trained_and_nothing_else():
         spec = spec_for(config(8, vocab_size=200), method, hardware="rtx_3060x2", batch=1)
         jobs = baseline_jobs(spec, list_choices(spec))[:1]
         sketch = make_sketch(jobs * 4, traced_jobs(jobs) * 4)
-        held = sketch._sharded(Choice("fsdp2", 1, 1, 0.0, "adamw_torch_fused", "bfloat16"))
+        held = sketch._rank_bytes(Choice("fsdp2", 1, 1, 0.0, "adamw_torch_fused", "bfloat16"))
         loaded[method] = held["parameters"] * ranks / sketch.loaded
     assert loaded["full"] == pytest.approx(2, rel=0.01)
     assert loaded["lora"] == pytest.approx(1, rel=0.01)
