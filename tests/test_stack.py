@@ -1,6 +1,7 @@
 """Versions of other libraries: renamed fields, and answers for another environment than this one."""
 
 import configparser
+import os
 import tomllib
 
 import pytest
@@ -134,3 +135,44 @@ def test_tried_versions_are_those_that_install():
         assert oldest.split(".")[:length] == floors[package].split(".") or f"{oldest}".startswith(floors[package])
     assert any(stack["transformers"].startswith("4.57") for stack in stacks.values())
     assert any(stack["transformers"] == TRIED["transformers"][1] for stack in stacks.values())
+
+
+def test_versions_that_no_row_could_mend_are_named(monkeypatch):
+    from hf_memopt.estimator.patches import replacement
+    from hf_memopt.estimator.patches.table import Part
+
+    monkeypatch.setattr(replacement, "has", lambda package, since: False)
+    (sentence,) = replacement.faults(Part.EVERY_JOB)
+    assert "predictions of every job need torch 2.13 or newer, and " in sentence
+    (sentence,) = replacement.faults(Part.DEEPSPEED)
+    assert "predictions of deepspeed need deepspeed 0.19.4 or newer, and " in sentence
+
+
+def test_ignored_keys_of_checkpointing_are_refused(monkeypatch):
+    """Layers of transformers before 5.16 take and ignore every_n_layers."""
+    from hf_memopt.estimator import training_fields
+
+    kwargs = {"use_reentrant": False, "every_n_layers": 2}
+    fields = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+    assert training_fields.read_fields(fields)["activation_checkpointing_kwargs"] == kwargs
+    monkeypatch.setattr(training_fields, "has", lambda package, since: False)
+    with pytest.raises(InputError, match=r"every_n_layers=2 needs transformers 5\.16 or newer"):
+        training_fields.read_fields(fields)
+
+
+def test_forks_without_autograd_leave_their_share(monkeypatch):
+    """As in builds of torch for accelerators, whose autograd raises in a fork."""
+    from hf_memopt.estimator.tracing import parallel
+
+    monkeypatch.setattr(parallel, "_has_autograd", lambda: False)
+    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    here = os.getpid()
+    assert parallel.on_all_cores(lambda item: (item, os.getpid()), range(5)) == [(item, here) for item in range(5)]
+
+
+@pytest.mark.parametrize("option", [["--memory", "8"], ["--host-memory", "32"], ["--export", "run"]])
+def test_frames_max_refuses_what_it_would_ignore(option, tmp_path):
+    done = run_forked(
+        "hf-memopt", "plan", "qwen2.5-vl-3b", "--hardware", "t4", "--frames", "max", *option, cwd=tmp_path
+    )
+    assert done.returncode == 2 and f"leave {option[0]} out" in done.stderr

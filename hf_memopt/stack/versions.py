@@ -7,8 +7,8 @@ from importlib import metadata
 from hf_memopt.errors import InputError, choose
 from hf_memopt.packages import SOURCE
 
-# Package -> the oldest and the newest version that were tried (benchmarks/stacks.py; docs/versions.md has what each
-# lacks). Older ones are refused by pip, newer ones run, and doctor says so.
+# Package -> the oldest and the newest version that were tried, by benchmarks/stacks.py or by hand; docs/versions.md has
+# what each lacks. Older ones are refused by pip, newer ones run, and doctor says so.
 TRIED = {
     "torch": ("2.9.1", "2.14.1"),
     "transformers": ("4.57.0", "5.24.0"),
@@ -68,11 +68,11 @@ def name_stack(versions: list[str]) -> list[str]:
             raise InputError(f"--stack {text}: write it as package==version, such as transformers==5.5")
         if package not in TRIED:
             raise choose("package of --stack", package, TRIED)
-        named[package] = _numbers(version)
-        if named[package] < _numbers(TRIED[package][0]):
-            raise InputError(f"--stack {text}: the oldest version that was tried is {TRIED[package][0]}")
-        here = installed(package)
-        if here is None or here[: len(named[package])] != named[package]:
+        release, oldest = _numbers(version), TRIED[package][0]
+        if release < _numbers(oldest)[: len(release)]:
+            raise InputError(f"--stack {text}: the oldest version that was tried is {oldest}")
+        named[package], here = release, installed(package)
+        if here is None or here[: len(release)] != release:
             own = "is not installed" if here is None else f"{metadata.version(package)} predicts"
             sentences.append(
                 f"{package} {own}; settings are written for {version}. To predict with it: "

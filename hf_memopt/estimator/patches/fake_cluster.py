@@ -19,13 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.engines import DDP, FSDP, DeepSpeed, Engine, MeshEngine
 from hf_memopt.engines.mesh import Mesh
-from hf_memopt.errors import IncompatibleLibrary
 from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
-from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced, version
+from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
 from hf_memopt.estimator.patches.table import Part
 from hf_memopt.packages import require
-from hf_memopt.stack.versions import has
 
 _C10D = "torch.distributed.distributed_c10d"
 _MESH = "torch.distributed.device_mesh"
@@ -95,9 +93,6 @@ def _deepspeed(ledger) -> Iterator[None]:
     # DeepSpeed 0.19's CPU accelerator runs numactl to count devices, for every bucket of gradients.
     os.environ["LOCAL_SIZE"] = "1"
     require("deepspeed", "an estimate of ZeRO")
-    if not has("deepspeed", "0.19.4"):  # whose buckets are filled by hooks that no trace calls
-        installed = version("deepspeed")
-        raise IncompatibleLibrary(f"predictions of ZeRO need deepspeed 0.19.4 or newer, and {installed} is installed")
     import deepspeed
 
     check(Part.DEEPSPEED)

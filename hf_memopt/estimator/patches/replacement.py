@@ -16,7 +16,9 @@ from hf_memopt.estimator.patches.names import Names, Use
 from hf_memopt.estimator.patches.table import TABLE, Part
 from hf_memopt.stack.versions import has
 
-_OLDEST_TORCH = "2.13"
+# Parts that no row could mend: an older torch has other fake tensors, an older DeepSpeed fills its buckets by hooks
+# that no trace calls.
+_OLDEST = {Part.EVERY_JOB: ("torch", "2.13"), Part.DEEPSPEED: ("deepspeed", "0.19.4")}
 
 # Tests set it: replaced name -> how often it was called, 0 for values. None costs a trace nothing.
 calls: Counter[str] | None = None
@@ -35,8 +37,9 @@ def check(part: Part) -> None:
 
 def faults(part: Part) -> Iterator[str]:
     """One sentence for every name of a part that the installed libraries do not have as the table has it."""
-    if part is Part.EVERY_JOB and not has("torch", _OLDEST_TORCH):  # whose fake tensors are others
-        yield f"predictions need torch {_OLDEST_TORCH} or newer, and {version('torch')} is installed"
+    library, oldest = _OLDEST.get(part, ("", ""))
+    if library and not has(library, oldest):
+        yield f"predictions of {part.value} need {library} {oldest} or newer, and {version(library)} is installed"
         return
     broken = set()
     for names in TABLE[part]:
