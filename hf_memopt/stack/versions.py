@@ -7,8 +7,8 @@ from importlib import metadata
 from hf_memopt.errors import InputError, choose
 from hf_memopt.packages import SOURCE
 
-# Package -> the oldest and the newest version that were tried, by benchmarks/stacks.py or by hand; docs/versions.md has
-# what each lacks. Older ones are refused by pip, newer ones run, and doctor says so.
+# Package -> the oldest and the newest version that were tried, by benchmarks/stacks.py or by hand: docs/versions.md
+# has what each lacks. Older ones are refused by pip, newer ones run, and doctor says so.
 TRIED = {
     "torch": ("2.9.1", "2.14.1"),
     "transformers": ("4.57.0", "5.24.0"),
