@@ -1,6 +1,6 @@
-"""What hf_memopt does on the libraries of one environment; benchmarks/stacks.py runs it with its Python.
+"""What hf_memopt does on the libraries of one environment: python benchmarks/stack_checks.py [CHECK …]
 
-Prints a line of JSON for each check: {"check", "result": works | refused | failed, "says", …}. A sentence of
+benchmarks/stacks.py runs all checks with each environment's Python, .ci/run some on the oldest libraries. Prints a line of JSON for each check: {"check", "result": works | refused | failed, "says", …}. A sentence of
 hf_memopt's own is a refusal, anything else that ends a check is a failure.
 """
 
@@ -200,10 +200,13 @@ def attempt(name: str, check) -> None:
 
 
 def main() -> None:
-    """Run every check."""
+    """Run the checks that are named, or every one."""
     sys.path[:0] = [str(HERE), str(ROOT / "tests")]
     for check in (doctor, cards, preset_script, recipe, injected_oom):
-        attempt(check.__name__, check)
+        if check.__name__ in (sys.argv[1:] or check.__name__):
+            attempt(check.__name__, check)
+    if sys.argv[1:]:
+        return
     for name in SCRIPTS:
         attempt(f"dry-run {name}", lambda name=name: dry_run(name))
     for name, check in truths():

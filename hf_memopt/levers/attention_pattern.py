@@ -15,6 +15,7 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.levers.replaced import replace
+from hf_memopt.stack.vocabulary import CACHE
 
 IMPLEMENTATION = "hf_memopt_pattern"
 _BLOCKS = ("sparse_block_size", "num_local_blocks", "num_global_blocks")
@@ -180,7 +181,7 @@ def _track_positions(inner, setting: str) -> None:
         arguments = signature.bind_partial(inner, *args, **kwargs).arguments
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         # generate() with a static cache passes a 4D mask that was already made with the pattern.
-        if mask is not None and mask.ndim == 4 and arguments.get("past_key_values") is None:
+        if mask is not None and mask.ndim == 4 and arguments.get(CACHE) is None:
             raise InputError(f"{setting}: the batch brings an attention_mask of its own: use one of them")
         # 3D positions (videos) are not positions in a sequence.
         token = _POSITIONS.set(positions if positions is not None and positions.ndim == 2 else None)

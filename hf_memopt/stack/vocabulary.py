@@ -1,4 +1,4 @@
-"""What transformers renamed: fields of TrainingArguments, and how a model checkpoints activations.
+"""What transformers renamed: fields of TrainingArguments, how a model checkpoints activations, what it calls its cache.
 
 The package itself speaks as the newest version does. What comes in may have an old name; what goes out (arguments that
 are made, commands and files that are written) has the installed version's.
@@ -114,6 +114,7 @@ def spelled_name(field: str) -> str:
 ENABLE_CHECKPOINTING = f"{spelled_name('activation_checkpointing')}_enable"
 IS_CHECKPOINTING = f"is_{spelled_name('activation_checkpointing')}"
 CHECKPOINTING_KWARGS = spelled_name("activation_checkpointing_kwargs")
+CACHE = "cache" if has("transformers", "5.24") else "past_key_values"  # of keys and values: models' inputs and outputs
 
 
 def checkpoints_activations(args) -> bool:

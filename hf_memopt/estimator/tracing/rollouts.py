@@ -19,6 +19,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.known_values import set_value
 from hf_memopt.estimator.accounting.ledger import GENERATION, LOG_PROBS, REWARDS, Ledger
 from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.stack.vocabulary import CACHE
 
 
 def generates(trainer) -> bool:
@@ -165,7 +166,7 @@ def _first_and_last(trainer, ledger: Ledger, input_ids, attention_mask, generati
         mask = _lengthened(attention_mask, longest.shape[1])
         config = copy.copy(generation_config)
         config.cache_implementation = None  # it is the cache's
-        _one_token(trainer.model, config, longest, mask, past_key_values=cache)
+        _one_token(trainer.model, config, longest, mask, **{CACHE: cache})
     return _completed(trainer, input_ids)
 
 
@@ -173,7 +174,7 @@ def _one_token(model, config, input_ids, attention_mask, **inputs):
     """Generate one token; the cache."""
     caches = []
     decoder = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hook = decoder.register_forward_hook(lambda *args: caches.append(args[-1].past_key_values))
+    hook = decoder.register_forward_hook(lambda *args: caches.append(args[-1][CACHE]))
     try:
         type(model).generate(
             model,
