@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils import import_utils
 
+from hf_memopt.cli import doctor
 from hf_memopt.errors import IncompatibleLibrary, InputError
 from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting import engine_tensors, fake_ledger
@@ -343,3 +344,14 @@ def test_an_installation_that_cannot_be_imported_is_a_sentence(monkeypatch, tmp_
     assert done.returncode == 0, done.stderr
     (problem,) = (text for text in json.loads(done.stdout)["problems"] if "cannot be imported" in text)
     assert problem.startswith("deepspeed ") and problem.endswith("RuntimeError: CUDA_HOME does not exist")
+
+
+def test_doctor_has_a_line_for_each_part_and_one_where_nothing_can_be_predicted():
+    missing = {Part.VISION: ["one", "two", "three"], Part.LIGER: ["four"]}
+    lines = doctor._refused_predictions(lambda part: missing.get(part, []), Part)
+    assert lines == [
+        "no predictions of Liger's kernels: four",
+        "no predictions of vision towers: one, and 2 more names",
+    ]
+    missing[Part.EVERY_JOB] = ["five"]
+    assert doctor._refused_predictions(lambda part: missing.get(part, []), Part) == ["no predictions: five"]

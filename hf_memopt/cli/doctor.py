@@ -125,7 +125,7 @@ def _report() -> dict[str, Any]:
     loading = _data_loading(preset)
     problems += [*beyond_tried(), *_package_problems(packages), *_compiler_problems(packages)]
     with quiet(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed 0.19.8 logs to stdout while it is imported
-        problems += dict.fromkeys(fault for part in Part for fault in faults(part))
+        problems += _refused_predictions(faults, Part)
     if loading.warning:
         problems.append(loading.warning)
     shown = ("name", "label", "backend", "memory", "unified_memory", "native_bf16", "fp8", "architecture")
@@ -149,6 +149,18 @@ def _report() -> dict[str, Any]:
         "packages": packages,
         "problems": problems,
     }
+
+
+def _refused_predictions(faults, parts) -> list[str]:
+    """One line for each part of predictions for which the installed libraries lack names."""
+    lines = []
+    for part in parts:
+        reasons = list(faults(part))
+        more = f", and {len(reasons) - 1} more names" if reasons[1:] else ""
+        if reasons and part is parts.EVERY_JOB:
+            return [f"no predictions: {reasons[0]}{more}"]
+        lines += [f"no predictions of {part.value}: {reasons[0]}{more}"] if reasons else []
+    return lines
 
 
 def _tested(package: str) -> str | None:
