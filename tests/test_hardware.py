@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.hardware import allocator, attention, configure_allocator, get_hardware, list_hardware
+from hf_memopt.hardware import allocator, attention, configure_allocator, get_hardware, list_hardware, names
 from hf_memopt.hardware import detect as public_detect
 from hf_memopt.hardware.attention import resolve_attention
 from hf_memopt.units import GIB
@@ -221,16 +221,20 @@ def test_names_as_people_write_them(written, expected):
 
 
 @pytest.mark.parametrize(
-    ("written", "choices"),
+    ("written", "smallest", "others"),
     [
-        ("a100", "a100_40gb or a100_80gb"),
-        ("4060 Ti", "rtx_4060_ti_16gb or rtx_4060_ti_8gb"),
-        ("rtx 6000", "rtx_6000_ada"),
+        ("a100", "a100_40gb", "a100_80gb"),
+        ("4060 Ti", "rtx_4060_ti_8gb", "rtx_4060_ti_16gb"),
+        ("M4 Max", "apple_m4_max_36gb", "apple_m4_max_48gb"),
+        ("colab", "t4", None),
+        ("Mac", "apple_m1_8gb", "and 10 more"),
     ],
 )
-def test_a_name_that_several_devices_have(written, choices):
-    with pytest.raises(InputError, match=choices):
-        get_hardware(written)
+def test_of_several_devices_a_name_is_the_smallest_and_a_line_says_so_once(written, smallest, others, caplog):
+    names._say_which.cache_clear()
+    assert get_hardware(written).name == get_hardware(written).name == smallest
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (others is not None) and all(others in line for line in lines)
 
 
 def test_a_described_device(tmp_path):

@@ -11,6 +11,7 @@ from hf_memopt import InputError, plan
 from hf_memopt.cli.plan import _host_memory, _print_methods, _print_profiles
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.tracing import model
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.hardware import list_hardware
@@ -24,7 +25,9 @@ from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.plan import _safe_left_out
 from hf_memopt.planner.search import Search
+from hf_memopt.planner.settle import settle
 from hf_memopt.planner.sketch import baselines, make_sketch, traced_jobs
+from hf_memopt.presets import preset_by_name
 from hf_memopt.units import GIB
 
 
@@ -325,3 +328,23 @@ def test_what_the_weights_rule_out_is_sketched_with_one_sample_alone(spec_and_se
     assert {(one.micro_batch, one.checkpointed) for one in smallest.choices} == {(1, 1.0)}
     least = smallest.one_sample("none")
     assert smallest.sketch.device_bytes(least) == search.sketch.device_bytes(least)
+
+
+@pytest.mark.parametrize("written", ["h100_80gb_x8", "h100_80gbx8", "8xH100", "H100 x 8"])
+def test_all_spellings_of_a_box_are_one_job(written):
+    preset = resolve_preset(written, "lora")
+    spec = settle(JobSpec(model="llama-3.2-1b", hardware=written, method="lora"), "lora")
+    assert (preset.hardware.name, preset.processes, preset.strategy) == ("h100_80gb", 8, "none")
+    assert spec.effective_batch_size == 32
+
+
+@pytest.mark.parametrize(("hardware", "batch"), [("rtx_4090", 32), ("a100_80gb", 32), ("rtx_3090x3", 33)])
+def test_the_effective_batch_is_the_trainings_not_the_cards(hardware, batch):
+    assert (
+        settle(JobSpec(model="llama-3.2-1b", hardware=hardware, method="full"), "full").effective_batch_size == batch
+    )
+
+
+def test_more_devices_than_a_preset_is_for_have_a_sample_each():
+    spec = preset_spec(preset_by_name("h100_80gb"), "llama-3.2-1b", world_size=128)
+    assert spec_job(spec).fields["per_device_train_batch_size"] == 1

@@ -73,6 +73,9 @@ def spec_job(spec: JobSpec) -> Job:
         preset = replace(preset, dtype=spec.dtype)
     preset = replace(preset, seq_len=spec.seq_len or longest_sample(config, preset.seq_len))
     world_size = preset.processes if spec.world_size is None else spec.world_size
+    # More devices than the preset is for may need a larger batch than its own.
+    batches = preset.batches(world_size)
+    preset = replace(preset, effective_batch_size=-(-preset.effective_batch_size // batches) * batches)
     _refuse_second_engine(preset, fields)
     own = fields.pop("deepspeed", None)
     deepspeed = deepspeed_config(own) if own else preset.deepspeed_config()

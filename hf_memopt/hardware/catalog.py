@@ -98,7 +98,7 @@ def catalog_entry(name: str) -> Hardware:
     """The catalog's entry for a name, as it is written there or as people write it ("RTX 4090", "A100-80GB-PCIe").
 
     Raises:
-        InputError: no such device, or several.
+        InputError: no such device.
     """
     devices = catalog()
     return devices[name] if name in devices else devices[match(name, devices)]

@@ -1,9 +1,15 @@
 """Names of devices as people and drivers write them, matched with the catalog's."""
 
+import functools
+import logging
 import re
 from collections.abc import Mapping
 
 from hf_memopt.errors import InputError, choose
+
+logger = logging.getLogger(__name__)
+# Places and families that people name in the place of a device.
+_ALIASES = {"colab": "t4", "mac": "apple", "macbook": "apple", "mac mini": "apple"}
 
 # What a vendor or driver adds to a product's name, or leaves out of it.
 _BRANDS = {
@@ -48,22 +54,33 @@ def match(name: str, devices: Mapping) -> str:
     Args:
         devices: catalog name -> Hardware.
 
+    Returns:
+        Of several devices that it may stand for the one with the least memory: what fits there fits the others. A
+        line says so.
+
     Raises:
-        InputError: no device has such a name, or several have.
+        InputError: no device has such a name.
     """
     closest = candidates(name, devices)
     if not closest:
         raise InputError(
             f"{choose('hardware', name, [*devices, 'auto'])} Another device can be described: see docs/plans.md."
         )
+    smallest = min(closest, key=lambda key: devices[key].memory)
     if len(closest) > 1:
-        raise InputError(f"hardware={name} could be {', '.join(closest[:-1])} or {closest[-1]}: say which")
-    return closest[0]
+        others = [key for key in closest if key != smallest]
+        _say_which(name, smallest, ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else ""))
+    return smallest
+
+
+@functools.cache
+def _say_which(name: str, smallest: str, others: str) -> None:
+    logger.warning("hardware=%s is taken as %s, the smallest of its name; there are also %s", name, smallest, others)
 
 
 def candidates(name: str, devices: Mapping) -> list[str]:
     """The catalog's names that a name may stand for: those with all its tokens and the fewest others."""
-    words = tokens(name)
+    words = tokens(_ALIASES.get(name.strip().lower(), name))
     distances = {
         key: _distance(tokens(key) - words)
         for key, device in devices.items()

@@ -30,9 +30,10 @@ from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import settle
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.presets import METHODS
+from hf_memopt.presets.batch import EFFECTIVE_BATCH
 from hf_memopt.presets.catalog import preset_for
 
-SAMPLES, TOKENS = 32, 2048  # of a step and of a sample, by default: presets differ, and cards are compared on one job
+TOKENS = 2048  # of a sample, by default: presets differ, and cards are compared on one job
 _MOST_ESTIMATES = 6  # full ones; the other cards keep their sketches
 _ROUNDS = 3  # of estimates
 _FAILURES = 3  # so many cards, and it is not the card
@@ -327,7 +328,7 @@ def choose_card(
     spec = read_model(spec)
     spec = replace(
         spec,
-        effective_batch_size=spec.effective_batch_size or SAMPLES,
+        effective_batch_size=spec.effective_batch_size or EFFECTIVE_BATCH,
         seq_len=longest_sample(spec.config, TOKENS) if spec.seq_len is None else spec.seq_len,
     )
     tokens = amount.count_tokens(spec.seq_len)

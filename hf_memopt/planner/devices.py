@@ -27,11 +27,6 @@ def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = N
         return hardware
     name, devices = split_count(hardware)
     preset = preset_by_name(name, method, "none" if name == "auto" else None)
-    if preset.processes > 1:
-        batch, length = preset.effective_batch_size, preset.seq_len
-        devices *= preset.processes
-        single = preset_by_name(preset.hardware.name, method)
-        preset = replace(single, effective_batch_size=batch, seq_len=length)
     preset = replace(preset, processes=devices, machines=_machines(devices))
     if strategy and strategy != "none":
         if devices == 1:
@@ -41,13 +36,17 @@ def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = N
 
 
 def split_count(hardware: str) -> tuple[str, int]:
-    """The name of a device or preset, and how many of it: ("rtx_4090", 2) of "rtx_4090x2" or "2 x RTX 4090".
+    """The name of a device or preset, and how many of it: ("rtx_4090", 2) of "rtx_4090x2" or "2 x RTX 4090", and of
+    the name of a preset that is for two.
 
     Raises:
         InputError: fewer than one.
     """
+    if hardware in list_presets():
+        preset = preset_by_name(hardware)
+        return (hardware, 1) if preset.processes == 1 else (preset.hardware.name, preset.processes)
     described = hardware.lstrip().startswith("{") or hardware.endswith(".toml")
-    if described or hardware in (*list_presets(), "auto") or candidates(hardware, catalog()):
+    if described or hardware == "auto" or candidates(hardware, catalog()):
         return hardware, 1
     if leading := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", hardware):
         name, devices = leading[2], int(leading[1])

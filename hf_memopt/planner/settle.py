@@ -16,7 +16,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import Preset
-from hf_memopt.presets.batch import batch_settings
+from hf_memopt.presets.batch import EFFECTIVE_BATCH, batch_settings
 from hf_memopt.stack.vocabulary import argument_hints, newest
 from hf_memopt.units import gib
 
@@ -96,13 +96,13 @@ def _check_memory(spec: JobSpec) -> None:
 
 def _batch(spec: JobSpec, space: TrlSpace | None) -> tuple[int, dict[str, Any]]:
     """The effective batch, and the fields with both halves of it where the user set one."""
-    devices, effective, usual = spec.preset.processes, spec.effective_batch_size, spec.preset.effective_batch_size
+    devices, effective = spec.preset.processes, spec.effective_batch_size
     micro, accumulation = (spec.training.get(name) for name in _BATCH)
     if micro and accumulation and effective is None:
         effective = micro * accumulation * devices
     if space is not None:
-        effective = space.whole_batch(effective, usual)
-    batch = effective or -(-usual // devices) * devices
+        effective = space.whole_batch(effective)
+    batch = effective or -(-EFFECTIVE_BATCH // devices) * devices
     if batch < 1 or batch % devices:
         raise InputError(
             f"effective_batch_size={batch} cannot be split over {devices} devices: use a multiple of {devices}"

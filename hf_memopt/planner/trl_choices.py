@@ -17,6 +17,7 @@ from hf_memopt.estimator.colocation import cache_bytes, colocates
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, TrlTask
 from hf_memopt.job.spec import JobSpec
+from hf_memopt.presets.batch import EFFECTIVE_BATCH
 from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.units import gib
 
@@ -202,12 +203,11 @@ class TrlSpace:
         """True if vLLM shares the card."""
         return self.row.generates and colocates(self.fixed)
 
-    def whole_batch(self, batch: int | None, usual: int) -> int | None:
+    def whole_batch(self, batch: int | None) -> int | None:
         """The samples of a step: whole groups of completions.
 
         Args:
             batch: the user's.
-            usual: the preset's.
 
         Raises:
             InputError: a batch that cuts a group.
@@ -219,7 +219,7 @@ class TrlSpace:
             raise InputError(f"num_generations={group} must be at least 2: advantages compare completions of a prompt")
         if batch is None:
             multiple = lcm(group, self.devices)
-            return ceil(usual / multiple) * multiple
+            return ceil(EFFECTIVE_BATCH / multiple) * multiple
         if batch % group:
             raise InputError(
                 f"effective_batch_size={batch} counts completions and must be a multiple of num_generations={group}"

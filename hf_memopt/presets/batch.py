@@ -4,6 +4,10 @@ from math import isqrt
 
 from hf_memopt.errors import InputError
 
+# Samples of a step that plans and comparisons of cards are for unless the user says more: the batch belongs to the
+# training, so that two cards answer the same question. Presets keep their own.
+EFFECTIVE_BATCH = 32
+
 
 def batch_settings(
     effective: int, preferred: int, world_size: int, micro: int | None = None, accumulation: int | None = None

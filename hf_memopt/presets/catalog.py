@@ -1,5 +1,6 @@
 """The presets by name, and a preset for a device that has none."""
 
+import functools
 import logging
 import os
 from dataclasses import replace
@@ -170,8 +171,13 @@ def nearest_preset(device: Hardware) -> str:
 def _for_device(device: Hardware, method: str) -> Preset:
     sizes = nearest_preset(device)
     if sizes != device.name:
-        logger.warning("%s has no preset of its own: using %s's batch and length", device.label, sizes)
+        _note_sizes(device.label, sizes)
     return preset_for(device, method)
+
+
+@functools.cache
+def _note_sizes(label: str, sizes: str) -> None:
+    logger.warning("%s has no preset of its own: using %s's batch and length", label, sizes)
 
 
 def preset_for(device: Hardware, method: str) -> Preset:
