@@ -1,8 +1,8 @@
 """What hf_memopt does on the libraries of one environment: python benchmarks/stack_checks.py [CHECK …]
 
 benchmarks/stacks.py runs all checks with each environment's Python, .ci/run some on the oldest libraries. Prints a
-line of JSON for each check: {"check", "result": works | refused | failed, "says", …}. A sentence of hf_memopt's own is a
-refusal, anything else that ends a check is a failure.
+line of JSON for each check: {"check", "result": works | refused | failed, "says", …}. A sentence of hf_memopt's own is
+a refusal, anything else that ends a check is a failure.
 """
 
 import contextlib
