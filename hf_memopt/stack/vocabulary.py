@@ -1,4 +1,4 @@
-"""What transformers renamed: fields of TrainingArguments, how a model checkpoints activations, what it calls its cache.
+"""What transformers renamed: fields of TrainingArguments, how a model checkpoints activations, its cache.
 
 The package itself speaks as the newest version does. What comes in may have an old name; what goes out (arguments that
 are made, commands and files that are written) has the installed version's.
