@@ -348,3 +348,14 @@ def test_the_effective_batch_is_the_trainings_not_the_cards(hardware, batch):
 def test_more_devices_than_a_preset_is_for_have_a_sample_each():
     spec = preset_spec(preset_by_name("h100_80gb"), "llama-3.2-1b", world_size=128)
     assert spec_job(spec).fields["per_device_train_batch_size"] == 1
+
+
+@pytest.mark.slow
+def test_where_float32_weights_do_not_fit_bf16_ones_do_and_it_is_said():
+    job = {"hardware": "rtx_3080", "method": "full", "seq_len": 512}
+    narrow = plan("llama-3.2-1b", **job)
+    assert {profile.preset.dtype for profile in narrow.profiles} == {"bfloat16"}
+    assert narrow.rejected[0].settings == "full fine-tuning with float32 weights"
+    assert narrow.notes[0].startswith("weights are loaded in bfloat16, as float32 ones do not fit")
+    wide = plan("llama-3.2-1b", **job, dtype="float32")
+    assert not wide.profiles and any("dtype=bfloat16" in change for change in wide.nearest)

@@ -11,6 +11,7 @@ from hf_memopt.field_values import check_value
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArguments
+from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
@@ -159,6 +160,8 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     if not searches:
         raise refused[0]
     if not plans:
+        if in_bf16 := _in_bf16(request, searches, rejected, say):
+            return in_bf16
         nearest: list[str] = []
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
@@ -170,6 +173,25 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     result = _make_plan(spec, search, best.profiles, rejected)
     alternatives = _methods(request, methods, searches, result.usual, say) if len(methods) > 1 else []
     return replace(result, plain=plain_alternative(spec, search, result.usual), methods=alternatives)
+
+
+def _in_bf16(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
+    """The plan of full fine-tuning with bf16 weights where it does not fit with the preset's fp32 ones and the user left
+    their dtype open; None where that does not help."""
+    if [*searches] != ["full"] or request.dtype is not None:
+        return None
+    preset = searches["full"][0].preset
+    if not BF16_WEIGHTS.settings_for(JobFacts(setup=preset.setup(), discrete_memory=preset.hardware.discrete_memory)):
+        return None
+    say("nothing fits with float32 weights: trying bfloat16")
+    spec = settle(replace(request, dtype="bfloat16"), "full")
+    search = None if _far_too_large(spec) else start_search(spec, say)
+    profiles = _profiles(spec, search) if search else []
+    if not profiles:
+        return None
+    rejected = [replace(reason, settings=f"{reason.settings} with float32 weights") for reason in rejected]
+    change = f"weights are loaded in bfloat16, as float32 ones do not fit: {BF16_WEIGHTS.effect}"
+    return replace(_make_plan(spec, search, profiles, rejected), precision=change)
 
 
 def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:

@@ -67,6 +67,7 @@ class Plan:
             and rounding; None where it is so.
         methods: with method "any", the settings of each method that fits, the planned one among them.
         link: that the link to host memory bounds the speed of the usual profile; None where it does not.
+        precision: that weights have less precision than the preset's, without which nothing fits; None where not.
     """
 
     spec: JobSpec
@@ -77,6 +78,7 @@ class Plan:
     plain: Alternative | None = None
     methods: list[Alternative] = field(default_factory=list)
     link: str | None = None
+    precision: str | None = None
 
     def __iter__(self):
         return iter(self.profiles)
@@ -104,7 +106,7 @@ class Plan:
         preset = self.spec.preset
         device = preset.hardware
         memory = measured_memory(device, expandable=True) if measured_on(device) else ()
-        notes = [*memory, *filter(None, [self.link, self._speed_note()])]
+        notes = [*memory, *filter(None, [self.precision, self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
         if (space := trl_space(self.spec)) is not None and self.profiles:
