@@ -9,17 +9,18 @@ from conftest import flags
 from test_oom import TABLE
 
 from hf_memopt.errors import InputError
-from hf_memopt.oom.causes import Failure, explain, parse_figures
+from hf_memopt.oom.causes import Failure, explain
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
+from hf_memopt.oom.figures import parse_figures
 from hf_memopt.reports.advice import Advice, advise, advise_on_text
 
 CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "
-    "of which 1.12 GiB is free. {others}Including non-PyTorch memory, this process has 22.50 GiB memory in use. Of "
+    "of which 1.12 GiB is free. {others}Including non-PyTorch memory, this process has {own} GiB memory in use. Of "
     "the allocated memory {allocated} GiB is allocated by PyTorch, and {unused} MiB is reserved by PyTorch but "
     "unallocated."
 )
-PLAIN = CUDA.format(others="", allocated="21.50", unused="300.00")
+PLAIN = CUDA.format(others="", own="22.50", allocated="21.50", unused="300.00")
 
 
 def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
@@ -63,7 +64,7 @@ def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
             "probe_worst_batch=true",
         ),
         (
-            log("train backward", CUDA.format(others="", allocated="16.00", unused="5800.00")),
+            log("train backward", CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00")),
             "backward",
             None,
             "memory is fragmented",
@@ -72,7 +73,9 @@ def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
         (
             log(
                 "train forward",
-                CUDA.format(others="Process 7 has 9.00 GiB memory in use. ", allocated="11.00", unused="100.00"),
+                CUDA.format(
+                    others="Process 7 has 9.00 GiB memory in use. ", own="12.40", allocated="11.00", unused="100.00"
+                ),
             ),
             "forward",
             None,
@@ -111,7 +114,7 @@ def test_the_seeds_table_of_causes(text, stage, step, why, first):
             40,
             True,
             None,
-            CUDA.format(others="", allocated="16.00", unused="5800.00"),
+            CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00"),
             "memory is fragmented",
             "PYTORCH_ALLOC_CONF",
         ),

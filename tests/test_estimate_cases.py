@@ -1,5 +1,6 @@
 """Jobs whose memory is decided by what a plain look misses: padding, kept logits, the allocator's setting."""
 
+import dataclasses
 import os
 
 import pytest
@@ -9,13 +10,17 @@ from video_models import qwen2_5_vl
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
+from hf_memopt.estimator.suggestions import TRAINERS_ORDER, job_facts, smallest_combination
 from hf_memopt.estimator.tracing.tasks import TASKS
+from hf_memopt.estimator.trainer_job import describe_trainer
 from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.changes import EVAL_ACCUMULATION
 from hf_memopt.presets.build import build_preset
 from hf_memopt.video.inputs import VideoInputs
 
@@ -289,6 +294,20 @@ def test_logits_moved_to_the_host_are_in_host_bytes(tmp_path):
     assert host() - without == LOGITS
     assert host(eval_accumulation_steps=1) - without == 2 * LOGITS  # numpy concatenates there
     assert host(batch_eval_metrics=True) - without == LOGITS // 30
+
+
+def test_logits_that_wait_for_metrics_are_proposed_to_go_to_the_host(tmp_path):
+    """transformers#12878: the change whose own answer fits is proposed, and nothing where they do not wait."""
+    kept = describe_trainer(_evaluating(tmp_path), "rtx_3060", None, None)
+    estimate = estimate_job(kept)
+    moved = estimate_trainer(_evaluating(tmp_path, eval_accumulation_steps=1), "rtx_3060")
+    small = dataclasses.replace(kept.device, memory=moved.device_bytes + 2**20)
+    found = smallest_combination(dataclasses.replace(kept, device=small), estimate, order=TRAINERS_ORDER)
+    assert found.change == "eval_accumulation_steps=1" and found.fits
+    assert found.saved_bytes == estimate.device_bytes - moved.device_bytes
+    for fields in ({"eval_accumulation_steps": 1}, {"prediction_loss_only": True}):
+        job = describe_trainer(_evaluating(tmp_path, **fields), "rtx_3060", None, None)
+        assert EVAL_ACCUMULATION.settings_for(job_facts(job)) is None
 
 
 def test_no_line_goes_through_two_points_of_one_moment():

@@ -243,12 +243,18 @@ def _dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: 
 
 
 def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: Connection | None) -> int:
-    from hf_memopt.estimator import estimate_trainer
+    from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.dry_run import caught_trainer
     from hf_memopt.estimator.duration import run_duration, training_steps
+    from hf_memopt.estimator.suggestions import TRAINERS_ORDER, smallest_combination
+    from hf_memopt.estimator.trainer_job import describe_trainer
 
+    savings = []
     with caught_trainer(options.script, options.arguments, options.hardware, hub) as trainer:
-        estimate = estimate_trainer(trainer, options.hardware, options.world_size)
+        job = describe_trainer(trainer, options.hardware, options.world_size, None)
+        estimate = estimate_job(job)
+        if estimate.fits is False:
+            savings = [*filter(None, [smallest_combination(job, estimate, order=TRAINERS_ORDER)])]
         devices = options.world_size or trainer.args.world_size
         steps = training_steps(trainer, devices)
     took = run_duration(steps, estimate.step_seconds, options.price, devices)
@@ -257,9 +263,10 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
 
         plot(estimate, plot_file, options.script)
     if as_json:
-        print_json(estimate.to_dict() | {"duration": to_dict(estimate, took)})
+        content = estimate.to_dict() | {"duration": to_dict(estimate, took)}
+        print_json(content | {"levers": [asdict(saving) for saving in savings]})
     else:
-        _print(options.script, estimate, [], took, AmountOptions(price=options.price))
+        _print(options.script, estimate, savings, took, AmountOptions(price=options.price), TRAINERS_ORDER)
     return 1 if estimate.fits is False else 0
 
 
@@ -286,7 +293,12 @@ def _uncompiled(function=None, **kwargs):
     return (lambda function: function) if function is None else function
 
 
-def _print(job: str, estimate, savings, took=None, amount: AmountOptions = AmountOptions()) -> None:
+def _print(job: str, estimate, savings, took=None, amount: AmountOptions = AmountOptions(), made=None) -> None:
+    """Print the estimate.
+
+    Args:
+        made: the changes that were tried, where the model and its batches are made.
+    """
     from hf_memopt.estimator.accounting.ledger import ROLLOUT_PHASES
 
     verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
@@ -304,7 +316,8 @@ def _print(job: str, estimate, savings, took=None, amount: AmountOptions = Amoun
         rows = [(saving.change, size(saving.saved_bytes), fits[saving.fits]) for saving in savings]
         print_table("changes that save most", ("change", "predicted saving", "then fits"), rows)
     if estimate.fits is False and not any(saving.fits for saving in savings):
-        print("no combination of changes fits: `hf-memopt plan` looks for other models and more devices")
+        tried = "changes" if made is None else ", ".join(change.label or "".join(change.settings) for change in made)
+        print(f"no combination of {tried} fits: `hf-memopt plan` looks for other models and more devices")
     for note in estimate.notes:
         say(f"note: {note}")
 

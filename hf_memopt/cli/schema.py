@@ -101,15 +101,13 @@ def _duration() -> dict[str, Any]:
 
 
 def _dry_run() -> dict[str, Any]:
-    return _object(**_estimate()["properties"], duration=_duration())
+    from hf_memopt.estimator.suggestions import Saving
+
+    return _object(**_estimate()["properties"], duration=_duration(), levers=_list(_object(**_properties(Saving))))
 
 
 def _estimate_command() -> dict[str, Any]:
-    from hf_memopt.estimator.suggestions import Saving
-
-    return _object(
-        **_dry_run()["properties"], preset=_or_none(_TEXT), dtype=_TEXT, levers=_list(_object(**_properties(Saving)))
-    )
+    return _object(**_dry_run()["properties"], preset=_or_none(_TEXT), dtype=_TEXT)
 
 
 def _plan() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hf_memopt.levers.changes import (
     ADAM_8BIT,
     CHECKPOINTING,
     ESTIMATED,
+    EVAL_ACCUMULATION,
     EVAL_BATCH,
     LORA,
     QLORA,
@@ -46,9 +47,11 @@ def _single_sample(job: JobFacts) -> dict[str, int] | None:
 
 # What costs least comes first: time alone, then precision, the host, the method, the samples.
 _ORDER = (
-    *(CHECKPOINTING, LOSS_CHUNKS, Change(compute=_single_sample), EVAL_BATCH, ZERO3, ADAM_8BIT, OPTIMIZER_OFFLOAD),
-    *(ZERO3_OFFLOAD, LORA, QLORA, SHORTER, SHORTER, SHORTER),
+    *(CHECKPOINTING, LOSS_CHUNKS, Change(compute=_single_sample), EVAL_BATCH, EVAL_ACCUMULATION, ZERO3, ADAM_8BIT),
+    *(OPTIMIZER_OFFLOAD, ZERO3_OFFLOAD, LORA, QLORA, SHORTER, SHORTER, SHORTER),
 )
+# Of a Trainer, whose model and batches are made.
+TRAINERS_ORDER = (EVAL_ACCUMULATION, CHECKPOINTING, ADAM_8BIT)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Savi
     return _estimated(changes, estimate, map_fn)
 
 
-def smallest_combination(job: Job, estimate: Estimate, map_fn=one_by_one) -> Saving | None:
+def smallest_combination(
+    job: Job, estimate: Estimate, map_fn=one_by_one, order: Sequence[Change] = _ORDER
+) -> Saving | None:
     """The fewest and least costly changes with which a job fits; None where all of them do not suffice.
 
     All are estimated together, then without each of them, the costliest first: some ten estimates.
@@ -102,12 +107,13 @@ def smallest_combination(job: Job, estimate: Estimate, map_fn=one_by_one) -> Sav
     Args:
         estimate: the job's.
         map_fn: as for estimate_jobs().
+        order: changes to try, the least costly first.
     """
-    changes = list(_ORDER)
+    changes = list(order)
     best = _fitting(_changed(job, changes)[0], map_fn)
     if best is None:
         return None
-    for place in reversed(range(len(_ORDER))):
+    for place in reversed(range(len(order))):
         fewer = changes[:place] + changes[place + 1 :]
         smaller = _changed(job, fewer)[0]
         if smaller == _changed(job, changes)[0]:  # it changed nothing here
@@ -173,6 +179,7 @@ def job_facts(job: Job) -> JobFacts:
         task=job.task,
         seq_len=job.seq_len,
         halved_frames=None if job.video is None else fewer.frames if fewer else 0,
+        keeps_eval_logits=job.kept_batches > 1,
     )
 
 

@@ -70,7 +70,7 @@ class TrainerJob(Job):
     @property
     def kept_batches(self) -> int:
         batches = self.evaluated_batches
-        return min(batches, self.trainer.args.eval_accumulation_steps or batches)
+        return min(batches, self.fields.get("eval_accumulation_steps") or batches)
 
     @property
     def evaluated_batches(self) -> int:

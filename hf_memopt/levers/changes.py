@@ -31,6 +31,7 @@ class JobFacts:
         task: as the estimator names it.
         seq_len: tokens a sample; None where unknown.
         halved_frames: frames that are left when a video's are halved; None for text.
+        keeps_eval_logits: the logits of several evaluation batches stay on the device for compute_metrics.
     """
 
     setup: Setup = field(default_factory=Setup)
@@ -40,6 +41,7 @@ class JobFacts:
     task: str = "causal-lm"
     seq_len: int | None = None
     halved_frames: int | None = None
+    keeps_eval_logits: bool = False
 
     @classmethod
     def on_device(cls, device: str) -> "JobFacts":
@@ -187,7 +189,88 @@ ZERO3_OFFLOAD = Change(
     effect="weights and optimizer states in host memory",
 )
 
+# What a failing call asks for
+FEWER_PIXELS = Change(
+    label="fewer pixels an image (the processor's max_pixels, --max_pixels_per_frame)",
+    effect="the vision tower's patches, and its attention over them, grow with the pixels",
+)
+FEWER_FRAMES = Change(label="fewer frames a video (--max_frames)")
+SDPA = Change(
+    label="attn_implementation=sdpa or flash_attention_2",
+    effect="no tensor of all attention scores, which grows with the square of the length",
+)
+VISION_FLASH = Change(
+    label="attn_implementation=flash_attention_2",
+    effect="images need no mask of all patches by all patches",
+)
+LIGER = Change(label="use_liger_kernel=true", effect="logits and loss in one kernel, a part at a time")
+NO_KBIT_CAST = Change(
+    label="leave prepare_model_for_kbit_training out",
+    effect="it casts all weights that are not quantized to fp32, embeddings and head too; freeze them and call "
+    "enable_input_require_grads() instead",
+)
+NO_MEAN_RESIZING = Change(
+    label="resize_token_embeddings(..., mean_resizing=False), before the model is on the device",
+    effect="no covariance of all embeddings in fp32",
+)
+GENERATE_LESS = Change(label="fewer sequences generated at once", effect="the KV cache grows with each")
+SHORTER_GENERATION = Change(
+    label="max_new_tokens (generation_max_length, max_completion_length) lower", effect="the KV cache grows with it"
+)
+FEWER_COMPLETIONS = Change(
+    label="half the per_device_train_batch_size, twice the gradient_accumulation_steps, num_generations as it divides",
+    effect="it counts completions, and generation holds the KV cache of all of them",
+)
+SHORTER_COMPLETIONS = Change(label="max_completion_length lower", effect="KV cache and logits grow with it")
+PRECOMPUTE_REFERENCE = Change(
+    label="precompute_ref_log_probs=true", effect="the reference model runs before training, and is not held in it"
+)
+ADAPTER_REFERENCE = Change(
+    label="LoRA without a ref_model", effect="the reference is the model itself, its adapters switched off"
+)
+NO_REFERENCE = Change(label="beta=0.0", effect="GRPO then has no reference model")
+LESS_FOR_VLLM = Change(
+    label="vllm_gpu_memory_utilization lower, with vllm_enable_sleep_mode=true", effect="vLLM shares training's device"
+)
+HALF_PAIRS = Change(
+    label="half the per_device_train_batch_size, twice the gradient_accumulation_steps",
+    effect="chosen and rejected answers run in one batch of twice its size",
+)
+
+# Host memory
+MORE_HOST_MEMORY = Change(
+    label="more host memory: a higher limit (Slurm's --mem, Kubernetes' limits.memory, docker run --memory), or swap"
+)
+LOAD_ONCE = Change(
+    label="fsdp_cpu_ram_efficient_loading: true, or zero3_init_flag: true",
+    effect="else each process loads the whole model into host memory",
+)
+OFFLOAD_LESS = Change(
+    label="offload less (offload_optimizer, offload_param), or to NVMe",
+    effect="hf-memopt estimate says what host memory a job takes",
+)
+FEWER_WORKERS = Change(
+    label="dataloader_num_workers or dataloader_prefetch_factor lower",
+    effect="each worker holds batches",
+)
+NO_PIN_MEMORY = Change(
+    label="dataloader_pin_memory=false", effect="under WSL a process may pin only a little memory (microsoft/WSL#8447)"
+)
+UNOFFLOADED_CHECKPOINTS = Change(
+    label='use_gradient_checkpointing=True instead of "unsloth"',
+    effect="the latter copies activations to pinned host memory",
+)
+UNPINNED_OFFLOAD = Change(label="pin_memory: false in the DeepSpeed JSON's offload_optimizer and offload_param")
+
 # Evaluation, saving, resuming
+EVAL_ACCUMULATION = Change(
+    settings={"eval_accumulation_steps": 1},
+    applies=lambda job: job.training is None or job.keeps_eval_logits,
+    effect="logits of each batch go to host memory, instead of those of all batches staying on the device",
+)
+EVAL_ARGMAX = Change(
+    label="preprocess_logits_for_metrics", effect="a function that returns logits.argmax(-1): ids are kept, not logits"
+)
 EVAL_BATCH = Change(settings={"per_device_eval_batch_size": 1}, applies=_evaluates)
 EVAL_HALVES = Change(label="MemoryTrainer: evaluation halves its own batch")
 EVAL_TOKENS = Change(
@@ -222,6 +305,7 @@ ESTIMATED = (
     *(feature.proposed for feature in FEATURES if feature.proposed),
     MICRO_BATCH,
     EVAL_BATCH,
+    EVAL_ACCUMULATION,
     ADAM_8BIT,
     OPTIMIZER_OFFLOAD,
     SHORTER,

@@ -1,26 +1,16 @@
 """Causes of memory that ran out, and what helps: from when it did, and what the message says."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
 from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.monitor.growth import ADVICE
-from hf_memopt.oom.classify import Diagnosis, OomKind
+from hf_memopt.oom.classify import KILLED, Diagnosis
+from hf_memopt.oom.frames import FrameRow
 from hf_memopt.units import GIB, gib
-
-_SIZE = r"(?<![\d.])(\d{1,9}(?:\.\d{1,9})?) (GiB|MiB|KiB|GB|MB)"  # bounded: a long row of digits costs linear time
-_FIGURES = {
-    "asked_bytes": rf"[Tt]r(?:ied|ying) to allocate {_SIZE}",
-    "capacity_bytes": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
-    "free_bytes": rf"of which {_SIZE} is free|; {_SIZE} free",
-    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated",
-    "unused_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
-    "others_bytes": rf"Process \d{{1,12}} has {_SIZE} memory in use",
-}
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 # Where it happened -> why, and what helps, the most effective first.
 _BY_STAGE = {
@@ -76,17 +66,33 @@ _DEVICES = {
 }
 
 
+# What frames show of the job: field of its setup, value, pattern. The first of a field counts.
+_SETUPS = (
+    ("strategy", "zero3", r"deepspeed/runtime/zero/(stage3|partition)"),
+    ("strategy", "zero2", r"deepspeed/runtime/zero/stage_1_and_2"),
+    ("strategy", "fsdp2", r"/fsdp/|fully_shard"),
+    ("strategy", "ddp", r"nn/parallel/distributed"),
+    ("offload", "cpu", r"cpu_adam"),
+    ("method", "qlora", r"4bit|Linear4bit"),
+    ("method", "lora", r"/peft/"),
+    ("activation_checkpointing", True, r"torch/utils/checkpoint|gradient_checkpointing"),
+    ("optim", "adamw_8bit", r"bitsandbytes/optim"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """Facts of a job that ran out of memory.
 
     Attributes:
         diagnosis: what ran out.
-        stage: load, forward, backward, optimizer, eval, save or resume; None where unknown.
+        stage: load, forward, backward, generate, optimizer, eval, save or resume; None where unknown.
         step: optimizer steps that were done; None where unknown.
         grown: what the monitor said that memory grows by (monitor.growth.ADVICE).
         longest: whether this batch is the largest so far; None where unknown.
         job: its settings; None where only the message is left.
+        frame: what the failing frames say; None where they say no more than the stage.
+        offloads: True if it offloads to host memory.
     """
 
     diagnosis: Diagnosis
@@ -96,32 +102,40 @@ class Failure:
     longest: bool | None = None
     job: JobFacts | None = None
     figures: Mapping[str, int] = field(default_factory=dict)
+    frame: FrameRow | None = None
+    offloads: bool = False
 
     @property
     def known_job(self) -> JobFacts:
         """The job, or what its message tells of it."""
         return self.job or guess_job(self.diagnosis.message)
 
+    @property
+    def fragmented(self) -> bool:
+        """True if the allocation would fit what is free and what no tensor is in, were they in one piece."""
+        figures = self.figures
+        unused, asked = figures.get("unused_bytes", 0), figures.get("asked_bytes", 0)
+        fits = asked <= unused + figures.get("free_bytes", 0)
+        return fits and unused > 0.05 * figures.get("capacity_bytes", 0)
 
-def guess_job(message: str) -> JobFacts:
-    """Guess the job from a failure's message: its kind of device, CUDA where no other is named."""
+    @property
+    def squeezed(self) -> bool:
+        """True if other processes hold what the allocation needs."""
+        figures = self.figures
+        others = figures.get("others_bytes", 0)
+        needed = figures.get("asked_bytes", 0) - figures.get("free_bytes", 0) - figures.get("unused_bytes", 0)
+        return others > max(GIB, 0.05 * figures.get("capacity_bytes", 0)) and others >= needed
+
+
+def guess_job(message: str, frames: Sequence[str] = ()) -> JobFacts:
+    """Guess the job from a failure's message and frames: its kind of device is CUDA where no other is named."""
     devices = (name for name, pattern in _DEVICES.items() if re.search(pattern, message))
-    return JobFacts.on_device(next(devices, "cuda"))
-
-
-def parse_figures(text: str) -> dict[str, int]:
-    """The last of each figure that a message names, in bytes; of other processes, all of them together."""
-    figures = {}
-    for name, pattern in _FIGURES.items():
-        sizes = [_bytes(match.groups()) for match in re.finditer(pattern, text)]
-        if sizes:
-            figures[name] = sum(sizes) if name == "others_bytes" else sizes[-1]
-    return figures
-
-
-def _bytes(groups: tuple[str | None, ...]) -> int:
-    number, unit = [part for part in groups if part is not None][:2]
-    return int(float(number) * _UNITS[unit])
+    job = JobFacts.on_device(next(devices, "cuda"))
+    text, shown = "\n".join(frames), {}
+    for name, value, pattern in _SETUPS:
+        if name not in shown and re.search(pattern, text):
+            shown[name] = value
+    return replace(job, setup=replace(job.setup, **shown))
 
 
 def explain(failure: Failure) -> tuple[str, list[str]]:
@@ -132,24 +146,58 @@ def explain(failure: Failure) -> tuple[str, list[str]]:
 
 def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str]]:
     """The cause with rows of the table, or with sentences where the fix is no setting."""
-    kind, cause, figures = failure.diagnosis.kind, failure.diagnosis.cause, failure.figures
-    capacity = figures.get("capacity_bytes", 0)
-    if kind not in (OomKind.DEVICE, OomKind.LIBRARY_WORKSPACE) and "host memory ran out" not in cause:
-        return cause, [cause.partition(": ")[2] or cause]
+    frame, figures = failure.frame, failure.figures
+    cause, _, fixes = failure.diagnosis.cause.partition(": ")
+    if frame is not None and frame.pinned:
+        return frame.why, frame.changes
+    if cause.startswith(KILLED):
+        return _killed(failure)
+    if fixes or not cause:
+        return cause, fixes.split("; ") if fixes else [cause]
     if failure.grown:
         return f"memory grew: {failure.grown}: {ADVICE[failure.grown]}", LATER_CHANGES
-    if figures.get("others_bytes", 0) > max(GIB, 0.05 * capacity):
+    if failure.squeezed:
         why, rows = _OTHERS
         return why.format(others=gib(figures["others_bytes"])), rows
-    if figures.get("unused_bytes", 0) > max(figures.get("asked_bytes", 0), 0.05 * capacity):
-        why, rows = _FRAGMENTED
-        return why.format(unused=gib(figures["unused_bytes"])), rows
+    why, rows = _of_frame(failure) if frame else _of_stage(failure)
+    if not failure.fragmented:
+        return why, rows
+    fragmented, remedies = _FRAGMENTED
+    fragmented = fragmented.format(unused=gib(figures["unused_bytes"]))
+    if failure.stage in ("forward", "backward", None):  # what comes and goes in a step leaves the gaps
+        return fragmented if frame is None else f"{fragmented}; and {why}", (remedies[0], *rows[:1], *remedies[1:])
+    return f"{why}; and {fragmented}", (*rows[:2], remedies[0])
+
+
+def _killed(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
+    """The cause of a process that the system killed."""
+    why = failure.diagnosis.cause
+    if failure.stage == "load":
+        return f"{why}: while the model loaded", (changes.LOAD_ONCE, changes.MORE_HOST_MEMORY)
+    if failure.offloads:
+        return f"{why}: what is offloaded lies there", (
+            *(changes.OFFLOAD_LESS, changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS),
+        )
+    return why, (changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS, changes.OFFLOAD_LESS)
+
+
+def _of_frame(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
+    """What the failing frames say; of a step that was not the first, also that a longer batch than before came."""
+    frame, step = failure.frame, failure.step
+    if step is None or step < 2 or frame.stage != "forward":
+        return frame.why, frame.changes
+    return f"it fitted for {step} steps, so a longer batch than before came: {frame.why}", (
+        *(*frame.changes[:1], changes.PROBE, *frame.changes[1:]),
+    )
+
+
+def _of_stage(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
     if failure.stage in ("eval", "save", "load", "resume") or (failure.stage == "optimizer" and not failure.step):
         return _BY_STAGE[failure.stage]
-    return _cause_in_step(failure)
+    return _in_step(failure)
 
 
-def _cause_in_step(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
+def _in_step(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
     """The cause of a failure in a step that may have fitted before."""
     why, rows = _BY_STAGE["step"]
     step, longest = failure.step, failure.longest

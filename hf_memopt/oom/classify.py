@@ -1,13 +1,14 @@
 """Is this failure about memory, about whose memory, and would a smaller micro-batch help?
 
 The table holds messages as libraries print them (torch's allocators, CUDA, cuBLAS, cuDNN, NCCL, HIP, XPU, Metal,
-bitsandbytes, DeepSpeed, numpy, the kernel). accelerate 1.15's should_reduce_batch_size recognizes five of the
-seventeen messages that were collected from them.
+bitsandbytes, DeepSpeed, vLLM, numpy, the kernel, schedulers). accelerate 1.15's should_reduce_batch_size recognizes
+five of the seventeen messages that were collected from those that Python code raises.
 """
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from hf_memopt.errors import chain, one_line
 
@@ -43,104 +44,197 @@ class Diagnosis:
         return self.smaller_batch_helps and (self.kind is not OomKind.HOST or device.type == "cpu")
 
 
-# (kind, whether a smaller micro-batch helps, patterns, cause). The first match wins. Rows that a smaller batch does
-# not help come first, since their messages often contain those of more general rows. `A … B` in a pattern means A, and
-# B later on the same line. tests/test_oom.py has a real message for each.
+class Row(NamedTuple):
+    """A failure as libraries print it.
+
+    Attributes:
+        kind: whose memory.
+        smaller_batch_helps: whether a smaller micro-batch helps.
+        cause: a sentence; where the fix is no setting of the job, then ": " and changes, with "; " between them.
+        patterns: `A … B` means A, and B later on the same line.
+        indirect: it says that a process was ended, which a launcher also does after another failure, or that a call
+            failed, for which there are other reasons.
+    """
+
+    kind: OomKind
+    smaller_batch_helps: bool
+    cause: str
+    patterns: tuple[str, ...]
+    indirect: bool = False
+
+
+KILLED = "the system killed a process, nearly always for host memory"
+NO_PINNED_MEMORY = "pinned host memory could not be had"
+_VLLM = "vLLM found too little device memory for its KV cache"
+# The first match wins. Rows that a smaller batch does not help come first, since their messages often contain those of
+# more general rows. tests/test_oom.py and tests/logs have a real message for each.
 _TABLE = [
-    (
+    Row(
         OomKind.NOT_MEMORY,
         False,
-        [r"out of resources?: shared memory", r"OutOfResources … shared memory"],
         "a Triton kernel asks for more shared memory than this card has, whatever the batch: use another attention "
         "implementation or a kernel of smaller blocks",
+        (r"out of resources?: shared memory", r"OutOfResources … shared memory"),
     ),
-    (
+    Row(
         OomKind.HOST,
         False,
-        [r"DataLoader worker \(pid … (killed by signal|exited unexpectedly)"],
+        "/dev/shm, through which data loading workers send batches, is full: raise it (docker run --shm-size=16g or "
+        "--ipc=host, on Kubernetes an emptyDir with medium: Memory); set dataloader_num_workers or "
+        "dataloader_prefetch_factor lower",
+        (
+            r"DataLoader worker \(pid … Bus error",
+            r"bus error encountered in worker|insufficient shared memory \(shm\)",
+            r"No space left on device … /dev/shm",
+            r"/dev/shm … No space left on device",
+            r"unable to (open|write to|resize|allocate|mmap) … shared memory",
+        ),
+    ),
+    Row(
+        OomKind.HOST,
+        False,
         "the system killed a data loading worker, for host memory or /dev/shm: set dataloader_num_workers or "
         "dataloader_prefetch_factor lower",
+        (r"DataLoader worker \(pid … (killed by signal: Killed|exited unexpectedly)",),
     ),
-    (
+    Row(
         OomKind.HOST,
         False,
-        [r"in DataLoader worker process … (MemoryError|can't allocate memory|Cannot allocate memory)"],
         "a data loading worker found no host memory: set dataloader_num_workers or dataloader_prefetch_factor lower",
+        (r"in DataLoader worker process … (MemoryError|can't allocate memory|Cannot allocate memory)",),
     ),
-    (
+    Row(
         OomKind.HOST,
         False,
-        [r"Signals\.SIGKILL|exitcode\s{0,9}: -9\b|Signal 9 \(SIGKILL\)"],
-        "the system killed a process, nearly always for host memory: load and offload less (hf-memopt estimate says "
-        "what host memory a job takes)",
+        "a process of datasets.map ended, nearly always for host memory: set num_proc (dataset_num_proc) lower; set "
+        "batch_size and writer_batch_size of map() lower",
+        (r"subprocesses has abruptly died during map operation",),
     ),
-    (
+    Row(
+        OomKind.HOST,
+        False,
+        f"{KILLED} (its limit is the machine's, the container's or the scheduler's)",
+        (
+            r"\boom[-_]kill(ed)? event|\boom-kill:|oom_reaper: reaped|invoked oom-killer|\bOOM ?Killed\b",
+            r"Out of memory: Kill(ed)? process|cgroup out[ -]of[ -]memory",
+            r"srun: error: … Out Of Memory",
+            r"exceeded (job |step )?memory limit|TERM_MEMLIMIT|\bOUT_OF_ME(MORY|\+)|the node running low on memory",
+        ),
+    ),
+    Row(
+        OomKind.HOST,
+        False,
+        KILLED,
+        (
+            r"died with <Signals\.SIGKILL|Signal 9 \(SIGKILL\)|interrupted by signal 9\b|task \d{1,6}: Killed$",
+            r"exit ?code\s{0,9}[:=]?\s{0,9}(-9|137)\b|(return(ed)?|exit(ed)?)[ -](return[ -])?(code|status|with code)?"
+            r"[\s:=(]{0,4}(-9|137)\b|non-zero exit status (-9|137)\b",
+            # A shell's report of its child; bash names script and line, zsh the job.
+            r"^killed$|(: line \d{1,7}:|^\[\d{1,4}\]\s{0,4}[-+]?)\s{0,9}\d{1,9}\s{1,9}killed\b|^\d{1,9} Killed\s",
+        ),
+        indirect=True,
+    ),
+    Row(
         OomKind.COMMUNICATION,
         False,
-        [r"(NCCL|RCCL|nccl\w{0,40}Error|rccl\w{0,40}Error|Cuda failure|Hip failure) … out of memory"],
         "the communication library found no device memory for its buffers: leave more free (a lower "
         "target_memory_utilization), or set NCCL_BUFFSIZE lower",
+        (r"(NCCL|RCCL|nccl\w{0,40}Error|rccl\w{0,40}Error|Cuda failure|Hip failure) … out of memory",),
     ),
-    (
+    Row(
         OomKind.HOST,
         False,
-        [
+        f"{NO_PINNED_MEMORY}: raise the memlock limit, or set pin_memory false",
+        (
             r"OS call failed or operation not supported on this OS|page-locked|posix_memalign",
             r"cu(da|)?(MemHostAlloc|HostAlloc|HostRegister)",
-            r"pin(ned)?[ _]memory … (fail|out of memory|cannot)",
-        ],
-        "pinned host memory could not be had: raise the memlock limit, or set pin_memory false",
+            r"pin(ned)?[ _]memory … (fail|out of memory|cannot allocate)",
+        ),
     ),
-    (
+    Row(
+        OomKind.DEVICE,
+        False,
+        'the quantized weights do not fit the device memory that is free: device_map={"": 0}, since "auto" leaves '
+        "a margin; end other processes on the device; a smaller model",
+        (r"Some modules are dispatched on the CPU or the disk",),
+    ),
+    Row(
+        OomKind.DEVICE,
+        False,
+        f"{_VLLM}: raise vllm_gpu_memory_utilization; set vllm_max_model_length lower; shard vLLM over more devices "
+        "(vllm_tensor_parallel_size)",
+        (
+            r"No available memory for the cache blocks",
+            r"larger than the (maximum number of tokens that can be stored in|available) KV cache",
+        ),
+    ),
+    Row(
+        OomKind.DEVICE,
+        False,
+        "vLLM finds less device memory free than it may take: set vllm_gpu_memory_utilization lower; end other "
+        "processes on the device; vllm_enable_sleep_mode=true, where it shares the device with training",
+        (r"Free memory on device … less than desired GPU memory utilization",),
+    ),
+    Row(
         OomKind.LIBRARY_WORKSPACE,
         True,
-        [
-            r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_"
-            r"(ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|CUDNN_STATUS_NOT_SUPPORTED"
-        ],
         "a math library found no device memory for its workspace",
+        (
+            r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_"
+            r"(ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)",
+        ),
     ),
-    (
+    Row(
+        OomKind.LIBRARY_WORKSPACE,
+        True,
+        "a math library found no device memory for its workspace",
+        (
+            r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_NOT_INITIALIZED|"
+            r"CUDNN_STATUS_NOT_SUPPORTED",
+        ),
+        indirect=True,
+    ),
+    Row(
         OomKind.HOST,
         True,
-        [
-            r"DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc|"
-            r"Cannot allocate memory|Unable to allocate [\d.]{1,30} .iB for an array"
-        ],
         "host memory ran out",
+        (
+            r"DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc|ArrowMemoryError|"
+            # A thread-local block of a shared library is too small, whatever memory there is.
+            r"Cannot allocate memory(?! in static TLS)|Unable to allocate [\d.]{1,30} .iB for an array|"
+            r"paging file is too small|os error 1455|WinError 1455",
+        ),
     ),
-    (
+    Row(
         OomKind.DEVICE,
         True,
-        [
-            r"(CUDA|HIP|XPU|NPU|MPS backend|MLU|MUSA|HPU) out of memory|"
-            r"(CUDA|HIP|CUDA driver) error: out of memory|(cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory|"
-            r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES|Invalid buffer size: |"
-            r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Error out of memory at line \d"
-        ],
         "device memory ran out",
+        (
+            r"(CUDA|HIP|XPU|NPU|MPS backend|MLU|MUSA|HPU) out of memory|(CUDA|HIP|CUDA driver) error: out of memory|"
+            r"(cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|"
+            r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES|Invalid buffer size: |"
+            r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Error out of memory at line \d|"
+            r"cuda runtime err(or)? ?\(2\)|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating tensor",
+        ),
+    ),
+    Row(
+        OomKind.DEVICE,
+        True,
+        "device memory ran out (torch could not ask NVML whose it is, as on a MIG slice)",
+        # pytorch/pytorch#112377: the allocator asks only when it is about to report an OOM.
+        (r"NVML_SUCCESS == … INTERNAL ASSERT FAILED",),
     ),
 ]
 # Every message that the table matches has one of these, in lower case. Searching for a fixed string is a hundred times
 # faster than the patterns, and nearly all lines of a log have none.
 _HINTS = (
-    "memory",
-    "outofresources",
-    "out of resource",
-    "dataloader worker",
-    "sigkill",
-    "exitcode",
-    "os call failed",
-    "page-locked",
-    "posix_memalign",
-    "hostalloc",
-    "hostregister",
-    "_status_",
-    "bad_alloc",
-    "unable to allocate",
-    "ur_result_error",
-    "invalid buffer size",
+    *("memory", "memlimit", "outofresources", "out of resource", "dataloader worker", "bus error", "kill", "/dev/shm"),
+    *("exitcode", "exit code", "return", "exit", "signal 9", "os call failed", "page-locked", "posix_memalign"),
+    *("hostalloc", "hostregister", "_status_", "bad_alloc", "unable to allocate", "ur_result_error", "1455"),
+    *("invalid buffer size", "abruptly died", "some modules are dispatched", "kv cache", "cuda runtime err"),
+    *("paging file", "out_of_me", "nvml_success", "oom"),
 )
+_HOST_MEMORY = next(row for row in _TABLE if row.cause == "host memory ran out")
 _GAP = " … "
 
 
@@ -159,24 +253,30 @@ def diagnose(error: BaseException) -> Diagnosis:
 
 
 def diagnose_text(text: str) -> Diagnosis:
-    """The diagnosis of the last failure in a log or a pasted error; needs no torch."""
+    """The diagnosis of the last failure in a message; needs no torch."""
     for line in reversed(text.splitlines()):
-        if not any(hint in line.lower() for hint in _HINTS):
-            continue
-        if row := _find_row(line):
-            kind, helps, cause = row
-            return Diagnosis(kind, helps, cause, " ".join(line.split()))
-        if re.match(r"\s*(\w+\.)*MemoryError\b", line):
-            return Diagnosis(OomKind.HOST, True, "host memory ran out", " ".join(line.split()))
+        if row := find_row(line):
+            return diagnosed(row, line)
     return Diagnosis(OomKind.NOT_MEMORY, False, "", "")
 
 
-def _find_row(line: str) -> tuple[OomKind, bool, str] | None:
-    """Kind, whether a smaller batch helps, and cause, from the first row that matches a line."""
-    for kind, helps, patterns, cause in _TABLE:
-        if any(_matches(pattern, line) for pattern in patterns):
-            return kind, helps, cause
-    return None
+def diagnosed(row: Row, line: str) -> Diagnosis:
+    """The diagnosis that a row is of a line."""
+    return Diagnosis(row.kind, row.smaller_batch_helps, row.cause, " ".join(line.split()))
+
+
+def find_row(line: str) -> Row | None:
+    """The first row that matches a line of a log."""
+    lowered = line.lower()
+    if not any(hint in lowered for hint in _HINTS):
+        return None
+    if row := _find_row(line):
+        return row
+    return _HOST_MEMORY if re.match(r"\s*(\w{1,60}\.){0,9}_?(Array)?MemoryError\b", line) else None
+
+
+def _find_row(line: str) -> Row | None:
+    return next((row for row in _TABLE if any(_matches(pattern, line) for pattern in row.patterns)), None)
 
 
 def _matches(pattern: str, line: str) -> bool:
@@ -191,8 +291,7 @@ def _diagnose_one(error: BaseException) -> Diagnosis:
 
     text = one_line(error)
     if isinstance(error, RuntimeError | MemoryError | OSError) and (row := _find_row(text)):
-        kind, helps, cause = row
-        return Diagnosis(kind, helps, cause, text)
+        return diagnosed(row, text)
     if isinstance(error, torch.OutOfMemoryError):
         return Diagnosis(OomKind.DEVICE, True, "device memory ran out", text)
     if isinstance(error, MemoryError):

@@ -3,7 +3,6 @@
 For the folder of a run that did not run out of memory: what makes it slow.
 """
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from hf_memopt.files import check_links, is_there, read_bytes
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
 from hf_memopt.monitor.growth import ADVICE
-from hf_memopt.oom.causes import LATER_CHANGES, Failure, explain, parse_figures
+from hf_memopt.oom.causes import LATER_CHANGES, Failure, explain
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
+from hf_memopt.oom.figures import parse_figures
+from hf_memopt.oom.log_failure import find_failure
 from hf_memopt.redaction import redact_text
 from hf_memopt.reports.log import read_log
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report, read_run
@@ -22,7 +23,6 @@ from hf_memopt.reports.slow import why_slow
 from hf_memopt.terminal import plain
 
 LARGEST_TEXT = 16 * 2**20  # bytes read from the end of a log: some 150,000 lines
-_LARGEST_TRACEBACK = 2**20  # characters of it that are searched for the stage
 _LONGEST_MESSAGE = 500  # characters
 SLOW = "slow"  # Advice.what of a run that did not run out of memory
 _BOTTLENECKS = {
@@ -32,28 +32,6 @@ _BOTTLENECKS = {
 }
 _MOST_LOGS = 8  # log files read in a folder, the newest
 
-# Stage of a run -> traceback frames and messages that show it. The innermost known frame counts: the last match.
-_STAGES = [
-    ("load", r"in from_pretrained|_load_pretrained_model|in load_checkpoint|model\.to\(|in _move_model_to_device"),
-    ("resume", r"in _load_from_checkpoint|in _load_optimizer_and_scheduler|in load_state_dict"),
-    ("eval", r"in evaluation_loop|in evaluate\b|in prediction_step|in nested_concat|stage.{0,4}eval"),
-    ("save", r"in _save_checkpoint|in save_model|in _save_optimizer_and_scheduler|in save_pretrained"),
-    (
-        "optimizer",
-        # Repetitions are bounded here and below, so that long lines cost linear time.
-        r"in _init_group|in _multi_tensor_adam|optim(izer)?\.py.{0,99}in step|in optimizer_update|"
-        r"initialize_optimizer",
-    ),
-    ("backward", r"in backward\b|run_backward|autograd/__init__"),
-    ("forward", r"in forward\b|in compute_loss"),
-]
-# Steps in tqdm's bar, in the Trainer's log and in MemoryTrainer's messages; at most 12 digits.
-_STEP = re.compile(
-    r"\|\s{0,20}(\d{1,12})/\d{1,12} \[|[\"']step[\"']: (\d{1,12})\b|out of memory in \w{1,20} of step (\d{1,12})\b"
-    r"|(?:^|\s)step (\d{1,12}):"
-)
-_GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -62,7 +40,7 @@ class Advice:
     Attributes:
         what: whose memory ran out (oom.classify.OomKind), or SLOW.
         cause: the same as a sentence.
-        stage: load, forward, backward, optimizer, eval, save or resume; None where the text does not show it.
+        stage: load, forward, backward, generate, optimizer, eval, save or resume; None where the text shows none.
         step: optimizer steps done before; None where the text does not show it.
         why: the likely reason.
         changes: dicts of `change`, and of `saved_bytes` where that was predicted.
@@ -103,17 +81,20 @@ def advise(source: str) -> Advice | None:
 
 def advise_on_text(text: str) -> Advice | None:
     """Advice from a log or a pasted error; None where neither shows a failure of memory."""
-    diagnosis = diagnose_text(text)
-    if not diagnosis.cause:
+    failure = find_failure(text)
+    if failure is None:
         return None
-    figures = parse_figures(text)
-    stage, step = _stage(text), _step(text)
-    grown = _GROWTH.findall(text)  # labels that MemoryCallback logged
-    why, usual = explain(
-        Failure(diagnosis=diagnosis, stage=stage, step=step, figures=figures, grown=grown[-1] if grown else None)
+    diagnosis, (why, usual) = failure.diagnosis, explain(failure)
+    return Advice(
+        str(diagnosis.kind),
+        diagnosis.cause,
+        failure.stage,
+        failure.step,
+        why,
+        _unpredicted(usual),
+        _quote(diagnosis.message),
+        dict(failure.figures),
     )
-    texts = _unpredicted(usual)
-    return Advice(str(diagnosis.kind), diagnosis.cause, stage, step, why, texts, _quote(diagnosis.message), figures)
 
 
 def _quote(message: str) -> str:
@@ -222,19 +203,3 @@ def _advise_on_event(event: dict[str, Any]) -> Advice:
 
 def _unpredicted(texts: list[str]) -> list[dict[str, Any]]:
     return [{"change": text, "saved_bytes": None} for text in texts[:3]]
-
-
-def _stage(text: str) -> str | None:
-    """The stage that the last traceback shows."""
-    start = text.rfind("Traceback (most recent call last)")
-    last = text[max(0, start) :][-_LARGEST_TRACEBACK:]
-    positions = {stage: match.start() for stage, pattern in _STAGES for match in re.finditer(pattern, last)}
-    if not positions:
-        return None
-    outer = [stage for stage in ("eval", "save", "load", "resume", "optimizer") if stage in positions]
-    return outer[0] if outer else max(positions, key=positions.get)
-
-
-def _step(text: str) -> int | None:
-    steps = [int(next(filter(None, match.groups()))) for match in _STEP.finditer(text) if any(match.groups())]
-    return steps[-1] if steps else None

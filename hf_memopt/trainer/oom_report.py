@@ -6,8 +6,9 @@ from typing import Any
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
-from hf_memopt.oom.causes import Failure, explain, parse_figures
+from hf_memopt.oom.causes import Failure, explain
 from hf_memopt.oom.classify import Diagnosis
+from hf_memopt.oom.figures import parse_figures
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.redaction import redact
 from hf_memopt.trainer.combination import describe_setup
