@@ -8,7 +8,7 @@ from hf_memopt.levers import changes
 from hf_memopt.levers.changes import JobFacts
 from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.monitor.growth import ADVICE
-from hf_memopt.oom.classify import KILLED, Diagnosis
+from hf_memopt.oom.classify import KILLED, Diagnosis, OomKind
 from hf_memopt.oom.frames import FrameRow
 from hf_memopt.units import GIB, gib
 
@@ -93,6 +93,7 @@ class Failure:
         job: its settings; None where only the message is left.
         frame: what the failing frames say; None where they say no more than the stage.
         offloads: True if it offloads to host memory.
+        ranks: True if a launcher started it, so that there may be several processes.
     """
 
     diagnosis: Diagnosis
@@ -104,6 +105,7 @@ class Failure:
     figures: Mapping[str, int] = field(default_factory=dict)
     frame: FrameRow | None = None
     offloads: bool = False
+    ranks: bool = False
 
     @property
     def known_job(self) -> JobFacts:
@@ -150,7 +152,8 @@ def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str
     cause, _, fixes = failure.diagnosis.cause.partition(": ")
     if frame is not None and frame.pinned:
         return frame.why, frame.changes
-    if cause.startswith(KILLED):
+    on_host = failure.diagnosis.kind is OomKind.HOST and not fixes
+    if cause.startswith(KILLED) or (on_host and (failure.stage == "load" or failure.offloads)):
         return _killed(failure)
     if fixes or not cause:
         return cause, fixes.split("; ") if fixes else [cause]
@@ -170,10 +173,11 @@ def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str
 
 
 def _killed(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
-    """The cause of a process that the system killed."""
+    """The cause where the host's memory ran out, or where the system killed a process for it."""
     why = failure.diagnosis.cause
     if failure.stage == "load":
-        return f"{why}: while the model loaded", (changes.LOAD_ONCE, changes.MORE_HOST_MEMORY)
+        loading = (changes.LOAD_ONCE, changes.MORE_HOST_MEMORY)
+        return f"{why}: while the model loaded", loading if failure.ranks else loading[::-1]
     if failure.offloads:
         return f"{why}: what is offloaded lies there", (
             *(changes.OFFLOAD_LESS, changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS),
@@ -184,6 +188,8 @@ def _killed(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
 def _of_frame(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
     """What the failing frames say; of a step that was not the first, also that a longer batch than before came."""
     frame, step = failure.frame, failure.step
+    if failure.diagnosis.kind is OomKind.HOST:  # which the logits of an evaluation would only go to
+        return frame.why, tuple(change for change in frame.changes if change is not changes.EVAL_ACCUMULATION)
     if step is None or step < 2 or frame.stage != "forward":
         return frame.why, frame.changes
     return f"it fitted for {step} steps, so a longer batch than before came: {frame.why}", (

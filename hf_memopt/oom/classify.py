@@ -87,7 +87,7 @@ _TABLE = [
             r"bus error encountered in worker|insufficient shared memory \(shm\)",
             r"No space left on device … /dev/shm",
             r"/dev/shm … No space left on device",
-            r"unable to (open|write to|resize|allocate|mmap) … shared memory",
+            r"unable to (open|write to|resize|allocate|mmap) … (shared memory|</torch_)",
         ),
     ),
     Row(
@@ -130,7 +130,8 @@ _TABLE = [
             r"exit ?code\s{0,9}[:=]?\s{0,9}(-9|137)\b|(return(ed)?|exit(ed)?)[ -](return[ -])?(code|status|with code)?"
             r"[\s:=(]{0,4}(-9|137)\b|non-zero exit status (-9|137)\b",
             # A shell's report of its child; bash names script and line, zsh the job.
-            r"^killed$|(: line \d{1,7}:|^\[\d{1,4}\]\s{0,4}[-+]?)\s{0,9}\d{1,9}\s{1,9}killed\b|^\d{1,9} Killed\s",
+            r"(^|[\]>])\s{0,9}killed$|(: line \d{1,7}:|^\[\d{1,4}\]\s{0,4}[-+]?)\s{0,9}\d{1,9}\s{1,9}killed\b",
+            r"^\d{1,9} Killed\s",
         ),
         indirect=True,
     ),
@@ -232,7 +233,7 @@ _HINTS = (
     *("exitcode", "exit code", "return", "exit", "signal 9", "os call failed", "page-locked", "posix_memalign"),
     *("hostalloc", "hostregister", "_status_", "bad_alloc", "unable to allocate", "ur_result_error", "1455"),
     *("invalid buffer size", "abruptly died", "some modules are dispatched", "kv cache", "cuda runtime err"),
-    *("paging file", "out_of_me", "nvml_success", "oom"),
+    *("paging file", "out_of_me", "nvml_success", "oom", "</torch_"),
 )
 _HOST_MEMORY = next(row for row in _TABLE if row.cause == "host memory ran out")
 _GAP = " … "

@@ -16,17 +16,17 @@ _FIGURES = {
     "limit_bytes": rf"{_SIZE} allowed;",  # set_per_process_memory_fraction
     "free_bytes": rf"of which {_SIZE} is free|; {_SIZE} free",
     "allocated_bytes": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated|MPS allocated: {_SIZE}",
-    "unused_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "unused_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached\)",  # the latter before 1.5
     # Metal's, outside torch's heaps, in this process: MPSAllocator.mm subtracts the heaps from its own device's total.
     "outside_torch_bytes": rf"other allocations: {_SIZE}",
-    "reserved_bytes": rf"{_SIZE} (?:reserved in total by PyTorch|cached\))",  # torch before 2.1; before 1.5
+    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch",  # torch before 2.1
     "own_bytes": rf"this process has {_SIZE} memory in use",
 }
 _LISTED = re.compile(rf"Process \d{{1,12}} has {_SIZE} memory in use")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _METAL_UNITS = _UNITS | {"KB": 2**10, "MB": MIB, "GB": GIB}  # MPSAllocator's format_size divides by powers of two
-# Of a process beside its tensors: a CUDA context, kernels, workspaces, buffers of NCCL. Seen: 0.3 to 2 GiB.
-_CONTEXT = 2 * GIB
+# Of a process beside its tensors: a CUDA context, kernels, workspaces.
+_CONTEXT = GIB
 _ROUNDED = 16 * MIB  # a message rounds each figure to 0.01 GiB
 _START = re.compile(r"out of memory\b|[Tt]r(?:ied|ying) to allocate ", re.IGNORECASE)
 

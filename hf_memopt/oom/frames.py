@@ -50,7 +50,7 @@ def read_frames(lines: Sequence[Line], end: int) -> list[str]:
     marked = False  # IPython and rich show lines around the one that runs, and mark it
     for text in reversed(own):
         if match := frame_match(text):
-            frames.append([f"{match['path']} in {match['name']}:"])
+            frames.append([f"{match['path']} in {match['name'].rpartition('.')[2]}:"])
             marked = False
         elif frames and not marked:
             marked = bool(_MARKED.match(text))
@@ -89,7 +89,7 @@ _EVALUATION = r" in (evaluation_loop|prediction_loop|evaluate|prediction_step|pr
 _GENERATION = r" in (_?generate\w*|_?beam_search|greedy_search|_?sample):|\.generate\("
 _KV_CACHE = "generation keeps keys and values of all tokens of all sequences (the KV cache) beside what training holds"
 _LOGITS = "logits of all tokens over the whole vocabulary, and the loss's copies of them, do not fit beside the rest"
-# The first that matches a frame counts: what encloses a step before the step, and the special before the general.
+# The first that matches a frame counts: what encloses a step before the step, the special before the general.
 _TABLE = (
     FrameRow(
         "forward",
@@ -154,39 +154,6 @@ _TABLE = (
         (changes.ADAPTER_REFERENCE, changes.PRECOMPUTE_REFERENCE, *_WEIGHTS),
     ),
     FrameRow(
-        "forward",
-        r"(grpo|rloo|online_dpo|ppo)\S{0,40} in (_get_per_token_logps\w*|_compute_loss|compute_loss|"
-        r"compute_liger_loss|get_per_token_logps)",
-        "logits of all completions over the whole vocabulary do not fit",
-        (changes.LIGER, changes.FEWER_COMPLETIONS, changes.SHORTER_COMPLETIONS),
-    ),
-    FrameRow(
-        "generate",
-        _GENERATION,
-        f"{_KV_CACHE}, of all completions of a batch at once",
-        (changes.FEWER_COMPLETIONS, changes.SHORTER_COMPLETIONS, changes.LESS_FOR_VLLM),
-        among=_TRL,
-    ),
-    FrameRow(
-        "generate",
-        _GENERATION,
-        _KV_CACHE,
-        (changes.EVAL_BATCH, changes.SHORTER_GENERATION),
-        among=_EVALUATION,
-    ),
-    FrameRow("generate", _GENERATION, _KV_CACHE, (changes.GENERATE_LESS, changes.SHORTER_GENERATION, changes.SDPA)),
-    FrameRow(
-        "eval",
-        r"in (nested_concat|torch_pad_and_concatenate|numpy_pad_and_concatenate|nested_numpify|nested_detach|"
-        r"to_cpu_and_numpy|pad_across_processes|_gpu_gather|gather_for_metrics|_nested_gather):|all_preds|preds_host",
-        "logits of all evaluation batches are kept until metrics are computed",
-        (changes.EVAL_ACCUMULATION, changes.EVAL_ARGMAX, changes.EVAL_TOKENS, changes.EVAL_BATCH),
-    ),
-    FrameRow(
-        "eval",
-        _EVALUATION,
-    ),
-    FrameRow(
         "load",
         r"mxfp4|convert_moe_packed_tensors|in dequantize\w*:.{0,300}(load|param)",
         "loading dequantizes the weights: they take up to four times the checkpoint's size, and one part more",
@@ -222,6 +189,24 @@ _TABLE = (
         r"_optimizer_step|_take_model_step|_maybe_opt_step):|optim\w{0,20}(\.py|/\S{0,60}) in step:",
     ),
     FrameRow(
+        "eval",
+        r"in (nested_concat|torch_pad_and_concatenate|numpy_pad_and_concatenate|nested_numpify|nested_detach|"
+        r"to_cpu_and_numpy|pad_across_processes|_gpu_gather|gather_for_metrics|_nested_gather):|all_preds|preds_host",
+        "logits of all evaluation batches are kept until metrics are computed",
+        (changes.EVAL_ACCUMULATION, changes.EVAL_ARGMAX, changes.EVAL_TOKENS, changes.EVAL_BATCH),
+    ),
+    FrameRow(
+        "generate",
+        _GENERATION,
+        _KV_CACHE,
+        (changes.EVAL_BATCH, changes.SHORTER_GENERATION),
+        among=_EVALUATION,
+    ),
+    FrameRow(
+        "eval",
+        _EVALUATION,
+    ),
+    FrameRow(
         "forward",
         r"\bself\.visual\(|\bvision_(tower|model|encoder)\b|in (get_(image|video)_features|"
         r"get_image_embeds|encode_images|extract_feature):|cu_seqlens=cu_seqlens|modeling_(siglip|clip|intern_?vit|eva|vit|pixtral)"
@@ -229,6 +214,21 @@ _TABLE = (
         "the vision tower's activations do not fit: they grow with the pixels of images and frames",
         (changes.FEWER_PIXELS, changes.FEWER_FRAMES, changes.VISION_FLASH),
     ),
+    FrameRow(
+        "forward",
+        r"(grpo|rloo|online_dpo|ppo)\S{0,40} in (_get_per_token_logps\w*|_compute_loss|compute_loss|"
+        r"compute_liger_loss|get_per_token_logps)",
+        "logits of all completions over the whole vocabulary do not fit",
+        (changes.LIGER, changes.FEWER_COMPLETIONS, changes.SHORTER_COMPLETIONS),
+    ),
+    FrameRow(
+        "generate",
+        _GENERATION,
+        f"{_KV_CACHE}, of all completions of a batch at once",
+        (changes.FEWER_COMPLETIONS, changes.SHORTER_COMPLETIONS, changes.LESS_FOR_VLLM),
+        among=_TRL,
+    ),
+    FrameRow("generate", _GENERATION, _KV_CACHE, (changes.GENERATE_LESS, changes.SHORTER_GENERATION, changes.SDPA)),
     FrameRow(
         "forward",
         r"eager_attention|attn_weights|attention_scores|softmax\((attn|scores|attention)|baddbmm\(|"

@@ -29,6 +29,7 @@ _STEP = re.compile(
 )
 _LOADING = re.compile(r"Loading (checkpoint shards|weights|safetensors)", re.IGNORECASE)
 _GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
+_RANKS = re.compile(r"local_rank|\brank\d|world_size|deepspeed|torchrun|elastic|subprocess\.CalledProcessError")
 _WARNING = re.compile(r"\b(User|Future|Deprecation|Runtime)Warning\b|Triggered internally at|\bTip: |\bHint: ")
 # Memory that may run out, and has not.
 _HYPOTHETICAL = re.compile(
@@ -103,6 +104,7 @@ def find_failure(text: str) -> Failure | None:
         figures=parse_figures(message),
         job=guess_job(message, frames),
         offloads="offload" in text or "cpu_adam" in text,
+        ranks=any(line.source.isdigit() or _RANKS.search(line.text) for line in lines),
     )
 
 
@@ -170,7 +172,7 @@ def _message(lines: Sequence[Line], at: int) -> str:
 
 def _stage_before(lines: Sequence[Line], fault: _Fault) -> str | None:
     """The stage that the last progress bar before a fault without frames shows."""
-    for line in reversed(lines[: fault.at]):
+    for line in reversed(lines[: fault.at + 1]):
         if match := _BAR.search(line.text):
             unfinished = match["done"] != match["total"]
             return "load" if unfinished and _LOADING.search(match["name"]) else None
