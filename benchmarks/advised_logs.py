@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_memopt.reports.advice import advise_on_text
 
+COUNTS = ("logs", "kinds", "causes", "named", "confirmed")
 LOGS = Path(__file__).resolve().parent.parent / "tests" / "logs"
 
 
@@ -32,13 +33,9 @@ def count() -> dict[str, int]:
     """Counts over the logs whose thread is recorded."""
     rows = [row for row in read_table() if row["source"]]
     causes, confirmed = zip(*map(judge, rows), strict=True)
-    return {
-        "logs": len(rows),
-        "kinds": len({row["kind"] for row in rows}),
-        "causes": sum(causes),
-        "named": sum(one is not None for one in confirmed),
-        "confirmed": sum(one is True for one in confirmed),
-    }
+    kinds, named = len({row["kind"] for row in rows}), sum(one is not None for one in confirmed)
+    numbers = (len(rows), kinds, sum(causes), named, sum(one is True for one in confirmed))
+    return dict(zip(COUNTS, numbers, strict=True))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) 
 from collections.abc import Callable
 from statistics import median
 
+from advised_logs import COUNTS, count
 from docs_tables.markdown import results
 
 from hf_memopt.estimator import step_time
@@ -210,6 +211,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "video.qwen2_5_1080p": lambda: _tokens_of_1080p("qwen2.5-vl-7b", 64),
     "video.qwen3_1080p": lambda: _tokens_of_1080p("qwen3-vl-8b", 64),
     "video.demo_seconds": lambda: f"{_video_demo()['seconds']:.0f} s",
+    **{f"advised.{name}": lambda name=name: str(count()[name]) for name in COUNTS},
     "levers.checkpointing": lambda: _share("activation_checkpointing (checkpoint_ratio=1)"),
     "levers.compression": lambda: _share("activation_compression=int8"),
     "levers.chunks": lambda: _share("loss_chunk_size=128"),

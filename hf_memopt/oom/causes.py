@@ -153,7 +153,7 @@ def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str
     if frame is not None and frame.pinned:
         return frame.why, frame.changes
     on_host = failure.diagnosis.kind is OomKind.HOST and not fixes
-    if cause.startswith(KILLED) or (on_host and (failure.stage == "load" or failure.offloads)):
+    if cause.startswith(KILLED) or (on_host and (failure.stage in ("load", None) or failure.offloads)):
         return _killed(failure)
     if fixes or not cause:
         return cause, fixes.split("; ") if fixes else [cause]

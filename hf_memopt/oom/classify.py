@@ -118,7 +118,8 @@ _TABLE = [
             r"\boom[-_]kill(ed)? event|\boom-kill:|oom_reaper: reaped|invoked oom-killer|\bOOM ?Killed\b",
             r"Out of memory: Kill(ed)? process|cgroup out[ -]of[ -]memory",
             r"srun: error: … Out Of Memory",
-            r"exceeded (job |step )?memory limit|TERM_MEMLIMIT|\bOUT_OF_ME(MORY|\+)|the node running low on memory",
+            r"exceeded (job |step )?memory limit|job killed: \w{0,9}mem",
+            r"TERM_MEMLIMIT|\bOUT_OF_ME(MORY|\+)|the node running low on memory",
         ),
     ),
     Row(
@@ -126,7 +127,8 @@ _TABLE = [
         False,
         KILLED,
         (
-            r"died with <Signals\.SIGKILL|Signal 9 \(SIGKILL\)|interrupted by signal 9\b|task \d{1,6}: Killed$",
+            r"died with <Signals\.SIGKILL|Signal 9 \(SIGKILL\)|interrupted by signal 9\b|signal SIGKILL\b",
+            r"task \d{1,6}: Killed$",
             r"exit ?code\s{0,9}[:=]?\s{0,9}(-9|137)\b|(return(ed)?|exit(ed)?)[ -](return[ -])?(code|status|with code)?"
             r"[\s:=(]{0,4}(-9|137)\b|non-zero exit status (-9|137)\b",
             # A shell's report of its child; bash names script and line, zsh the job.

@@ -162,7 +162,8 @@ _TABLE = (
     FrameRow(
         "load",
         r" in (from_pretrained|_load_pretrained_model|load_checkpoint_in_model|load_checkpoint_and_dispatch|"
-        r"load_checkpoint|dispatch_model|set_module_tensor_to_device|caching_allocator_warmup|load_model):",
+        r"load_checkpoint|dispatch_model|set_module_tensor_to_device|caching_allocator_warmup|load_model):"
+        r"|modeling_utils\.py in \w*load\w*:",
     ),
     FrameRow(
         "load",

@@ -51,6 +51,7 @@ _OTHER_REASON = re.compile(
 _CLEANUP = re.compile(r"forcefully exiting via|Unable to shutdown process|Sending process \d{1,9} closing signal")
 
 
+_MOST_KILLED = 64  # processes that are reported last
 _REASON_HINTS = (
     "error",
     "exception",
@@ -147,16 +148,17 @@ def _went_on(steps: Sequence[_Step], at: int) -> bool:
 def _decisive(faults: list[_Fault], steps: Sequence[_Step], reason: int | None) -> _Fault | None:
     """The fault that ended the run: the last that a message reports, else a process that was killed for no other
     reason, else one that the run survived."""
-    ended = [fault for fault in faults if not fault.row.indirect and not _went_on(steps, fault.at)]
-    if ended:
-        # NCCL fails too once torch holds everything.
-        own = [fault for fault in ended if fault.row.kind is not OomKind.COMMUNICATION]
-        return (own or ended)[-1]
-    killed = [fault for fault in faults if fault.row.indirect and not _went_on(steps, fault.at)]
+    reported = [fault for fault in faults if not fault.row.indirect]
+    # NCCL fails too once torch holds everything.
+    own = [fault for fault in reported if fault.row.kind is not OomKind.COMMUNICATION]
+    for last in filter(None, (own[-1:], reported[-1:])):
+        if not _went_on(steps, last[0].at):
+            return last[0]
+    killed = [fault for fault in faults if fault.row.indirect][-_MOST_KILLED:]
+    killed = [fault for fault in killed if not _went_on(steps, fault.at)]
     if killed and (reason is None or killed[0].at < reason):
         return killed[0]
-    survived = [fault for fault in faults if not fault.row.indirect]
-    return survived[-1] if survived and reason is None and not killed else None
+    return reported[-1] if reported and reason is None and not killed else None
 
 
 def _message(lines: Sequence[Line], at: int) -> str:

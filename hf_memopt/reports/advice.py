@@ -87,7 +87,7 @@ def advise_on_text(text: str) -> Advice | None:
     diagnosis, (why, usual) = failure.diagnosis, explain(failure)
     return Advice(
         str(diagnosis.kind),
-        diagnosis.cause,
+        diagnosis.cause.partition(": ")[0],
         failure.stage,
         failure.step,
         why,
