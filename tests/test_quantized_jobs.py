@@ -13,6 +13,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.tracing.quantization import _DEQUANTIZED_BYTES
 from hf_memopt.estimator.tracing.trace import loaded_tensors
 
 
@@ -162,6 +163,30 @@ def test_dequantized_weights_are_those_of_the_unquantized_model(block, chosen, d
     dequantized = estimate(_config(4, quantization_config=block), *job, quantization_config=chosen)
     assert dequantized.phases == estimate(_config(4), *job).phases
     assert any("dequantized while they are loaded" in note for note in dequantized.notes)
+
+
+@pytest.mark.slow
+def test_the_peak_of_dequantizing_experts_is_counted():
+    """gpt-oss: the largest tensor of experts, packed and unpacked with its indices, beside all weights."""
+    from transformers import GptOssConfig
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    experts, rows, columns = 4, 512, 256
+    blocks = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+    scales = torch.full((experts, rows, columns // 32), 127, dtype=torch.uint8)
+    results = []
+    peak = allocator_peak(lambda: results.append(_convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)))
+    beside = peak - results[0].nbytes + blocks.nbytes + scales.nbytes
+    assert beside == pytest.approx(_DEQUANTIZED_BYTES["mxfp4"] * results[0].numel(), rel=0.001)
+
+    sizes = {"hidden_size": columns, "intermediate_size": rows // 2, "num_local_experts": experts, "vocab_size": 512}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    found = {}
+    for block in ({}, {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}):
+        config = GptOssConfig(**sizes, **heads, attn_implementation="eager", **block)
+        found[len(block)] = estimate(config, {"bf16": True}, 8, "h100_80gb", peft_config=_lora(), dtype="bfloat16")
+    assert found[1].phases["load"] - found[0].phases["load"] == pytest.approx(beside, rel=0.001)
+    assert found[1].peak_allocated_bytes == max(found[1].phases.values())
 
 
 @pytest.mark.slow

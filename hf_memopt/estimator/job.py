@@ -279,6 +279,7 @@ class Job(ModelSettings):
             "attention": self.attention,
             "capability": self.device.capability,
             "fp8": quantization_method(self.quantization_config) in ("fp8", "mxfp8"),
+            "dequantized": "" if self.engine.shards_weights else self.dequantized,  # sharded from host memory
             "world_size": self.world_size,
             "engine": self.engine,
             "memory_args": self.memory_args,

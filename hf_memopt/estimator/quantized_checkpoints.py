@@ -106,7 +106,11 @@ def quantization_notes(job) -> Iterator[str]:
     """The parts of a quantized model's memory that are counted from its source and have not been measured."""
     method, accelerator = quantization_method(job.quantization_config), job.device.backend != "cpu"
     if job.dequantized:
-        yield f"{job.dequantized} weights are dequantized while they are loaded, which is not counted"
+        counted = (
+            "counted as in transformers' integrations/mxfp4.py, which goes on in host memory where it does not fit"
+        )
+        counted = counted if job.dequantized == "mxfp4" and not job.engine.shards_weights else "not counted"
+        yield f"{job.dequantized} weights are dequantized while they are loaded, which is {counted}"
     if method in SCHEMES:
         yield f"{method} layers are counted as in {SCHEMES[method].source}; not measured"
         targets = getattr(job.peft_config, "target_modules", None)

@@ -213,8 +213,21 @@ _STAGED_BYTES = {
 }
 
 
-def staged_bytes(model: torch.nn.Module) -> int:
-    """The most that loading needs beside the weights that it has quantized; 0 where the checkpoint is quantized."""
+# Bytes for each element of experts that are dequantized while they are loaded, beside the result: packed values and
+# scales, and the indices of half of them as int32 and, in torch's indexing, int64, with what they select (transformers
+# 5.23, integrations.mxfp4._convert_moe_packed_tensors; tests/test_quantized_jobs.py measures it on a CPU).
+_DEQUANTIZED_BYTES = {"mxfp4": 7.65625}
+
+
+def staged_bytes(model: torch.nn.Module, dequantized: str = "") -> int:
+    """The most that loading needs beside the weights that it has converted; 0 where it converts none.
+
+    Args:
+        dequantized: the method of a checkpoint whose weights are dequantized.
+    """
+    if dequantized:
+        experts = (weight.numel() for weight in model.parameters() if weight.dim() == 3)
+        return int(max(experts, default=0) * _DEQUANTIZED_BYTES.get(dequantized, 0))
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or quantizer.pre_quantized:
         return 0

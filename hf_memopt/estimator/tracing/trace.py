@@ -69,6 +69,7 @@ class TracedJob:
         attention: the `attn_implementation` of the model and of its parts, where they were chosen.
         capability: CUDA compute capability of the device.
         fp8: weights are FP8.
+        dequantized: the method of a checkpoint whose weights the device dequantizes while they are loaded.
         real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
 
@@ -93,6 +94,7 @@ class TracedJob:
     attention: tuple[str, ...] = ()
     capability: float = 0.0
     fp8: bool = False
+    dequantized: str = ""
     real_states: bool = False
 
     @property
@@ -150,7 +152,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
-    _load(model, ledger, moved)
+    _load(ledger, moved + staged_bytes(model, job.dequantized))
     if streamer is not None:
         streamer.place(counted_lanes(ledger))
     ledger.enter("start", "other")
@@ -213,17 +215,17 @@ def _leave_on_load(streamer: Streamer, model: torch.nn.Module, ledger: Ledger) -
     return largest
 
 
-def _load(model: torch.nn.Module, ledger: Ledger, moved: int) -> None:
-    """Weights reach the device one by one in their own dtype and are quantized there. (A checkpoint that safetensors
-    maps into host memory is not counted: the system can drop its pages.)
+def _load(ledger: Ledger, staged: int) -> None:
+    """Weights reach the device one by one in their own dtype and are quantized or dequantized there. (A checkpoint
+    that safetensors maps into host memory is not counted: the system can drop its pages.)
 
     Args:
-        moved: bytes of a quantized weight that leaves the device again.
+        staged: the most bytes that this takes beside the weights.
     """
-    if size := staged_bytes(model) + moved:
+    if staged:
         ledger.enter("load", "workspace")
-        unquantized = torch.empty(size, dtype=torch.uint8)
-        del unquantized
+        unconverted = torch.empty(staged, dtype=torch.uint8)
+        del unconverted
 
 
 @contextlib.contextmanager
