@@ -353,3 +353,41 @@ def test_adapters_leave_no_compiler_in_the_environment(monkeypatch):
     monkeypatch.setenv("CXX", "c++")
     add_adapters(LlamaForCausalLM(LlamaConfig(**sizes)), BOFTConfig(target_modules=["q_proj"], boft_block_size=4))
     assert os.environ["CXX"] == "c++"
+
+
+RESIZES = """
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.bfloat16{placed})
+model.resize_token_embeddings(model.config.vocab_size + {added}, mean_resizing={mean})
+rows = [{{"input_ids": [5] * 8, "labels": [5] * 8}}] * 4
+args = TrainingArguments({folder!r} + "/out", max_steps=1, report_to=[])
+Trainer(model=model, args=args, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("placed", "added", "mean"),
+    [(', device_map="auto"', 8, True), (', device_map="auto"', 8, False), ("", 8, True)],
+    ids=["drawn", "copied", "on the host"],
+)
+def test_the_peak_of_resizing_embeddings_is_counted(placed, added, mean, tmp_path):
+    """VILA#262: two copies of the embeddings in fp32 and their covariance, where the model is on the device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **sizes)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    matrix = 4096 * 64 * 2  # of the old embeddings, which Python may free before the head is resized, too
+    beside = allocator_peak(lambda: model.resize_token_embeddings(4096 + added, mean_resizing=mean))
+    script = tmp_path / "train.py"
+    script.write_text(RESIZES.format(folder=str(tmp_path), placed=placed, added=added, mean=mean))
+    with caught_trainer(str(script), [], "a100_80gb") as trainer:
+        found = estimate_trainer(trainer, "a100_80gb")
+        weights = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters())
+    counted = found.phases["load"] - weights
+    assert found.peak_allocated_bytes >= found.phases["load"]
+    if placed:
+        assert beside - 8192 <= counted <= beside + matrix + 8192
+    else:
+        assert counted < 8192

@@ -21,6 +21,8 @@ from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
 from hf_memopt.hardware import get_hardware
 
 _PRETRAINED = "transformers.modeling_utils:PreTrainedModel"
+# Attributes of a model: whether from_pretrained puts it on the device, and bytes that resizing its embeddings takes.
+_PLACED, RESIZED = "_hf_memopt_placed", "_hf_memopt_resized"
 
 
 @contextmanager
@@ -63,6 +65,7 @@ def _replacements(mode: FakeMode) -> dict:
             model.config, quantization, _ = resolve_quantization(model.config, quantization_config, device)
             if quantization is not None:
                 quantize(model, quantization, pre_quantized)
+            vars(model)[_PLACED] = device_map is not None or quantization is not None
         return loaded
 
     def from_configuration(cls, config, **kwargs):
@@ -75,7 +78,16 @@ def _replacements(mode: FakeMode) -> dict:
 
     def resize(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
         """Without the mean of the old embeddings, which has no value here."""
-        return resize_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing=False)
+        parts = (self.get_input_embeddings(), self.get_output_embeddings())
+        old = {id(part.weight): part.weight.nbytes for part in parts if part is not None}  # once where they are tied
+        rows, width = parts[0].weight.shape
+        resized = resize_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing=False)
+        if vars(self).get(_PLACED) and (added := len(resized.weight) - rows):
+            # To draw new rows: two copies in fp32 and their covariance (transformers 5.23,
+            # _init_added_embeddings_weights_with_mean), as measured on a CPU.
+            drawn = (mean_resizing and added > 0) * (8 * rows * width + 24 * width**2)
+            vars(self)[RESIZED] = sum(old.values()) + drawn
+        return resized
 
     return {
         "transformers:PreTrainedModel.from_pretrained": classmethod(from_pretrained),

@@ -10,6 +10,7 @@ import torch
 from hf_memopt.engines import Engine
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
+from hf_memopt.estimator.fake_pretrained import RESIZED
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
@@ -126,6 +127,7 @@ class TrainerJob(Job):
             trainer=copies,
             inputs=self.inputs,
             eval_inputs=self.eval_inputs,
+            resizing=max(vars(module).get(RESIZED, 0) for module in self.trainer.model.modules()),
             **self._trace_settings(),
         )
 

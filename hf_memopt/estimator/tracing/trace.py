@@ -70,6 +70,7 @@ class TracedJob:
         capability: CUDA compute capability of the device.
         fp8: weights are FP8.
         dequantized: the method of a checkpoint whose weights the device dequantizes while they are loaded.
+        resizing: bytes that the script's resize_token_embeddings took on the device beside the new ones.
         real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
 
@@ -95,6 +96,7 @@ class TracedJob:
     capability: float = 0.0
     fp8: bool = False
     dequantized: str = ""
+    resizing: int = 0
     real_states: bool = False
 
     @property
@@ -152,7 +154,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
-    _load(ledger, moved + staged_bytes(model, job.dequantized))
+    _load(ledger, max(moved + staged_bytes(model, job.dequantized), job.resizing))
     if streamer is not None:
         streamer.place(counted_lanes(ledger))
     ledger.enter("start", "other")
