@@ -122,10 +122,6 @@ def _evaluates(job: JobFacts) -> bool:
     return bool(job.training.get("eval_strategy")) and job.training.get("per_device_eval_batch_size", 8) > 1
 
 
-def _caches_segments(job: JobFacts) -> bool:
-    return job.setup.device in ("cuda", "rocm")
-
-
 def _trains_all(job: JobFacts) -> bool:
     return job.setup.method == "full"
 
@@ -200,10 +196,15 @@ SDPA = Change(
     effect="no tensor of all attention scores, which grows with the square of the length",
 )
 VISION_FLASH = Change(
+    applies=lambda job: job.setup.device in ("cuda", "rocm"),
     label="attn_implementation=flash_attention_2",
     effect="images need no mask of all patches by all patches",
 )
-LIGER = Change(label="use_liger_kernel=true", effect="logits and loss in one kernel, a part at a time")
+LIGER = Change(
+    applies=lambda job: job.setup.device in ("cuda", "rocm", "xpu"),
+    label="use_liger_kernel=true",
+    effect="logits and loss in one kernel, a part at a time",
+)
 NO_KBIT_CAST = Change(
     label="leave prepare_model_for_kbit_training out",
     effect="it casts all weights that are not quantized to fp32, embeddings and head too; freeze them and call "
@@ -286,7 +287,10 @@ RESUME_THROUGH_HOST = Change(label="MemoryTrainer: it loads optimizer states thr
 # Memory that changes from step to step
 PROBE = Change(settings={"probe_worst_batch": True}, effect="the largest batch is tried before step 0")
 MEMORY_TRAINER = Change(label="MemoryTrainer: a batch that does not fit runs in chunks, and growth is named")
-EXPANDABLE_SEGMENTS = Change(label="PYTORCH_ALLOC_CONF=expandable_segments:True", applies=_caches_segments)
+EXPANDABLE_SEGMENTS = Change(
+    applies=lambda job: job.setup.device == "cuda", label="PYTORCH_ALLOC_CONF=expandable_segments:True"
+)
+SPLIT_SIZE = Change(applies=lambda job: job.setup.device == "rocm", label="PYTORCH_ALLOC_CONF=max_split_size_mb:256")
 GROUP_BY_LENGTH = Change(
     settings={"train_sampling_strategy": "group_by_length"}, effect="samples of about one length in each batch"
 )

@@ -51,7 +51,7 @@ _INTERMITTENT = (
 LATER_CHANGES = (changes.PROBE, changes.MEMORY_TRAINER, changes.EXPANDABLE_SEGMENTS)
 _FRAGMENTED = (
     "memory is fragmented: the allocator holds {unused} that no tensor is in",
-    (changes.EXPANDABLE_SEGMENTS, changes.GROUP_BY_LENGTH, changes.EMPTY_CACHE),
+    (changes.EXPANDABLE_SEGMENTS, changes.SPLIT_SIZE, changes.GROUP_BY_LENGTH, changes.EMPTY_CACHE),
 )
 _OTHERS = (
     "other processes hold {others} of the device",
@@ -168,8 +168,8 @@ def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str
     fragmented, remedies = _FRAGMENTED
     fragmented = fragmented.format(unused=gib(figures["unused_bytes"]))
     if failure.stage in ("forward", "backward", None):  # what comes and goes in a step leaves the gaps
-        return fragmented if frame is None else f"{fragmented}; and {why}", (remedies[0], *rows[:1], *remedies[1:])
-    return f"{why}; and {fragmented}", (*rows[:2], remedies[0])
+        return fragmented if frame is None else f"{fragmented}; and {why}", (*remedies[:2], *rows[:1], *remedies[2:])
+    return f"{why}; and {fragmented}", (*rows[:2], *remedies[:2])
 
 
 def _killed(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:

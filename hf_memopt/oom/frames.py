@@ -143,7 +143,7 @@ _TABLE = (
     FrameRow(
         "forward",
         rf"{_TRL}(compute_ref_log_probs|compute_reference_log_probs|_compute_reference_log_probs|_precompute_ref\w*)"
-        r"|self\.ref_model\b(?!\.to)",
+        r"|self\.ref_model\b(?!\.to|\s*=)",
         "the reference model's logits do not fit beside the trained model: both are held",
         (changes.PRECOMPUTE_REFERENCE, changes.ADAPTER_REFERENCE, changes.LIGER, changes.HALF_PAIRS),
     ),

@@ -193,8 +193,8 @@ def _step(at: int, text: str) -> _Step | None:
 
 
 def _last_step(steps: Sequence[_Step], at: int, stage: str | None) -> int | None:
-    """The training step before a line. The bar of an evaluation has no name either: it is nested in training's."""
+    """The training step before a line. The bar of an evaluation has no name either, and comes after training's."""
     before = [step for step in steps if step.at <= at]
     if before and stage in ("eval", "generate"):
-        before = [step for step in before if step.total in (None, before[0].total)]
+        before = [step for step in before if step.total != before[-1].total] or before
     return before[-1].done if before else None
