@@ -16,6 +16,9 @@ LOGS = Path(__file__).parent / "logs"
 ROWS = tomllib.loads((LOGS / "logs.toml").read_text(encoding="utf-8"))["log"]
 
 
+INVENTED = tomllib.loads((LOGS / "invented.toml").read_text(encoding="utf-8"))["log"]
+
+
 def text_of(row) -> str:
     return (LOGS / f"{row['file']}.txt").read_text(encoding="utf-8")
 
@@ -33,6 +36,13 @@ def check(row, advice):
 @pytest.mark.parametrize("row", ROWS, ids=[row["file"] for row in ROWS])
 def test_logs_of_public_threads(row):
     check(row, advise_on_text(text_of(row)))
+
+
+@pytest.mark.parametrize("row", INVENTED, ids=[row["name"] for row in INVENTED])
+def test_logs_in_other_words(row):
+    advice = advise_on_text(row["text"])
+    check({"why": "", **row}, advice)
+    assert advice is None or row.get("first", "") in advice.changes[0]["change"]
 
 
 def test_first_changes_are_those_of_the_threads(monkeypatch):
