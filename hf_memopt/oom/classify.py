@@ -54,6 +54,7 @@ class Row(NamedTuple):
         patterns: `A … B` means A, and B later on the same line.
         indirect: it says that a process was ended, which a launcher also does after another failure, or that a call
             failed, for which there are other reasons.
+        stage: when it happens, whatever the frames are; None where they tell.
     """
 
     kind: OomKind
@@ -61,6 +62,7 @@ class Row(NamedTuple):
     cause: str
     patterns: tuple[str, ...]
     indirect: bool = False
+    stage: str | None = None
 
 
 KILLED = "the system killed a process, nearly always for host memory"
@@ -160,6 +162,7 @@ _TABLE = [
         'the quantized weights do not fit the device memory that is free: device_map={"": 0}, since "auto" leaves '
         "a margin; end other processes on the device; a smaller model",
         (r"Some modules are dispatched on the CPU or the disk",),
+        stage="load",
     ),
     Row(
         OomKind.DEVICE,
@@ -170,6 +173,7 @@ _TABLE = [
             r"No available memory for the cache blocks",
             r"larger than the (maximum number of tokens that can be stored in|available) KV cache",
         ),
+        stage="generate",
     ),
     Row(
         OomKind.DEVICE,
@@ -177,6 +181,7 @@ _TABLE = [
         "vLLM finds less device memory free than it may take: set vllm_gpu_memory_utilization lower; end other "
         "processes on the device; vllm_enable_sleep_mode=true, where it shares the device with training",
         (r"Free memory on device … less than desired GPU memory utilization",),
+        stage="generate",
     ),
     Row(
         OomKind.LIBRARY_WORKSPACE,

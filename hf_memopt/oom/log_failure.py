@@ -95,7 +95,7 @@ def find_failure(text: str) -> Failure | None:
     if frame is not None and frame.pinned:
         diagnosis = replace(diagnosis, kind=OomKind.HOST, smaller_batch_helps=False, cause=frame.why)
     grown = next((found[1] for line in reversed(lines) if (found := _GROWTH.search(line.text))), None)
-    stage = frame.stage if frame else _stage_before(lines, fault)
+    stage = fault.row.stage or (frame.stage if frame else _stage_before(lines, fault))
     return Failure(
         diagnosis=diagnosis,
         stage=stage,
