@@ -119,7 +119,8 @@ _TABLE = (
     ),
     FrameRow(
         "resume",
-        r" in (_load_from_checkpoint|_load_optimizer_and_scheduler|load_checkpoint_and_resume|load_fsdp_optimizer):"
+        r" in (_load_from_checkpoint|_load_optimizer_and_scheduler|load_fsdp_optimizer|load_fsdp_model|"
+        r"deepspeed_load_checkpoint|load_accelerator_state|_load_zero_checkpoint):"
         r"|optim\S{0,60} in load_state_dict|(resume|ckpt|checkpoint)\w* ?= ?torch\.load",
     ),
     FrameRow(
